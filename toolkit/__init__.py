@@ -1,0 +1,64 @@
+"""A training toolkit on Hugging Face Accelerate in which experts have a place.
+
+The public names are loaded when they are first used, so that `import toolkit` and `--help` cost no more than the
+command line needs:
+
+    import toolkit as tk
+    tk.Trainer, tk.MoE, ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from toolkit.version import __version__
+
+_HOMES = {
+    "toolkit.cli": ["run_recipe"],
+    "toolkit.config": ["CheckpointConfig", "OptimizerConfig", "RunConfig", "ScheduleConfig"],
+    "toolkit.errors": ["Preempted", "UserError"],
+    "toolkit.run": ["Run", "start_run"],
+    "toolkit.task": ["Batch", "Loss", "Task"],
+    "toolkit.trainer": ["Trainer"],
+    "toolkit.optim": ["build_optimizer"],
+    "toolkit.schedules": ["build_schedule"],
+    "toolkit.callbacks": ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"],
+    "toolkit.data": ["BatchOrder", "EvalBatches", "TensorTable", "TrainBatches", "load_images"],
+    "toolkit.tasks": ["Classification"],
+    "toolkit.models": ["MLP", "MoEClassifier"],
+    "toolkit.moe": ["BiasBalancing", "ExpertLoad", "MoE", "RouterPenalty", "WholeStepBalance", "make_moe"],
+    "toolkit.parallel": ["ShardGroups", "clip_grad_norm_", "mark_sharded"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
+    from toolkit.cli import run_recipe
+    from toolkit.config import CheckpointConfig, OptimizerConfig, RunConfig, ScheduleConfig
+    from toolkit.data import BatchOrder, EvalBatches, TensorTable, TrainBatches, load_images
+    from toolkit.errors import Preempted, UserError
+    from toolkit.models import MLP, MoEClassifier
+    from toolkit.moe import BiasBalancing, ExpertLoad, MoE, RouterPenalty, WholeStepBalance, make_moe
+    from toolkit.optim import build_optimizer
+    from toolkit.parallel import ShardGroups, clip_grad_norm_, mark_sharded
+    from toolkit.run import Run, start_run
+    from toolkit.schedules import build_schedule
+    from toolkit.task import Batch, Loss, Task
+    from toolkit.tasks import Classification
+    from toolkit.trainer import Trainer

@@ -1,0 +1,164 @@
+"""The settings that every recipe shares: frozen, typed, validated when they are made.
+
+A recipe's own `Config` inherits `RunConfig`, so the flags that people type are flat (`--lr`, `--batch-size`); what is
+rarely touched sits in nested groups (`--optimizer.weight-decay`). `None` means off or automatic, never -1 or 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.errors import UserError
+
+
+def require(holds: bool, name: str, value: object, remedy: str) -> None:
+    """Raise UserError naming a field, its value and the remedy, unless `holds`."""
+    if not holds:
+        raise UserError(f"--{name.replace('_', '-')} {value}: {remedy}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    beta1: float = 0.9
+    """Decay of the running mean of gradients, per step."""
+    beta2: float = 0.999
+    """Decay of the running mean of squared gradients, per step."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices, as a fraction of the learning rate per step; vectors have none."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global 2-norm; None leaves them."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "take a number from 0 up to, not including, 1")
+        require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "take a number from 0 up to, not including, 1")
+        require(self.eps > 0, "optimizer.eps", self.eps, "take a positive number")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "take zero or more")
+        norm = self.max_grad_norm
+        require(norm is None or norm > 0, "optimizer.max_grad_norm", norm, "take a positive number, or None for no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How the learning rate moves over a run."""
+
+    name: Literal["constant", "cosine", "stable_decay"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    final: float = 0.0
+    """Last learning rate, as a fraction of the highest."""
+    decay_steps: int | None = None
+    """Optimizer steps of the final descent of `stable_decay`; None means a fifth of the run."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "take zero or more steps")
+        require(0 <= self.final <= 1, "schedule.final", self.final, "take a fraction between 0 and 1")
+        decay = self.decay_steps
+        require(decay is None or decay > 0, "schedule.decay_steps", decay, "take one step or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, and how many to keep."""
+
+    every_steps: int | None = None
+    """Save every so many steps; None saves at the end of each epoch."""
+    keep: int = 2
+    """How many verified checkpoints to keep."""
+
+    def __post_init__(self) -> None:
+        every = self.every_steps
+        require(every is None or every > 0, "checkpoint.every_steps", every, "take one step or more")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "keep at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Fields of every recipe. Each recipe's presets set the numbers."""
+
+    epochs: int = 1
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps; None means by epochs alone."""
+    batch_size: int = 64
+    """Samples per optimizer step, over all processes and accumulation steps."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimizer step on each process."""
+    lr: float = 1e-3
+    """Highest learning rate."""
+    seed: int = 0
+    """Fixes initial weights, the order of the data, and every random draw."""
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    """Type of matrix products; None takes what `accelerate launch` was told, else no."""
+    cpu: bool = False
+    """Stay on the CPU even where there is a GPU."""
+    num_processes: int | None = None
+    """Start this many processes on this machine; None runs in this one, or in those the launcher started."""
+    num_workers: int = 0
+    """Processes that fetch batches ahead; 0 fetches in line, which a memory-mapped table seldom needs to better."""
+    compile: bool = False
+    """Compile the model with torch.compile; takes a while to start."""
+    dataset: str = "auto"
+    """Which data to train on; see the recipe."""
+    data_dir: Path | None = None
+    """Folder that holds data sets, or one; None takes $TOOLKIT_DATA_DIR, then the Hub."""
+    run_dir: Path | None = None
+    """Folder of this run; None makes runs/<recipe>/<time>."""
+    resume: Literal["auto", "yes", "no"] = "auto"
+    """auto: continue what --run-dir holds, else begin; yes (or bare --resume): there must be something to continue; no: refuse a used folder."""
+    tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
+    """Where metrics go besides metrics.jsonl. W&B is online with a key, offline without; it never asks."""
+    log_every: int = 50
+    """Optimizer steps between lines of metrics."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "gradient_accumulation_steps", "log_every"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "take one or more")
+        for name in ("max_steps", "num_processes"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "take one or more")
+        require(0 < self.lr < float("inf"), "lr", self.lr, "take a positive number")
+        require(self.seed >= 0, "seed", self.seed, "take zero or more")
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
+        pieces = (self.num_processes or 1) * self.gradient_accumulation_steps
+        require_divisible(self.batch_size, self.num_processes or 1, self.gradient_accumulation_steps, pieces)
+
+
+def require_divisible(batch_size: int, processes: int, accumulation: int, pieces: int) -> None:
+    """Raise UserError unless a global batch can be cut into `pieces` equal micro-batches."""
+    require(
+        batch_size % pieces == 0,
+        "batch_size",
+        batch_size,
+        f"it must divide by {processes} process(es) times {accumulation} accumulation step(s): use "
+        f"{max(1, batch_size // pieces) * pieces}",
+    )
+
+
+NOT_OF_THE_TRAJECTORY = frozenset(
+    {"run_dir", "resume", "tracker", "num_workers", "num_processes", "cpu", "log_every", "checkpoint", "data_dir", "compile"}
+)
+"""Fields that may differ between a run and its continuation, because they do not decide what is learned."""
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as plain JSON values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(dataclasses.asdict(config))

@@ -1,0 +1,151 @@
+"""Which examples make up which step, and how they reach this rank.
+
+The order of the data is a pure function of (seed, epoch), and the position in it is one integer: the step. So a run
+resumes by asking for step n, on any number of processes. Accelerate's own sharding is not used because on a short last
+batch it gives some ranks no micro-batch at all, and under expert parallelism a forward pass is a collective: here such
+a rank gets an empty one. (`docs/log.md`, "Why the loader is ours".)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from toolkit.data.table import TensorTable
+from toolkit.seeding import generator
+from toolkit.task import Batch
+
+
+def split(rows: Tensor, parts: int, part: int) -> Tensor:
+    """The `part`-th of `parts` consecutive pieces of `rows`, whose lengths differ by one at most."""
+    return rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOrder:
+    """The order of global batches: each epoch is a new permutation, its last batch may be short."""
+
+    num_samples: int
+    batch_size: int
+    """Examples per optimizer step, over all ranks and micro-batches."""
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_samples / self.batch_size)
+
+    def epoch(self, epoch: int) -> Tensor:
+        """All row numbers in the order of `epoch`."""
+        return torch.randperm(self.num_samples, generator=generator(self.seed, "order", epoch))
+
+    def samples_before(self, step: int) -> int:
+        """How many examples the steps before `step` took."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        return epochs * self.num_samples + steps * self.batch_size
+
+    def batches(self, start_step: int) -> Iterator[Tensor]:
+        """The global batches of steps `start_step`, `start_step` + 1, ... without end."""
+        epoch, skip = divmod(start_step, self.steps_per_epoch)
+        while True:
+            yield from self.epoch(epoch).split(self.batch_size)[skip:]
+            epoch, skip = epoch + 1, 0
+
+
+class TrainBatches:
+    """This rank's micro-batches of each step, on its device.
+
+    A global batch is cut into micro-batches first and each of these into ranks, so that what one micro-step sees over
+    all ranks does not depend on how many ranks there are.
+    """
+
+    def __init__(
+        self,
+        table: TensorTable,
+        *,
+        batch_size: int,
+        seed: int,
+        accumulation: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        num_workers: int = 0,
+    ):
+        self.table = table
+        self.order = BatchOrder(num_samples=len(table), batch_size=batch_size, seed=seed)
+        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
+        self.device = torch.device(device)
+        self.num_workers = num_workers
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def rows(self, start_step: int) -> Iterator[Tensor]:
+        """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
+        for batch in self.order.batches(start_step):
+            for micro in range(self.accumulation):
+                yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
+
+    def steps(self, start_step: int) -> Iterator[list[Batch]]:
+        """Lists of this rank's micro-batches, from `start_step` on, without end."""
+        micro_batches = fetch(self.table, self.rows(start_step), self.device, self.num_workers)
+        while True:
+            yield [next(micro_batches) for _ in range(self.accumulation)]
+
+
+class EvalBatches:
+    """A whole table in its own order, each example on exactly one rank.
+
+    Every rank gets the same number of batches, some of them short or empty, because a forward pass may be a
+    collective.
+    """
+
+    def __init__(
+        self,
+        table: TensorTable,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        num_workers: int = 0,
+    ):
+        self.table, self.batch_size = table, batch_size
+        self.rank, self.world_size = rank, world_size
+        self.device = torch.device(device)
+        self.num_workers = num_workers
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = torch.arange(len(self.table)).split(self.batch_size)
+        rows = (split(batch, self.world_size, self.rank) for batch in batches)
+        return fetch(self.table, rows, self.device, self.num_workers)
+
+
+class _Rows(torch.utils.data.Sampler[Tensor]):
+    def __init__(self, rows: Iterator[Tensor]):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.rows
+
+
+def fetch(
+    table: TensorTable, rows: Iterator[Tensor], device: torch.device, num_workers: int
+) -> Iterator[Batch]:
+    """The batches at `rows`, on `device`. Worker processes fetch ahead; without them a gather is done in line."""
+    if num_workers == 0 and device.type == "cpu":
+        return (table[index] for index in rows)
+    batches = DataLoader(
+        table,  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=_Rows(rows),
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    return (send_to_device(batch, device, non_blocking=True) for batch in batches)

@@ -1,0 +1,25 @@
+"""A data set in memory (or mapped from disk): named tensors with one row per example."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from toolkit.task import Batch
+
+
+class TensorTable:
+    """Columns of equal length, fetched by whole batches: one gather per column, never a loop over examples."""
+
+    def __init__(self, **columns: Tensor):
+        lengths = {name: len(column) for name, column in columns.items()}
+        if not columns or len(set(lengths.values())) != 1:
+            raise ValueError(f"columns need one common length, got {lengths}")
+        self.columns = columns
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, rows: Tensor) -> Batch:
+        """The examples at `rows` (a 1-d int64 tensor), as a new batch."""
+        return {name: column.index_select(0, rows) for name, column in self.columns.items()}

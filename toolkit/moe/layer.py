@@ -1,0 +1,92 @@
+"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.moe.experts import Activation, GroupedExperts
+from toolkit.moe.placement import contiguous
+from toolkit.moe.router import Routing, TopKRouter
+from toolkit.parallel import ShardGroups
+
+
+class MoE(nn.Module):
+    """Each token is the weighted sum of its K experts' outputs, plus a shared expert's where there is one.
+
+    The forward is a collective where experts are spread over ranks: every rank calls it equally often, with any
+    number of tokens, zero included.
+    """
+
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: GroupedExperts,
+        dispatcher: TokenDispatcher,
+        shared_expert: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.router, self.experts, self.dispatcher, self.shared_expert = router, experts, dispatcher, shared_expert
+        self.routing: Routing | None = None
+        """The last forward's routing, for the losses that need it."""
+        # Not a buffer: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
+        self.load_E = torch.zeros(router.num_experts, dtype=torch.int64)
+        """Routed copies per expert on this rank, counted over all training forwards and never reset: take differences."""
+        self.last_load_E = self.load_E
+        """The same, of the last forward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D)."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        routing = self.router(x_TD)
+        rows, plan = self.dispatcher.dispatch(x_TD, routing.expert_ids_TK)
+        rows = self.experts(rows, plan.rows_per_slot)
+        y_TD = self.dispatcher.combine(rows, plan, routing.weights_TK)
+        if self.shared_expert is not None:
+            y_TD = y_TD + self.shared_expert(x_TD)
+        self.record(routing)
+        return y_TD.view(x.shape)
+
+    def record(self, routing: Routing) -> None:
+        """Remember what the losses and statistics need."""
+        self.routing = routing
+        self.last_load_E = torch.bincount(routing.expert_ids_TK.flatten(), minlength=self.router.num_experts)
+        if self.training and torch.is_grad_enabled():
+            self.load_E = self.load_E.to(self.last_load_E.device) + self.last_load_E
+
+
+def make_moe(
+    dim: int,
+    hidden_dim: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    groups: ShardGroups | None = None,
+    activation: Activation = "relu",
+    bias_balancing: bool = False,
+    shared_expert: nn.Module | None = None,
+    seed: int = 0,
+) -> MoE:
+    """A layer whose experts are spread over `groups` in equal contiguous blocks."""
+    groups = groups or ShardGroups()
+    placement = contiguous(num_experts, groups.ep_size)
+    experts = GroupedExperts(
+        dim,
+        hidden_dim,
+        expert_ids=placement.experts_on(groups.ep_rank),
+        groups=groups,
+        activation=activation,
+        seed=seed,
+    )
+    if groups.ep_size == 1:
+        dispatcher: TokenDispatcher = LocalDispatcher(num_experts)
+    else:
+        dispatcher = AllToAllDispatcher(torch.tensor(placement.slot_of_expert), groups)
+    router = TopKRouter(dim, num_experts, top_k, bias_balancing=bias_balancing)
+    return MoE(router, experts, dispatcher, shared_expert)
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """The MoE layers of `model` by name, in the order of its modules."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

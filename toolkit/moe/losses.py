@@ -1,0 +1,68 @@
+"""Router losses over the global batch.
+
+The balance loss is not linear in the batch: the mean of rank-local losses is another loss, which pushes each rank
+towards balance on its own few tokens. Here the fractions come from the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.moe.layer import MoE, moe_layers
+
+
+def load_balancing_share(probs_TE: Tensor, fraction_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+    """This rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
+
+    f_e is the fraction of all ranks' routed copies that went to expert e, and P_e the mean probability of e over all
+    ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss.
+    """
+    return probs_TE.shape[1] * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
+
+
+def z_loss_share(logits_TE: Tensor, num_tokens: Tensor | int) -> Tensor:
+    """This rank's share of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
+    return logits_TE.logsumexp(-1).square().sum() / num_tokens
+
+
+class RouterPenalty:
+    """The router losses of all MoE layers after a forward, as one penalty for `toolkit.task.Loss`.
+
+    Sums over layers of `balance_weight` * balance loss + `z_weight` * z-loss, divided by the number of layers.
+    One small reduction over ranks serves all layers.
+    """
+
+    def __init__(self, model: nn.Module, *, balance_weight: float, z_weight: float = 0.0):
+        self.layers: list[MoE] = list(moe_layers(model).values())
+        self.balance_weight, self.z_weight = balance_weight, z_weight
+        self.step_load_LE: Tensor | None = None
+        """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
+
+    def __call__(self) -> Tensor | None:
+        """This rank's share; a collective. None when there is nothing to add."""
+        if not self.layers or (self.balance_weight == 0 and self.z_weight == 0):
+            return None
+        load_LE = global_load(self.layers)
+        step_LE = load_LE if self.step_load_LE is None else self.step_load_LE
+        fraction_LE = step_LE / step_LE.sum(1, keepdim=True).clamp(min=1)
+        total = None
+        for layer, load_E, fraction_E in zip(self.layers, load_LE, fraction_LE, strict=True):
+            routing = layer.routing
+            assert routing is not None, "the penalty is asked for after the forward"
+            tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
+            share = self.balance_weight * load_balancing_share(routing.probs_TE, fraction_E, tokens)
+            if self.z_weight:
+                share = share + self.z_weight * z_loss_share(routing.logits_TE, tokens)
+            total = share if total is None else total + share
+        assert total is not None
+        return total / len(self.layers)
+
+
+def global_load(layers: list[MoE]) -> Tensor:
+    """(layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
+    load_LE = torch.stack([layer.last_load_E for layer in layers])
+    if dist.is_initialized():
+        dist.all_reduce(load_LE)
+    return load_LE

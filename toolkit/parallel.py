@@ -1,0 +1,206 @@
+"""The seam for parameters that are owned by one rank instead of copied to all.
+
+Accelerate and DDP know one kind of parameter: every rank has a copy, gradients are averaged. An expert that lives on
+one rank breaks each of their assumptions in silence. This file holds what has to be done instead, and knows nothing
+of experts: it sees parameters whose *rows* have owners.
+
+| what DDP or Accelerate does                                | what is done here                                       |
+|------------------------------------------------------------|---------------------------------------------------------|
+| overwrites every rank's parameters with those of rank 0    | `prepare` puts owned parameters on DDP's ignore list    |
+| averages gradients over ranks                              | `average_sharded_gradients`: rows already hold the sum  |
+|                                                            | over their group's batches, so add replicas, divide by W|
+| clips by the norm of local gradients                       | `clip_grad_norm_`: copied part once, owned part summed  |
+| saves rank 0's model and optimizer                         | `toolkit.checkpoint` saves each row under its stable id |
+
+Each line is a test in `tests/test_accelerate_traps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.errors import UserError
+
+EMPTY_ROW = -1
+"""The id of a row that holds nothing."""
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """One world, two views: `ep_size` neighbouring ranks share one set of rows, and the sets are copies of each other.
+
+    With 4 ranks and `ep_size` 2, ranks {0, 1} and {2, 3} are shard groups, {0, 2} and {1, 3} replica groups.
+    """
+
+    ep_size: int = 1
+    """Ranks that together hold every row once."""
+    ep_rank: int = 0
+    """This rank's place in its shard group."""
+    shard_group: dist.ProcessGroup | None = None
+    """The ranks of this shard group; None where there is only this one."""
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same rows as this one; None where there is only this one."""
+
+
+def make_shard_groups(ep_size: int) -> ShardGroups:
+    """Split the world into shard groups of `ep_size` neighbours. A collective: every rank calls it.
+
+    Raises UserError when `ep_size` does not divide the number of processes.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if ep_size < 1 or world % ep_size:
+        raise UserError(
+            f"--ep-size {ep_size} does not divide the {world} process(es) of this launch: "
+            f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    if world == 1:
+        return ShardGroups()
+    rank = dist.get_rank()
+    shard_group = replica_group = None
+    for first in range(0, world, ep_size):
+        ranks = list(range(first, first + ep_size))
+        group = dist.new_group(ranks)
+        if rank in ranks and ep_size > 1:
+            shard_group = group
+    for place in range(ep_size):
+        ranks = list(range(place, world, ep_size))
+        group = dist.new_group(ranks)
+        if rank in ranks and len(ranks) > 1:
+            replica_group = group
+    return ShardGroups(ep_size, rank % ep_size, shard_group, replica_group)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is attached to an owned parameter."""
+
+    row_ids: tuple[int, ...]
+    """The stable id of what each row along dimension 0 holds, or `EMPTY_ROW`."""
+    groups: ShardGroups
+
+
+def mark_sharded(parameter: nn.Parameter, *, row_ids: Sequence[int], groups: ShardGroups) -> None:
+    """Declare that the rows of `parameter` belong to this rank (and its replicas) under the stable ids `row_ids`."""
+    if len(row_ids) != parameter.shape[0]:
+        raise ValueError(f"{len(row_ids)} row ids for a parameter with {parameter.shape[0]} rows")
+    parameter.sharding = Sharding(tuple(row_ids), groups)  # type: ignore[attr-defined]
+
+
+def sharding_of(parameter: Tensor) -> Sharding | None:
+    """How `parameter` is owned, or None where every rank has a copy."""
+    return getattr(parameter, "sharding", None)
+
+
+def is_owned(parameter: Tensor) -> bool:
+    """Whether other ranks hold other rows, so that DDP must leave `parameter` alone."""
+    sharding = sharding_of(parameter)
+    return sharding is not None and sharding.groups.ep_size > 1
+
+
+def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of `parameters` that are owned."""
+    return [p for p in parameters if is_owned(p)]
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging.
+
+    Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
+    sub-module names, so it would skip the broadcast of such a parameter and still average its gradient.
+    """
+    names = [name for name, p in model.named_parameters() if is_owned(p)]
+    for name in names:
+        if "." not in name:
+            raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
+    if names and accelerator.mixed_precision == "fp16":
+        raise UserError(
+            "--mixed-precision fp16 cannot be used with experts owned by ranks, because each rank would judge "
+            "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
+        )
+    if names and accelerator.num_processes > 1:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return model, optimizer
+
+
+@torch.no_grad()
+def average_sharded_gradients(parameters: Iterable[Tensor], world_size: int) -> None:
+    """Make the gradients of owned parameters the mean over all ranks' batches, as DDP's are.
+
+    The backward of the all-to-all already *added up* the contributions of the shard group's batches, where DDP takes
+    the *mean* over the world. So: add the replicas' gradients (they saw the other batches), then divide by the number
+    of batches, which is the world size, never by the number of replicas.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return
+    torch._foreach_div_(grads, float(world_size))
+    sharding = sharding_of(next(iter(parameters)))
+    if sharding is None or sharding.groups.replica_group is None:
+        return
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat, group=sharding.groups.replica_group)
+    for grad, summed in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(summed)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
+
+    The copied part is counted once, the owned part is summed over its shard group, so every rank gets the same norm
+    and applies the same factor. With `max_norm` None the norm is only measured.
+    """
+    copied = [p.grad for p in parameters if p.grad is not None and not is_owned(p)]
+    rows = [p for p in parameters if p.grad is not None and is_owned(p)]
+    mine = [p.grad for p in rows if p.grad is not None]
+    total = _squared_norm(copied) if copied else None
+    if rows:
+        sharding = sharding_of(rows[0])
+        assert sharding is not None
+        squared = _squared_norm(mine)
+        dist.all_reduce(squared, group=sharding.groups.shard_group)
+        total = squared if total is None else total + squared
+    if total is None:
+        return torch.zeros(())
+    norm = total.sqrt()
+    if max_norm is not None:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # Reading the factor is free on a CPU and saves a pass over the gradients; elsewhere it would be a host sync.
+        if factor.device.type != "cpu" or factor < 1:
+            torch._foreach_mul_(copied + mine, factor)
+    return norm
+
+
+def _squared_norm(grads: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(grads)).square().sum()
+
+
+@torch.no_grad()
+def replicas_agree(model: nn.Module) -> bool:
+    """Whether every copied parameter has the same bits on all ranks, and every owned row on all its replicas."""
+    if not dist.is_initialized():
+        return True
+    agree = torch.ones((), device=next(model.parameters()).device)
+    for parameter in model.parameters():
+        sharding = sharding_of(parameter)
+        group = None
+        if sharding is not None and sharding.groups.ep_size > 1:
+            group = sharding.groups.replica_group
+            if group is None:
+                continue
+        low, high = parameter.detach().clone(), parameter.detach().clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        agree = torch.minimum(agree, (low == high).all().to(agree))
+    dist.all_reduce(agree, op=dist.ReduceOp.MIN)
+    return bool(agree)

@@ -1,0 +1,41 @@
+"""Learning-rate schedules: pure functions from a step to a multiplier of the base rate.
+
+Nothing is stepped and nothing is saved. (A scheduler prepared by Accelerate steps once per process.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+
+
+def constant(*, warmup_steps: int = 0) -> Schedule:
+    """1 after a linear warm-up."""
+    return lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def warmup_cosine(*, max_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
+    """Linear warm-up, then half a cosine from 1 down to `final` at `max_steps` (Loshchilov and Hutter 2017, eq. 5)."""
+
+    def multiplier(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return multiplier
+
+
+def warmup_stable_decay(
+    *, max_steps: int, warmup_steps: int = 0, decay_steps: int, final: float = 0.0
+) -> Schedule:
+    """Linear warm-up, a plateau at 1, then a straight line down to `final` over the last `decay_steps`."""
+
+    def multiplier(step: int) -> float:
+        rise = (step + 1) / (warmup_steps + 1)
+        fall = final + (1 - final) * (max_steps - step) / max(1, decay_steps)
+        return max(final, min(1.0, rise, fall))
+
+    return multiplier

@@ -1,0 +1,49 @@
+"""What a batch contributes: a sum, a count, and nothing that depends on how many processes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One micro-batch's share of the loss of one step.
+
+    The trainer minimises, over all ranks and micro-batches j of a step, with C the sum of their counts,
+
+        sum_j  sums_j / C  +  penalty_j * C_j / C
+
+    so a step's loss depends on the global batch, not on how it was cut into pieces.
+    """
+
+    sum: Tensor
+    """Scalar: the per-example losses of this micro-batch on this rank, added up."""
+    count: int | Tensor
+    """How many examples (or targets) `sum` covers."""
+    penalty: Tensor | None = None
+    """Scalar: this rank's share of a term that is a mean over the micro-batch of *all* ranks (a router's
+    balance loss); the shares of the ranks add up to it."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """More sums to report as means over the same count, such as the number of correct answers."""
+
+
+class Task(Protocol):
+    """How a batch becomes a `Loss`. Holds no model; the trainer passes one that is ready for use."""
+
+    def count(self, batch: Batch) -> int:
+        """How many examples `loss` will divide by, known before the forward pass."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The training loss. A batch may be empty: `sum` is then zero and still connected to the model."""
+        ...
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        """The loss and sums to report on held-out data; called without gradients."""
+        ...

@@ -1,0 +1,192 @@
+"""The training loop. Read `fit`, then `train_step`; the rest is where their parts come from.
+
+The trainer knows parameters, not models: it never hears of experts. That some parameters are owned by one rank is
+handled by three functions of `toolkit.parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit import parallel
+from toolkit.callbacks.base import HOOKS, Callback
+from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.metrics import MetricSums
+from toolkit.run import Run
+from toolkit.schedules import Schedule
+from toolkit.seeding import seed_device
+from toolkit.state import TrainState
+from toolkit.task import Batch, Loss, Task
+
+
+class Trainer:
+    """Trains `model` on `task`, one optimizer step after another, until `max_steps`.
+
+    `model` and `optimizer` come as the recipe built them; Accelerate places and wraps them here. `schedule` maps a
+    step to a multiplier of each parameter group's initial learning rate.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: TrainBatches,
+        *,
+        max_steps: int,
+        schedule: Schedule,
+        max_grad_norm: float | None = 1.0,
+        log_every: int = 50,
+        callbacks: Sequence[Callback] = (),
+    ):
+        self.run, self.task, self.batches, self.schedule = run, task, batches, schedule
+        self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
+        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.raw_model = model
+        self.model, self.optimizer = parallel.prepare(run.accelerator, model, optimizer)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.owned_parameters = parallel.owned(self.parameters)
+        self.state = TrainState()
+        self.sums = MetricSums(run.device)
+        self.results: dict[str, Any] = {}
+        """The run's final numbers; callbacks add to them, `fit` returns them."""
+        self.stop_reason: str | None = None
+        self._recorded: dict[str, Any] = {}
+        self.callbacks = list(callbacks)
+        self._hooks = {
+            name: [getattr(c, name) for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)]
+            for name in HOOKS
+        }
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, Any]:
+        """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`."""
+        try:
+            self.hooks("on_fit_start")
+            self.model.train()
+            steps = self.batches.steps(self.state.step)
+            while self.state.step < self.max_steps and self.stop_reason is None:
+                self.train_step(next(steps))
+                self.hooks("on_step_end")
+                if self.at_log_step:
+                    self.emit()
+            self.hooks("on_fit_end")
+        except BaseException as error:
+            self.hooks("on_exception", error)
+            raise
+        return self.results
+
+    def train_step(self, micro_batches: list[Batch]) -> None:
+        """One optimizer step: forward and backward of each micro-batch, one synchronisation, one update."""
+        step, accelerator = self.state.step, self.run.accelerator
+        self.hooks("on_step_start", micro_batches)
+        counts, total = self.global_counts(micro_batches)
+        multiplier = self.schedule(step)
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * multiplier
+        # DDP takes the mean over ranks and Accelerate divides by the accumulation steps: undo both, divide once.
+        scale = self.run.world_size * len(micro_batches) / total
+        for index, batch in enumerate(micro_batches):
+            seed_device(self.run.device, self.run.seed, "step", step, index, self.run.rank)
+            with accelerator.accumulate(self.model):
+                with accelerator.autocast():
+                    loss = self.task.loss(self.model, batch)
+                value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
+                accelerator.backward(value * scale)
+            self.record_sums(loss, counts[index])
+        accelerator.unscale_gradients()
+        parallel.average_sharded_gradients(self.owned_parameters, self.run.world_size)
+        norm = parallel.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        self.hooks("on_before_optimizer_step")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step += 1
+        self.state.samples = self.batches.order.samples_before(self.state.step)
+        if self.at_log_step:
+            self.record("train/grad_norm", norm)
+            self.record("train/learning_rate", self.base_rates[0] * multiplier)
+
+    def global_counts(self, micro_batches: list[Batch]) -> tuple[Sequence[Any] | Tensor, Any]:
+        """The count of each micro-batch over all ranks, and their sum, known before the first backward."""
+        counts = [self.task.count(batch) for batch in micro_batches]
+        if self.run.world_size == 1:
+            return counts, sum(counts)
+        reduced = torch.tensor(counts, dtype=torch.float32, device=self.run.device)
+        dist.all_reduce(reduced)
+        return reduced, reduced.sum()
+
+    @torch.no_grad()
+    def evaluate(self, batches: EvalBatches, name: str = "eval") -> dict[str, float]:
+        """Means over all of `batches` and all ranks, named `name/...`; each sample counts once."""
+        sums = MetricSums(self.run.device)
+        self.model.eval()
+        for batch in batches:
+            with self.run.accelerator.autocast():
+                loss = self.task.evaluate(self.model, batch)
+            sums.add({"loss": loss.sum, **loss.sums}, loss.count)
+        self.model.train()
+        metrics = {f"{name}/{key}": value for key, value in sums.compute().items()}
+        for key, value in metrics.items():
+            self.record(key, value)
+        self.hooks("on_evaluate_end", name, metrics)
+        return metrics
+
+    # --- what callbacks use -----------------------------------------------------------------------------------
+
+    def hooks(self, name: str, *args: Any) -> None:
+        """Call hook `name` of every callback that has it."""
+        for hook in self._hooks[name]:
+            hook(self, *args)
+
+    def request_stop(self, reason: str) -> None:
+        """End training after this step. To be called on all ranks alike."""
+        self.stop_reason = reason
+
+    def record(self, name: str, value: Any) -> None:
+        """Put `value` (a number, or a tensor that is equal on all ranks) on the next line of metrics."""
+        self._recorded[name] = value
+
+    @property
+    def at_log_step(self) -> bool:
+        """Whether the step that just ended closes a line of metrics: the one moment that waits for the device."""
+        return self.state.step % self.log_every == 0 or self.state.step == self.max_steps
+
+    # --- metrics and state ------------------------------------------------------------------------------------
+
+    def record_sums(self, loss: Loss, global_count: Any) -> None:
+        self.sums.add({"loss": loss.sum, **loss.sums}, loss.count)
+        if loss.penalty is not None:
+            # Shares add up over ranks to one mean per micro-batch, which weighs as much as its samples.
+            self.sums.add({"penalty": loss.penalty * global_count}, loss.count)
+
+    def emit(self) -> None:
+        """Write one line of metrics: means since the last line, and what was recorded."""
+        means = {f"train/{name}": value for name, value in self.sums.compute().items()}
+        self.sums.reset()
+        recorded = {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}
+        self._recorded = {}
+        self.run.log({"train/epoch": self.state.step / self.batches.steps_per_epoch, **means, **recorded}, self.state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but weights and optimizer rows, as plain JSON values. A collective."""
+        return {
+            "step": self.state.step,
+            "samples": self.state.samples,
+            "metric_sums": self.sums.state_dict(),
+            "callbacks": {type(c).__name__: c.state_dict() for c in self.callbacks},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.state = TrainState(step=state["step"], samples=state["samples"])
+        self.sums.load_state_dict(state["metric_sums"], is_main=self.run.is_main)
+        for callback in self.callbacks:
+            if saved := state["callbacks"].get(type(callback).__name__):
+                callback.load_state_dict(saved)
