@@ -16,19 +16,28 @@ from toolkit.version import __version__
 
 _HOMES = {
     "toolkit.cli": ["run_recipe"],
-    "toolkit.config": ["CheckpointConfig", "OptimizerConfig", "RunConfig", "ScheduleConfig"],
+    "toolkit.config": ["CheckpointConfig", "MoERunConfig", "OptimizerConfig", "RunConfig", "ScheduleConfig", "require"],
     "toolkit.errors": ["Preempted", "UserError"],
     "toolkit.run": ["Run", "start_run"],
     "toolkit.task": ["Batch", "Loss", "Task"],
     "toolkit.trainer": ["Trainer"],
     "toolkit.optim": ["build_optimizer"],
     "toolkit.schedules": ["build_schedule"],
+    "toolkit.standard": ["standard_trainer"],
     "toolkit.callbacks": ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"],
-    "toolkit.data": ["BatchOrder", "EvalBatches", "TensorTable", "TrainBatches", "load_images"],
+    "toolkit.data": ["BatchOrder", "EvalBatches", "ImageData", "TensorTable", "TrainBatches", "load_images"],
     "toolkit.tasks": ["Classification"],
-    "toolkit.models": ["MLP", "MoEClassifier"],
-    "toolkit.moe": ["BiasBalancing", "ExpertLoad", "MoE", "RouterPenalty", "WholeStepBalance", "make_moe"],
-    "toolkit.parallel": ["ShardGroups", "clip_grad_norm_", "mark_sharded"],
+    "toolkit.models": ["MLP", "Pixels", "ResidualClassifier"],
+    "toolkit.moe": [
+        "BiasBalancing",
+        "ExpertLoad",
+        "MoE",
+        "RouterPenalty",
+        "WholeStepBalance",
+        "describe_experts",
+        "make_moe",
+    ],
+    "toolkit.parallel": ["ShardGroups", "clip_grad_norm_", "make_shard_groups", "mark_sharded"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -50,15 +59,24 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
     from toolkit.cli import run_recipe
-    from toolkit.config import CheckpointConfig, OptimizerConfig, RunConfig, ScheduleConfig
-    from toolkit.data import BatchOrder, EvalBatches, TensorTable, TrainBatches, load_images
+    from toolkit.config import CheckpointConfig, MoERunConfig, OptimizerConfig, RunConfig, ScheduleConfig, require
+    from toolkit.data import BatchOrder, EvalBatches, ImageData, TensorTable, TrainBatches, load_images
     from toolkit.errors import Preempted, UserError
-    from toolkit.models import MLP, MoEClassifier
-    from toolkit.moe import BiasBalancing, ExpertLoad, MoE, RouterPenalty, WholeStepBalance, make_moe
+    from toolkit.models import MLP, Pixels, ResidualClassifier
+    from toolkit.moe import (
+        BiasBalancing,
+        ExpertLoad,
+        MoE,
+        RouterPenalty,
+        WholeStepBalance,
+        describe_experts,
+        make_moe,
+    )
     from toolkit.optim import build_optimizer
-    from toolkit.parallel import ShardGroups, clip_grad_norm_, mark_sharded
+    from toolkit.parallel import ShardGroups, clip_grad_norm_, make_shard_groups, mark_sharded
     from toolkit.run import Run, start_run
     from toolkit.schedules import build_schedule
+    from toolkit.standard import standard_trainer
     from toolkit.task import Batch, Loss, Task
     from toolkit.tasks import Classification
     from toolkit.trainer import Trainer

@@ -7,6 +7,7 @@ rarely touched sits in nested groups (`--optimizer.weight-decay`). `None` means 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -162,3 +163,50 @@ def to_dict(config: Any) -> dict[str, Any]:
         return str(value) if isinstance(value, Path) else value
 
     return plain(dataclasses.asdict(config))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoERunConfig(RunConfig):
+    """Fields of every recipe with a mixture of experts."""
+
+    experts: int = 8
+    """Experts per layer; 0 trains a dense network of equal active parameters instead."""
+    top_k: int = 2
+    """Experts that see each token."""
+    expert_hidden_size: int = 128
+    """Hidden units of an expert."""
+    parallel_strategy: Literal["data_parallel", "expert_parallel"] = "expert_parallel"
+    """Over several processes: copy the experts to all, or let each process own some."""
+    ep_size: int | None = None
+    """Processes that share one set of experts; None means as many as divide both processes and experts."""
+    balance: Literal["loss", "bias", "none"] = "loss"
+    """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
+    balance_weight: float = 0.01
+    """Weight of the balance loss."""
+    z_weight: float = 0.0
+    """Weight of the router's z-loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.experts >= 0, "experts", self.experts, "take one or more, or 0 for a dense network")
+        require(self.expert_hidden_size >= 1, "expert_hidden_size", self.expert_hidden_size, "take one or more")
+        most = max(1, self.experts)
+        require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
+        for name in ("balance_weight", "z_weight"):
+            require(0 <= getattr(self, name) < float("inf"), name, getattr(self, name), "take zero or more")
+        if self.ep_size is not None:
+            require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
+            copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1
+            require(not copied, "ep_size", self.ep_size, "leave it out, or use --parallel-strategy expert_parallel")
+            require(
+                self.experts % self.ep_size == 0, "ep_size", self.ep_size, f"it must divide --experts {self.experts}"
+            )
+            if self.num_processes is not None:
+                fits = self.num_processes % self.ep_size == 0
+                require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
+
+    def ep_size_in(self, world_size: int) -> int:
+        """How many of `world_size` processes share one set of experts."""
+        if self.parallel_strategy == "data_parallel":
+            return 1
+        return self.ep_size or math.gcd(world_size, self.experts)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from toolkit.config import ScheduleConfig
 
 Schedule = Callable[[int], float]
 
@@ -39,3 +43,15 @@ def warmup_stable_decay(
         return max(final, min(1.0, rise, fall))
 
     return multiplier
+
+
+def build_schedule(config: ScheduleConfig, *, max_steps: int) -> Schedule:
+    """The schedule that `config` names, over a run of `max_steps`."""
+    if config.name == "constant":
+        return constant(warmup_steps=config.warmup_steps)
+    if config.name == "cosine":
+        return warmup_cosine(max_steps=max_steps, warmup_steps=config.warmup_steps, final=config.final)
+    decay_steps = config.decay_steps or max(1, max_steps // 5)
+    return warmup_stable_decay(
+        max_steps=max_steps, warmup_steps=config.warmup_steps, decay_steps=decay_steps, final=config.final
+    )

@@ -69,6 +69,7 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`."""
         try:
+            self.run.begin_tracking()
             self.hooks("on_fit_start")
             self.model.train()
             steps = self.batches.steps(self.state.step)
@@ -94,7 +95,7 @@ class Trainer:
         # DDP takes the mean over ranks and Accelerate divides by the accumulation steps: undo both, divide once.
         scale = self.run.world_size * len(micro_batches) / total
         for index, batch in enumerate(micro_batches):
-            seed_device(self.run.device, self.run.seed, "step", step, index, self.run.rank)
+            self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
                 with accelerator.autocast():
                     loss = self.task.loss(self.model, batch)
@@ -112,6 +113,10 @@ class Trainer:
         if self.at_log_step:
             self.record("train/grad_norm", norm)
             self.record("train/learning_rate", self.base_rates[0] * multiplier)
+
+    def seed_micro_batch(self, index: int) -> None:
+        """Address the random draws of the coming forward pass by (seed, step, micro-batch, rank)."""
+        seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
 
     def global_counts(self, micro_batches: list[Batch]) -> tuple[Sequence[Any] | Tensor, Any]:
         """The count of each micro-batch over all ranks, and their sum, known before the first backward."""
@@ -172,7 +177,9 @@ class Trainer:
         self.sums.reset()
         recorded = {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}
         self._recorded = {}
-        self.run.log({"train/epoch": self.state.step / self.batches.steps_per_epoch, **means, **recorded}, self.state.step)
+        self.run.log(
+            {"train/epoch": self.state.step / self.batches.steps_per_epoch, **means, **recorded}, self.state.step
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but weights and optimizer rows, as plain JSON values. A collective."""

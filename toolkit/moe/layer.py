@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.moe.experts import Activation, GroupedExperts
-from toolkit.moe.placement import contiguous
+from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.router import Routing, TopKRouter
 from toolkit.parallel import ShardGroups
 
@@ -24,10 +26,12 @@ class MoE(nn.Module):
         router: TopKRouter,
         experts: GroupedExperts,
         dispatcher: TokenDispatcher,
+        placement: ExpertPlacement,
         shared_expert: nn.Module | None = None,
     ):
         super().__init__()
         self.router, self.experts, self.dispatcher, self.shared_expert = router, experts, dispatcher, shared_expert
+        self.placement = placement
         self.routing: Routing | None = None
         """The last forward's routing, for the losses that need it."""
         # Not a buffer: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
@@ -84,9 +88,18 @@ def make_moe(
     else:
         dispatcher = AllToAllDispatcher(torch.tensor(placement.slot_of_expert), groups)
     router = TopKRouter(dim, num_experts, top_k, bias_balancing=bias_balancing)
-    return MoE(router, experts, dispatcher, shared_expert)
+    return MoE(router, experts, dispatcher, placement, shared_expert)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """The MoE layers of `model` by name, in the order of its modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def describe_experts(model: nn.Module, groups: ShardGroups) -> dict[str, Any]:
+    """Facts about the mixture for a run's record: how experts are spread, and where each one lives."""
+    layers = moe_layers(model)
+    placement = {
+        name: [layer.placement.experts_on(rank) for rank in range(groups.ep_size)] for name, layer in layers.items()
+    }
+    return {"ep_size": groups.ep_size, "expert_placement": placement}

@@ -1,0 +1,100 @@
+"""A mixture of experts that learns handwritten digits, its experts spread over the processes there are.
+
+python recipes/mnist_moe.py                        one device, about a minute on a CPU
+python recipes/mnist_moe.py --num-processes 4      four of them; experts owned, not copied
+accelerate launch recipes/mnist_moe.py             the same on whatever Accelerate was configured for
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import toolkit as tk
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.MoERunConfig):
+    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+
+    dim: int = 256
+    """Width of the stem and of what the experts read and write."""
+    shared_expert: bool = False
+    """Add an expert that sees every image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tk.require(self.dim >= 1, "dim", self.dim, "take one or more")
+
+
+def full() -> Config:
+    """The published run: five epochs of MNIST."""
+    return Config(epochs=5, lr=2e-3)
+
+
+def debug() -> Config:
+    """Seconds: the embedded digits, a small mixture."""
+    return replace(full(), dataset="digits", epochs=2, experts=4, expert_hidden_size=32, dim=32, log_every=10)
+
+
+def dense() -> Config:
+    """The control: a dense network of equal active parameters, the same schedule."""
+    return replace(full(), experts=0, top_k=1)
+
+
+def bias_balanced() -> Config:
+    """Balance by a bias on the router's choice instead of a loss."""
+    return replace(full(), balance="bias")
+
+
+def no_balance() -> Config:
+    """What happens when nothing keeps the experts in use."""
+    return replace(full(), balance="none")
+
+
+def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> nn.Module:
+    """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
+    hidden = config.expert_hidden_size
+    if config.experts == 0:
+        block = tk.MLP(config.dim, 2 * hidden, config.dim)
+    else:
+        block = tk.make_moe(
+            config.dim,
+            hidden,
+            config.experts,
+            config.top_k,
+            groups=groups,
+            bias_balancing=config.balance == "bias",
+            shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
+            seed=config.seed,
+        )
+    pixels = tk.Pixels(mean=data.mean, std=data.std)
+    return tk.ResidualClassifier(pixels, block, num_pixels=28 * 28, dim=config.dim, num_classes=data.num_classes)
+
+
+def main(config: Config) -> dict[str, Any]:
+    with tk.start_run("mnist_moe", config) as run:
+        data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+        groups = tk.make_shard_groups(config.ep_size_in(run.world_size))
+        model = build_model(config, data, groups)
+        run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_experts(model, groups))
+        balance_weight = config.balance_weight if config.balance == "loss" else 0.0
+        penalty = tk.RouterPenalty(model, balance_weight=balance_weight, z_weight=config.z_weight)
+        trainer = tk.standard_trainer(
+            run,
+            tk.Classification(penalty=penalty),
+            model,
+            train=data.train,
+            test=data.test,
+            callbacks=[tk.WholeStepBalance(penalty), tk.BiasBalancing(model), tk.ExpertLoad(model)],
+        )
+        return run.finish(trainer.fit())
+
+
+PRESETS = {"full": full, "debug": debug, "dense": dense, "bias_balanced": bias_balanced, "no_balance": no_balance}
+
+if __name__ == "__main__":
+    tk.run_recipe(main, PRESETS, __doc__)

@@ -1,0 +1,48 @@
+"""Classifiers for images as flat vectors: no pixel knows its neighbours."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Pixels(nn.Module):
+    """uint8 images (B, ...) to standardised float vectors (B, num_pixels).
+
+    Part of the model, so that data sets stay small on disk and in transfer.
+    """
+
+    def __init__(self, mean: float, std: float):
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1).float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
+
+
+class MLP(nn.Sequential):
+    """Linear layers with ReLU between them: `MLP(784, 256, 10)` has one hidden layer of 256."""
+
+    def __init__(self, *widths: int):
+        layers: list[nn.Module] = []
+        for width_in, width_out in zip(widths, widths[1:], strict=False):
+            layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+        super().__init__(*layers[:-1])
+
+
+class ResidualClassifier(nn.Module):
+    """A linear stem, one residual block (an MLP, or a mixture of experts), and a linear head.
+
+    `pixels` turns a batch of images into (B, num_pixels), `block` maps (B, dim) to (B, dim); returns logits
+    (B, num_classes).
+    """
+
+    def __init__(self, pixels: nn.Module, block: nn.Module, *, num_pixels: int, dim: int, num_classes: int):
+        super().__init__()
+        self.pixels = pixels
+        self.stem = nn.Linear(num_pixels, dim)
+        self.block = block
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(self.pixels(images)).relu()
+        return self.head((x + self.block(x)).relu())

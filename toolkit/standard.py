@@ -1,0 +1,69 @@
+"""The usual trainer of a recipe, put together from its config. A recipe that wants another calls `Trainer` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
+from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.optim import build_optimizer
+from toolkit.run import Run
+from toolkit.schedules import build_schedule
+from toolkit.task import Task
+from toolkit.trainer import Trainer
+
+EVAL_BATCH_SIZE = 1000
+"""Samples per forward pass of an evaluation, over all ranks."""
+
+
+def standard_trainer(
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    *,
+    train: TensorTable,
+    test: TensorTable,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """AdamW on the config's schedule; evaluates and saves each epoch, resumes, and can be preempted.
+
+    `callbacks` run before the usual ones, so what they record is on the line that is printed.
+    """
+    config = run.config
+    where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
+    batches = TrainBatches(
+        train,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        accumulation=config.gradient_accumulation_steps,
+        **where,
+    )
+    max_steps = min(
+        config.epochs * batches.steps_per_epoch, config.max_steps or config.epochs * batches.steps_per_epoch
+    )
+    optimizer = build_optimizer(model, lr=config.lr, config=config.optimizer)
+    if config.compile:
+        model.compile()
+    return Trainer(
+        run,
+        task,
+        model,
+        optimizer,
+        batches,
+        max_steps=max_steps,
+        schedule=build_schedule(config.schedule, max_steps=max_steps),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        log_every=config.log_every,
+        callbacks=[
+            *callbacks,
+            Throughput(),
+            Evaluation(EvalBatches(test, batch_size=EVAL_BATCH_SIZE, **where)),
+            Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+            Preemption(),
+            Progress(),
+        ],
+    )
