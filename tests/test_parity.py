@@ -1,0 +1,204 @@
+"""Many processes equal one: the same losses, gradients, norms and weights, step by step.
+
+Twenty AdamW steps over 2.5 epochs whose last batch is short (so that some ranks get an empty micro-batch), clipped, with
+balance and z-loss, against one process with the same seed. Each world runs all of its cases in one launch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers import run_distributed
+from toolkit.callbacks import Callback
+from toolkit.config import MoERunConfig, OptimizerConfig
+from toolkit.data.batches import TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.models import MLP
+from toolkit.moe import RouterPenalty, WholeStepBalance, make_moe
+from toolkit.optim import build_optimizer
+from toolkit.parallel import ShardGroups, is_owned, make_shard_groups, replicas_agree, sharding_of
+from toolkit.run import start_run
+from toolkit.schedules import warmup_cosine
+from toolkit.tasks import Classification
+from toolkit.trainer import Trainer
+
+SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
+"""122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""
+
+CASES = [(1, 1, 4)]
+CASES += [(2, ep_size, accumulation) for ep_size in (1, 2) for accumulation in (1, 4)]
+CASES += [(4, ep_size, accumulation) for ep_size in (1, 2, 4) for accumulation in (1, 4)]
+"""(processes, ep_size, accumulation): ep_size 1 copies the experts, 2 on 4 processes makes two groups."""
+
+
+class TwoLayers(nn.Module):
+    """Two mixtures with a shared expert between dense layers."""
+
+    def __init__(self, groups: ShardGroups, balance: str):
+        super().__init__()
+        torch.manual_seed(0)
+        biased = balance == "bias"
+        self.stem = nn.Linear(12, 16)
+        self.first = make_moe(16, 24, EXPERTS, 2, groups=groups, bias_balancing=biased, shared_expert=MLP(16, 8, 16))
+        self.second = make_moe(16, 12, EXPERTS, 3, groups=groups, activation="swiglu", bias_balancing=biased, seed=1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        x = x + self.first(x)
+        return self.head(x + self.second(x))
+
+
+class Trace(Callback):
+    """Everything that must not depend on the number of processes, under names that do not either."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.grads: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        self.grads.append(by_id(trainer.raw_model, "grad"))
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        sums = trainer.sums.compute()
+        self.losses.append(sums["loss"] + sums["penalty"])
+        self.norms.append(float(trainer._recorded["train/grad_norm"]))
+
+
+def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
+    """This rank's parameters (or gradients): copied ones by name, expert rows by name and expert id."""
+    rows: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        value = (parameter.grad if what == "grad" else parameter.detach()).clone()
+        sharding = sharding_of(parameter)
+        if sharding is None:
+            rows[name] = value
+        else:
+            rows |= {f"{name}/{row_id}": row for row_id, row in zip(sharding.row_ids, value, strict=True)}
+    return rows
+
+
+def train(folder: Path, ep_size: int, accumulation: int, dtype: torch.dtype, balance: str) -> dict[str, Any]:
+    config = MoERunConfig(
+        batch_size=BATCH,
+        gradient_accumulation_steps=accumulation,
+        cpu=True,
+        log_every=1,
+        tracker="none",
+        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}",
+        optimizer=OptimizerConfig(weight_decay=0.1),
+    )
+    with start_run("parity", config) as run:
+        groups = make_shard_groups(ep_size)
+        model = TwoLayers(groups, balance).to(dtype)
+        draws = torch.Generator().manual_seed(1)
+        table = TensorTable(
+            input=torch.randn(SAMPLES, 12, dtype=dtype, generator=draws),
+            label=torch.randint(5, (SAMPLES,), generator=draws),
+        )
+        penalty = RouterPenalty(model, balance_weight=0.1, z_weight=0.01)
+        trace = Trace()
+        trainer = Trainer(
+            run,
+            Classification(penalty=penalty),
+            model,
+            build_optimizer(model, lr=1e-2, config=config.optimizer),
+            TrainBatches(
+                table, batch_size=BATCH, seed=0, accumulation=accumulation, rank=run.rank, world_size=run.world_size
+            ),
+            max_steps=STEPS,
+            schedule=warmup_cosine(max_steps=STEPS, warmup_steps=3),
+            max_grad_norm=0.5,
+            log_every=1,
+            callbacks=[WholeStepBalance(penalty), trace],
+        )
+        trainer.fit()
+        return {
+            "losses": torch.tensor(trace.losses, dtype=torch.float64),
+            "norms": torch.tensor(trace.norms, dtype=torch.float64),
+            "grads": trace.grads,
+            "weights": by_id(model, "weight"),
+            "owned": sorted(name for name, p in model.named_parameters() if is_owned(p)),
+            "agree": replicas_agree(model),
+        }
+
+
+def train_all(folder: Path, cases: list[tuple[int, int, torch.dtype, str]]) -> list[dict[str, Any]]:
+    return [train(folder, *case) for case in cases]
+
+
+DTYPES = {torch.float64: 1e-10, torch.float32: 1e-6}
+"""Largest relative difference allowed, in norm. Rounding grows over 20 Adam steps, hence the room in float64."""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """What each rank recorded, by (processes, ep_size, accumulation, dtype, balance)."""
+    folder, found = tmp_path_factory.mktemp("parity"), {}
+    for world in (1, 2, 4):
+        cases = [(ep, acc, dtype, "loss") for w, ep, acc in [(1, 1, 1), *CASES] if w == world for dtype in DTYPES]
+        cases += [(world, 1, torch.float64, "bias")]
+        for case, *ranks in zip(cases, *run_distributed(train_all, world, folder, cases, timeout_s=300), strict=True):
+            found[(world, *case)] = ranks
+    return found
+
+
+def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> dict[str, Tensor]:
+    """The rows of all ranks in one dictionary."""
+    rows: dict[str, Tensor] = {}
+    for rank in ranks:
+        rows |= rank[key] if step is None else rank[key][step]
+    return rows
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+
+
+def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    whole = torch.cat([v.flatten() for v in expected.values()]).norm()
+    for name, value in expected.items():
+        # Relative to the parameter, or to a thousandth of the whole where the parameter's share is negligible.
+        scale = torch.maximum(value.norm(), whole * 1e-3)
+        assert ((found[name] - value).norm() / scale).item() < tolerance, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-processes-ep{}-accumulation{}".format(*case))
+def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int, int, int], dtype: torch.dtype):
+    tolerance = DTYPES[dtype]
+    (reference,) = traces[(1, 1, 1, dtype, "loss")]
+    ranks = traces[(*case, dtype, "loss")]
+    for rank in ranks:
+        assert relative_difference(rank["losses"], reference["losses"]) < tolerance
+        assert relative_difference(rank["norms"], reference["norms"]) < tolerance
+    for step in range(STEPS):
+        assert_equal_rows(gathered(ranks, "grads", step), reference["grads"][step], tolerance)
+    assert_equal_rows(gathered(ranks, "weights"), reference["weights"], tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: tuple[int, int, int]):
+    processes, ep_size, _ = case
+    ranks = traces[(*case, torch.float32, "loss")]
+    for rank in ranks:
+        assert rank["agree"], "copies or replicas drifted apart"
+        assert len(rank["owned"]) == (4 if ep_size > 1 else 0)
+        held = {name for name in rank["weights"] if name.startswith("first.experts.up/")}
+        assert len(held) == EXPERTS // ep_size
+    assert len(ranks) == processes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Any, world: int):
+    (reference,) = traces[(1, 1, 1, torch.float64, "bias")]
+    ranks = traces[(world, world, 1, torch.float64, "bias")]
+    assert_equal_rows(gathered(ranks, "weights"), reference["weights"], 1e-10)
