@@ -34,5 +34,5 @@ def _padded_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tenso
     first_S = rows_per_slot.cumsum(0) - rows_per_slot
     place_N = slot_N * longest + torch.arange(len(x_ND), device=x_ND.device) - first_S[slot_N]
     padded = x_ND.new_zeros(slots * longest, x_ND.shape[1]).index_copy(0, place_N, x_ND)
-    product = torch.bmm(padded.view(slots, longest, -1), weight_SDF)
-    return product.view(slots * longest, -1).index_select(0, place_N)
+    product = torch.bmm(padded.view(slots, longest, x_ND.shape[1]), weight_SDF)
+    return product.view(slots * longest, weight_SDF.shape[2]).index_select(0, place_N)
