@@ -1,20 +1,34 @@
 """The command line: one optional preset word, then typed overrides. The only place that knows tyro.
 
-    python recipes/mnist_moe.py                            the first preset
-    python recipes/mnist_moe.py debug --experts 16         another preset, one number changed
+python recipes/mnist_moe.py                            the first preset
+python recipes/mnist_moe.py debug --experts 16         another preset, one number changed
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import io
 import re
+import signal
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from toolkit import launch
 from toolkit.config import RunConfig
-from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from toolkit.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
+    Preempted,
+    UserError,
+)
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -22,13 +36,13 @@ C = TypeVar("C", bound=RunConfig)
 def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None = None) -> None:
     """The last line of a recipe: parse, start the processes that were asked for, run `main`, leave with an exit code.
 
-    0 done, 2 bad input (one line), 75 asked to stop and saved, 1 a bug (with its traceback).
+    0 done, 2 bad input (one line), 75 asked to stop and saved, 130 Ctrl-C, 1 a bug (with its traceback).
     """
-    from toolkit import launch
-
     try:
+        for number in launch.STOP_SIGNALS:
+            signal.signal(number, launch.stop_before_training)
         config = parse(presets, sys.argv[1:], doc)
-        launch.check_world(config.num_processes)
+        launch.check_world(config)
         if launch.must_start_processes(config.num_processes):
             sys.exit(launch.start_processes(config))
         main(config)
@@ -36,47 +50,151 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
         launch.report(str(error))
         launch.leave(EXIT_USER_ERROR)
     except Preempted as stop:
-        launch.report(str(stop))
+        launch.report(str(stop), label="")
         launch.leave(EXIT_PREEMPTED)
+    except KeyboardInterrupt:
+        launch.report("stopped by Ctrl-C.", label="")
+        launch.leave(EXIT_INTERRUPTED)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        launch.leave(EXIT_BUG)
     launch.leave(EXIT_DONE)
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
-    """The config that `args` ask for. Raises UserError with one sentence for whatever tyro would refuse."""
+    """The config that `args` ask for. Raises UserError with one sentence for whatever is wrong with them."""
     import tyro
 
     args = list(args)
-    name = args.pop(0) if args and args[0] in presets else next(iter(presets))
+    first = next(iter(presets))
+    preset = args.pop(0) if args and args[0] in presets else first
     if args and not args[0].startswith("-"):
-        raise UserError(f"unknown preset {args[0]!r}: choose one of {', '.join(presets)}.")
-    names = [f"{preset}: {(build.__doc__ or '').strip().splitlines()[0]}" for preset, build in presets.items()]
-    description = f"{doc or ''}\n\nPresets (the first word; {next(iter(presets))} if none):\n" + "\n".join(names)
-    default = presets[name]()
+        if args[0] in presets:
+            raise UserError(f"two presets, {preset} and {args[0]}: take one.")
+        raise UserError(f"unknown preset {args[0]!r}: {_nearest(args[0], presets) or f'take {_either(presets)}.'}")
+    default = presets[preset]()
+    flags = _flags(type(default))
+    words, given = _read(args, flags, presets)
+    if "--help" in words:
+        _teach(presets, doc)
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(type(default), default=default, args=_normalise(args), description=description)
+            return tyro.cli(type(default), default=default, args=words, description="")
+    except BrokenPipeError:  # --help | head
+        launch.leave(EXIT_DONE)
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(_one_sentence(captured.getvalue())) from None
+        if refusal := _user_error_behind(stop):
+            raise refusal from None
+        box = " ".join(line.strip("│╭╮╰╯─ ") for line in captured.getvalue().splitlines())
+        culprit = next((flag for flag in re.findall(r"--[\w.-]+", box) if flag in given), None)
+        if culprit is None:
+            raise UserError(f"the command line could not be read: {box}") from None
+        raise UserError(f"{culprit} {given[culprit]}: take {_describe(flags[culprit])}.") from None
 
 
-def _normalise(args: list[str]) -> list[str]:
-    """Bare `--resume` means `--resume yes`, as everywhere else."""
-    bare = [i for i, arg in enumerate(args) if arg == "--resume" and (i + 1 == len(args) or args[i + 1].startswith("-"))]
-    for index in reversed(bare):
-        args.insert(index + 1, "yes")
-    return ["--resume=no" if arg == "--no-resume" else arg for arg in args]
+def _user_error_behind(error: BaseException | None) -> UserError | None:
+    """The UserError that a config raised, which tyro takes for any ValueError and puts into a box."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__context__
+    return error
 
 
-def _one_sentence(box: str) -> str:
-    """What a tyro message box says, in one line: its first part, and the nearest flag where it names one."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
-    lines = [line for line in lines if line]
-    body = " ".join(lines[1:]) if lines else "the command line could not be read"
-    message = re.split(r"Argument helptext:|Perhaps you meant:|For full helptext", body)[0].strip()
-    message = re.sub(r"^Error parsing \w+: (?=--)", "", message)
-    nearest = re.search(r"Perhaps you meant: +(--[\w.-]+)", body)
-    hint = f" Did you mean {nearest.group(1)}?" if nearest else " See --help."
-    return message.rstrip(".") + "." + hint if not message.startswith("--") or nearest else message
+def _teach(presets: Mapping[str, Callable[[], C]], doc: str | None) -> None:
+    """What a recipe is and which presets it has, before tyro's table of flags."""
+    width = max(map(len, presets))
+    lines = [(doc or "").strip(), "", f"presets (the first word; {next(iter(presets))} if there is none):"]
+    for name, build in presets.items():
+        summary = (build.__doc__ or "").strip().partition("\n\n")[0]
+        lines.append(f"  {name:{width}}  {' '.join(summary.split())}".rstrip())
+    sys.stdout.write("\n".join([*lines, "", ""]).lstrip("\n"))
+
+
+# --- flags -------------------------------------------------------------------------------------------------------
+
+
+def _flags(config_type: type, prefix: str = "") -> dict[str, Any]:
+    """Every flag of a config and the type of its value: None for a switch, which takes no value."""
+    hints = get_type_hints(config_type)
+    flags: dict[str, Any] = {}
+    for field in dataclasses.fields(config_type):
+        name, hint = field.name.replace("_", "-"), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            flags |= _flags(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif hint is bool:
+            flags |= {f"--{prefix}{name}": None, f"--{prefix}no-{name}": None}
+        else:
+            flags[f"--{prefix}{name}"] = hint
+    return flags
+
+
+def _read(
+    args: Sequence[str], flags: Mapping[str, Any], presets: Mapping[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """`args` as tyro wants them, and the words that each flag was given. Raises UserError for what fits no flag."""
+    words: list[str] = []
+    given: dict[str, str] = {}
+    rest, last = list(args), ""
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag in ("-h", "--help"):
+            return ["--help"], {}
+        if not word.startswith("-"):
+            if word in presets:
+                raise UserError(f"unexpected {word!r}: a preset comes first, before the flags.")
+            takes = "no value" if flags[last] is None else "one value"
+            raise UserError(f"unexpected {word!r}: {last} takes {takes}.")
+        if flag not in flags:
+            raise UserError(f"unknown flag {flag}: {_nearest(flag, flags) or 'see --help.'}")
+        last, hint = flag, flags[flag]
+        if hint is None:
+            if equals:
+                raise UserError(f"{word}: a switch takes no value, write {flag}.")
+            words.append(flag)
+            continue
+        values = [value] if equals else []
+        many = get_origin(hint) is tuple
+        while rest and not rest[0].startswith("--") and not (values and not many):
+            values.append(rest.pop(0))
+        if flag == "--resume" and not values:
+            values = ["yes"]
+        if not any(values):
+            raise UserError(f"{flag} needs a value: take {_describe(hint)}.")
+        given[flag] = " ".join(values)
+        words += [
+            flag,
+            *("None" if value.lower() == "none" and type(None) in get_args(hint) else value for value in values),
+        ]
+    return words, given
+
+
+def _nearest(word: str, known: Mapping[str, Any]) -> str | None:
+    """A question that names the known word most like `word`, or None where there is none like it."""
+    begins_alike = [name for name in known if len(word) > 4 and name.startswith(word)]
+    alike = begins_alike or difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    if not alike:  # a nested flag without its group
+        alike = [name for name in known if name.rpartition(".")[2] == word.lstrip("-")]
+    return f"did you mean {alike[0]}?" if alike else None
+
+
+def _either(names: Mapping[str, Any] | Sequence[Any]) -> str:
+    *most, last = [str(name) for name in names]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _describe(hint: Any) -> str:
+    """What a value of type `hint` is, in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join([*(_describe(part) for part in parts if part is not type(None)), "none"])
+    if origin is Literal:
+        return _either(parts)
+    if origin is tuple:
+        return f"{_describe(parts[0])}, or several with spaces between"
+    return {int: "an integer", float: "a number", Path: "a path", str: "a word"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )

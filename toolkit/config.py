@@ -39,10 +39,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "take a number from 0 up to, not including, 1")
         require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "take a number from 0 up to, not including, 1")
-        require(self.eps > 0, "optimizer.eps", self.eps, "take a positive number")
-        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "take zero or more")
-        norm = self.max_grad_norm
-        require(norm is None or norm > 0, "optimizer.max_grad_norm", norm, "take a positive number, or None for no clipping")
+        require(0 < self.eps < math.inf, "optimizer.eps", self.eps, "take a positive number")
+        require(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "take zero or more")
+        norm, remedy = self.max_grad_norm, "take a positive number, or none for no clipping"
+        require(norm is None or 0 < norm < math.inf, "optimizer.max_grad_norm", norm, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,8 @@ class RunConfig:
     run_dir: Path | None = None
     """Folder of this run; None makes runs/<recipe>/<time>."""
     resume: Literal["auto", "yes", "no"] = "auto"
-    """auto: continue what --run-dir holds, else begin; yes (or bare --resume): there must be something to continue; no: refuse a used folder."""
+    """auto: continue what --run-dir holds, else begin; yes (or bare --resume): there must be something to continue; no:
+    refuse a used folder."""
     tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
     """Where metrics go besides metrics.jsonl. W&B is online with a key, offline without; it never asks."""
     log_every: int = 50
@@ -128,8 +129,8 @@ class RunConfig:
         for name in ("max_steps", "num_processes"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "take one or more")
-        require(0 < self.lr < float("inf"), "lr", self.lr, "take a positive number")
-        require(self.seed >= 0, "seed", self.seed, "take zero or more")
+        require(0 < self.lr < math.inf, "lr", self.lr, "take a positive number")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
         pieces = (self.num_processes or 1) * self.gradient_accumulation_steps
         require_divisible(self.batch_size, self.num_processes or 1, self.gradient_accumulation_steps, pieces)
@@ -147,7 +148,18 @@ def require_divisible(batch_size: int, processes: int, accumulation: int, pieces
 
 
 NOT_OF_THE_TRAJECTORY = frozenset(
-    {"run_dir", "resume", "tracker", "num_workers", "num_processes", "cpu", "log_every", "checkpoint", "data_dir", "compile"}
+    {
+        "run_dir",
+        "resume",
+        "tracker",
+        "num_workers",
+        "num_processes",
+        "cpu",
+        "log_every",
+        "checkpoint",
+        "data_dir",
+        "compile",
+    }
 )
 """Fields that may differ between a run and its continuation, because they do not decide what is learned."""
 
@@ -193,7 +205,7 @@ class MoERunConfig(RunConfig):
         most = max(1, self.experts)
         require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
         for name in ("balance_weight", "z_weight"):
-            require(0 <= getattr(self, name) < float("inf"), name, getattr(self, name), "take zero or more")
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "take zero or more")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1

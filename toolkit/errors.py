@@ -5,6 +5,8 @@ EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: run the same command again, it continues from a verified checkpoint."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C."""
 
 
 class UserError(ValueError):
