@@ -1,0 +1,65 @@
+"""Which code and which versions a run was made with."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from toolkit.tracking.secrets import mask_text
+from toolkit.version import __version__
+
+LONGEST_DIFF = 1_000_000
+"""Characters of `git diff` that are kept."""
+
+
+def _git(*args: str) -> str | None:
+    """What git answers about the repository of the running script; None where there is no git or no repository."""
+    script = Path(sys.argv[0] or ".")
+    folder = script.parent if script.is_file() else Path.cwd()
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, timeout=10, stdin=subprocess.DEVNULL, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace").strip()
+
+
+def git_revision() -> str | None:
+    """The commit of the running script, with `-modified` where tracked files differ from it."""
+    revision = _git("rev-parse", "HEAD")
+    if revision is None:
+        return None
+    return f"{revision}-modified" if _git("status", "--porcelain", "--untracked-files=no") else revision
+
+
+def versions() -> dict[str, Any]:
+    return {
+        "toolkit": __version__,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def code_snapshot() -> str:
+    """Command line, versions, revision and the difference to it, without secrets: enough to find the code again."""
+    lines = [
+        f"started: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+        f"command: {shlex.join(sys.orig_argv)}",
+        *(f"{name}: {version}" for name, version in versions().items()),
+        f"git revision: {git_revision() or 'no repository'}",
+    ]
+    if status := _git("status", "--porcelain"):
+        lines += ["", "git status:", status]
+    if diff := _git("diff", "HEAD", "--no-color", "--no-ext-diff"):
+        lines += ["", "git diff:", diff if len(diff) <= LONGEST_DIFF else diff[:LONGEST_DIFF] + "\n(cut)"]
+    return mask_text("\n".join(lines)) + "\n\n"

@@ -1,0 +1,44 @@
+"""summary.txt: what ran, on what, what came out, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def summarise(results: Mapping[str, Any], folder: Path) -> str:
+    """The final numbers in words, as aligned plain text."""
+
+    def has(*names: str) -> bool:
+        return all(isinstance(results.get(name), (int, float)) for name in names)
+
+    rows = [("recipe", str(results.get("recipe")))]
+    if results.get("dataset"):
+        notice = results.get("dataset_notice")
+        rows.append(("data", f"{results['dataset']}" + (f" ({notice})" if notice else "")))
+    if has("test_accuracy"):
+        loss = f", loss {results['test_loss']:.4f}" if has("test_loss") else ""
+        rows.append(("test accuracy", f"{results['test_accuracy']:.2%}{loss}"))
+    if has("steps", "samples"):
+        epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
+        rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))
+    if has("samples_per_second"):
+        rows.append(("throughput", f"{results['samples_per_second']:,.0f} samples/s"))
+    if has("wall_seconds"):
+        rows.append(("time", duration(results["wall_seconds"])))
+    if has("peak_memory_bytes"):
+        rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
+    shards = f", experts spread over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
+    rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
+    rows.append(("files", str(folder)))
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def duration(seconds: float) -> str:
+    """Such as `42.3 s`, `3 min 05 s` or `2 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
