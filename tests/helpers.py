@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A forkserver imports the slow libraries once; each rank is then a fork of that clean process.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "accelerate", "torch.distributed", "toolkit.trainer"])
+# `torch._dynamo`, with sympy behind it, is what DDP imports when the first model is wrapped.
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "accelerate", "toolkit.trainer", "toolkit.standard"])
 
 
 def free_port() -> int:
