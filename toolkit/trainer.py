@@ -123,7 +123,7 @@ class Trainer:
         counts = [self.task.count(batch) for batch in micro_batches]
         if self.run.world_size == 1:
             return counts, sum(counts)
-        reduced = torch.tensor(counts, dtype=torch.float32, device=self.run.device)
+        reduced = torch.tensor(counts, dtype=torch.float64, device=self.run.device)
         dist.all_reduce(reduced)
         return reduced, reduced.sum()
 
