@@ -1,0 +1,49 @@
+"""When to evaluate, and what of it becomes a result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from toolkit.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.data.batches import EvalBatches
+    from toolkit.trainer import Trainer
+
+
+class Evaluation(Callback):
+    """Evaluates on `batches` every `every_steps` (None: at the end of each epoch), and after the last step.
+
+    The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...
+    """
+
+    def __init__(self, batches: EvalBatches, every_steps: int | None = None):
+        self.batches, self.every_steps = batches, every_steps
+        self._last_step = -1
+        self._results: dict[str, float] = {}
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        step = trainer.state.step
+        every = self.every_steps or trainer.batches.steps_per_epoch
+        if step % every == 0 or step == trainer.max_steps:
+            self._evaluate(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if trainer.stop_reason is None and self._last_step != trainer.state.step:
+            # Continued from a checkpoint of the last step, taken before it was evaluated.
+            self._evaluate(trainer)
+        trainer.results |= self._results
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        self._last_step = trainer.state.step
+        for name, value in trainer.evaluate(self.batches).items():
+            name = f"test_{name.partition('/')[2]}"
+            better = max if "accuracy" in name else min
+            self._results[name] = value
+            self._results[f"best_{name}"] = better(value, self._results.get(f"best_{name}", value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self._last_step, "results": self._results}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_step, self._results = state["last_step"], dict(state["results"])

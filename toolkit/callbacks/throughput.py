@@ -1,0 +1,91 @@
+"""How fast training is, and how much memory it takes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.trainer import Trainer
+
+
+class Throughput(Callback):
+    """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics.
+
+    Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
+    begins the window anew, so neither its time nor the steps before it in that window are counted. To be put before
+    the callbacks that evaluate and save.
+    """
+
+    def __init__(self) -> None:
+        self._samples = self._seconds = 0.0
+        self._begin_at = (0.0, 0, 0)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.run.device)
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        if self._begin_at[0] == 0.0:
+            # A checkpoint may be loaded after `on_fit_start`.
+            self._begin(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if not trainer.at_log_step:
+            return
+        if trainer.run.device.type != "cpu":
+            torch.accelerator.synchronize()
+        began, step, samples = self._begin_at
+        seconds = time.perf_counter() - began
+        samples, steps = trainer.state.samples - samples, trainer.state.step - step
+        if steps == 0:
+            return
+        self._samples, self._seconds = self._samples + samples, self._seconds + seconds
+        trainer.record("perf/samples_per_second", samples / seconds)
+        trainer.record("perf/step_time_ms", 1e3 * seconds / steps)
+        trainer.record("perf/peak_memory_bytes", peak_memory_bytes(trainer.run.device))
+        self._begin(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        peak = torch.tensor(float(peak_memory_bytes(trainer.run.device)), device=trainer.run.device)
+        if dist.is_initialized():
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        trainer.results |= {
+            "steps": trainer.state.step,
+            "samples": trainer.state.samples,
+            "epochs": trainer.state.step / trainer.batches.steps_per_epoch,
+            "samples_per_second": self._samples / self._seconds if self._seconds else None,
+            "train_seconds": self._seconds,
+            "peak_memory_bytes": int(peak),
+        }
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._samples, "seconds": self._seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._samples, self._seconds = state["samples"], state["seconds"]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process held: what torch allocated on a GPU, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
