@@ -109,7 +109,7 @@ def train(folder: Path, ep_size: int, accumulation: int, dtype: torch.dtype, bal
             run,
             Classification(penalty=penalty),
             model,
-            build_optimizer(model, lr=1e-2, config=config.optimizer),
+            build_optimizer(model, lr=3e-3, config=config.optimizer),
             TrainBatches(
                 table, batch_size=BATCH, seed=0, accumulation=accumulation, rank=run.rank, world_size=run.world_size
             ),
