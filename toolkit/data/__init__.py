@@ -1,0 +1,7 @@
+"""What a run trains on: tables of tensors, and the order in which their rows are used."""
+
+from toolkit.data.batches import BatchOrder, EvalBatches, TrainBatches
+from toolkit.data.images import ImageData, load_images
+from toolkit.data.table import TensorTable
+
+__all__ = ["BatchOrder", "EvalBatches", "ImageData", "TensorTable", "TrainBatches", "load_images"]

@@ -135,9 +135,7 @@ class _Rows(torch.utils.data.Sampler[Tensor]):
         return self.rows
 
 
-def fetch(
-    table: TensorTable, rows: Iterator[Tensor], device: torch.device, num_workers: int
-) -> Iterator[Batch]:
+def fetch(table: TensorTable, rows: Iterator[Tensor], device: torch.device, num_workers: int) -> Iterator[Batch]:
     """The batches at `rows`, on `device`. Worker processes fetch ahead; without them a gather is done in line."""
     if num_workers == 0 and device.type == "cpu":
         return (table[index] for index in rows)

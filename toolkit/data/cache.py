@@ -1,0 +1,95 @@
+"""Decoded columns on disk: built once, checked, memory-mapped by every process of a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+from torch import Tensor
+
+DIGESTS = "sha256.json"
+BUILD_TIMEOUT_S = 600
+"""How long a process waits for another one that is decoding the same data."""
+
+
+class _Damaged(Exception):
+    """An entry is not there, or not as it was written."""
+
+
+def cache_dir() -> Path:
+    """$TOOLKIT_CACHE_DIR, else ~/.cache/moe-toolkit."""
+    return Path(os.environ.get("TOOLKIT_CACHE_DIR") or Path.home() / ".cache" / "moe-toolkit")
+
+
+def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+    """The arrays that `build` makes, mapped from cache entry `key`; a missing or damaged entry is built first.
+
+    Processes that ask at once build once. Where the cache folder cannot be written the arrays stay in memory.
+    """
+    folder = cache_dir() / key
+    try:
+        return _map(folder)
+    except _Damaged:
+        pass
+    lock = filelock.FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):  # NotImplementedError: a file system without locks
+        return _in_memory(build())
+    try:
+        return _map(folder)  # another process was first
+    except _Damaged:
+        arrays = build()
+        try:
+            _write(folder, arrays)
+            return _map(folder)
+        except (OSError, _Damaged):
+            return _in_memory(arrays)
+    finally:
+        lock.release()
+
+
+def _in_memory(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _map(folder: Path) -> dict[str, Tensor]:
+    try:
+        digests = json.loads((folder / DIGESTS).read_text())
+        columns = {}
+        for name, digest in digests.items():
+            path = folder / f"{name}.npy"
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    raise _Damaged(path)
+            # Copy-on-write costs nothing while nobody writes, and spares torch's warning about read-only memory.
+            columns[name] = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+        return columns
+    except (OSError, ValueError, AttributeError) as error:
+        raise _Damaged(folder) from error
+
+
+def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an entry under a temporary name and rename it, so that an entry is whole or absent."""
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        digests = {}
+        for name, array in arrays.items():
+            with (partial / f"{name}.npy").open("w+b") as file:
+                np.save(file, array, allow_pickle=False)
+                file.seek(0)
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        (partial / DIGESTS).write_text(json.dumps(digests))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

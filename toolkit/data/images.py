@@ -1,0 +1,263 @@
+"""Sets of small grey images with labels, decoded once: MNIST, Fashion-MNIST, and the digits inside scikit-learn."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit.data.cache import cached_columns
+from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
+from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
+
+SIZE = 28
+NUM_CLASSES = 10
+CACHE_FORMAT = 1
+"""Goes up when what is cached for the same files changes."""
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Two tables with the columns "input" (N, 28, 28) uint8 and "label" (N,) int64."""
+
+    name: str
+    """Which set this is: mnist, fashion_mnist or digits."""
+    train: TensorTable
+    test: TensorTable
+    mean: float
+    """Of the training pixels, on a scale from 0 to 1."""
+    std: float
+    notice: str | None = None
+    """A sentence for the user, when this is not the set that was wished for."""
+    num_classes: int = NUM_CLASSES
+
+
+class Agree(Protocol):
+    """`Run.agree`: calls a function on the main process, gives its result or UserError to every rank."""
+
+    def __call__(self, decide: Callable[[], Any], /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the main process found."""
+
+    name: str
+    files: ImageFiles | None
+    key: str
+    notice: str | None = None
+
+    def columns(self, data_dir: Path | None) -> dict[str, Tensor]:
+        return cached_columns(self.key, lambda: self._decode(data_dir))
+
+    def _decode(self, data_dir: Path | None) -> dict[str, np.ndarray]:
+        if self.files is None:
+            columns = read_digits()
+        elif all(path.exists() for path in (*self.files.train, *self.files.test)):
+            columns = read_files(self.files)
+        else:  # another machine than the main process's, which has its own copy, or gets one
+            columns = read_files(_locate(self.name, data_dir))
+        columns["pixel_mean_std"] = _mean_std(columns["train_input"])
+        return columns
+
+
+def load_images(dataset: str, data_dir: Path | None, *, agree: Agree) -> ImageData:
+    """The set `dataset`: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it can be had, else the digits.
+
+    Which files are used is decided, and they are checked and decoded, on the main process; the others map the result.
+    Raises UserError on every rank for a set that is not there, and for files that cannot be what they claim.
+    """
+    columns: dict[str, Tensor] = {}
+
+    def decide() -> _Choice:
+        choice = _choose(dataset, data_dir)
+        columns.update(choice.columns(data_dir))
+        return choice
+
+    choice: _Choice = agree(decide)
+    columns = columns or choice.columns(data_dir)
+    train, test = (TensorTable(input=columns[f"{s}_input"], label=columns[f"{s}_label"]) for s in SPLITS)
+    mean, std = columns["pixel_mean_std"].tolist()
+    return ImageData(choice.name, train, test, mean, std, choice.notice)
+
+
+def _choose(dataset: str, data_dir: Path | None) -> _Choice:
+    if dataset not in ("auto", "digits", *HUB_REPOS):
+        names = ", ".join(("auto", *HUB_REPOS, "digits"))
+        raise UserError(f"--dataset {dataset}: there is no such set; choose one of {names}.")
+    if dataset == "digits":
+        if data_dir is not None:
+            raise UserError(f"--data-dir {data_dir}: the digits come with scikit-learn; leave --data-dir out.")
+        return _digits()
+    name = "mnist" if dataset == "auto" else dataset
+    try:
+        files = locate(name, data_dir) if dataset == "auto" and data_dir is None else _locate(name, data_dir)
+    except NotFoundHere as reason:
+        return _digits(
+            f"{TITLES[name]} could not be reached ({reason}); "
+            "training on scikit-learn's 1,797 handwritten digits, scaled to 28x28."
+        )
+    return _Choice(name, files, f"{name}-{files.digest()}-v{CACHE_FORMAT}")
+
+
+def _digits(notice: str | None = None) -> _Choice:
+    return _Choice("digits", None, f"digits-v{CACHE_FORMAT}", notice)
+
+
+def _locate(name: str, data_dir: Path | None) -> ImageFiles:
+    """`locate`, with a UserError for a set that is nowhere."""
+    try:
+        return locate(name, data_dir)
+    except NotFoundHere as reason:
+        if data_dir is not None:
+            raise UserError(
+                f"--data-dir {data_dir}: {reason}; name the folder of the set, or the one that holds {name}/."
+            ) from None
+        raise UserError(
+            f"{TITLES[name]} was not found: {reason}; pass --data-dir with its Parquet or idx files."
+        ) from None
+
+
+def read_files(files: ImageFiles) -> dict[str, np.ndarray]:
+    """Columns train_input, train_label, test_input and test_label. Raises UserError naming a file that is not right."""
+    columns = {}
+    for split, paths in (("train", files.train), ("test", files.test)):
+        if files.kind == "idx":
+            images, labels = _checked(paths[0], read_idx(paths[0]), read_idx(paths[1]), labels_path=paths[1])
+        else:
+            parts = [_checked(path, *read_parquet(path)) for path in paths]
+            images, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        columns[f"{split}_input"], columns[f"{split}_label"] = images, labels
+    return columns
+
+
+def _checked(
+    path: Path, images: np.ndarray, labels: np.ndarray, labels_path: Path | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    labels_path = labels_path or path
+    if images.ndim != 3 or images.shape[1:] != (SIZE, SIZE) or not len(images):
+        raise _bad(path, f"holds images of shape {images.shape} where (N, {SIZE}, {SIZE}) is needed")
+    if labels.shape != images.shape[:1]:
+        raise _bad(labels_path, f"holds labels of shape {labels.shape} for {len(images)} images")
+    if labels.min() < 0 or labels.max() >= NUM_CLASSES:
+        wrong = labels.min() if labels.min() < 0 else labels.max()
+        raise _bad(labels_path, f"holds the label {wrong}, which is not between 0 and {NUM_CLASSES - 1}")
+    return images, labels.astype(np.int64)
+
+
+def _bad(path: Path, fault: str) -> UserError:
+    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another copy.")
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The uint8 array in a file of the MNIST publishers' format, packed or not.
+
+    Two zero bytes, the element type (8 is uint8), the number of dimensions, their sizes as big-endian int32, the data.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise _bad(path, f"cannot be read ({error})") from None
+    ndim = content[3] if len(content) > 3 else 0
+    if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * ndim:
+        raise _bad(path, "is not an idx file of bytes")
+    shape = tuple(np.frombuffer(content, ">i4", count=ndim, offset=4).tolist())
+    data = np.frombuffer(content, np.uint8, offset=4 + 4 * ndim)
+    if data.size != math.prod(shape):
+        raise _bad(path, f"holds {data.size} bytes of data where its header says {math.prod(shape)}")
+    return data.reshape(shape).copy()
+
+
+def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The columns "image" (encoded, such as PNG) and "label" of a Parquet file, as arrays."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{path} is read by the package datasets, which is missing: pip install datasets.") from None
+    # Streamed, so that nothing is copied into the cache of `datasets`; the folder is for what it writes regardless.
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rows = datasets.load_dataset(
+                "parquet", data_files={"train": [str(path)]}, split="train", streaming=True, cache_dir=scratch
+            )
+            missing = {"image", "label"} - set(rows.column_names)
+            if missing:
+                raise _bad(path, f"has no column {' and '.join(sorted(missing))}")
+            rows = rows.select_columns(["image", "label"]).cast_column("image", datasets.Image(decode=False))
+            batches = list(rows.iter(batch_size=4096))
+        except UserError:
+            raise
+        # Apache Arrow, fsspec and datasets raise their own kinds for a file that is damaged.
+        except Exception as error:
+            raise _bad(path, f"cannot be read as Parquet ({_first_line(error)})") from None
+    images = decode_images(path, [image for batch in batches for image in batch["image"]])
+    labels = [label for batch in batches for label in batch["label"]]
+    if not all(isinstance(label, int) for label in labels):
+        raise _bad(path, "has a label that is not a whole number")
+    return images, np.array(labels, dtype=np.int64)
+
+
+def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
+    """Grey images (N, 28, 28) uint8 from structs with the encoded `bytes`."""
+    from PIL import Image
+
+    def decode(row: int, image: Any) -> np.ndarray:
+        try:
+            pixels = np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("L"))
+        except Exception as error:
+            raise _bad(path, f"has an image that cannot be decoded in row {row} ({_first_line(error)})") from None
+        if pixels.shape != (SIZE, SIZE):
+            raise _bad(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
+        return pixels
+
+    images = [decode(row, image) for row, image in enumerate(encoded)]
+    return np.stack(images) if images else np.empty((0, SIZE, SIZE), np.uint8)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def read_digits() -> dict[str, np.ndarray]:
+    """scikit-learn's 1,797 handwritten digits (8x8, 17 grey levels), as columns like those of `read_files`.
+
+    Every fifth image of each class is held out, in the order of the file, so that both splits have all writers.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError("The digits come with scikit-learn, which is missing: pip install scikit-learn.") from None
+    digits = load_digits()
+    small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
+    scaled = F.interpolate(small, size=(SIZE, SIZE), mode="bilinear")[:, 0]
+    images, labels = scaled.round().to(torch.uint8).numpy(), digits.target.astype(np.int64)
+    held_out = np.zeros(len(labels), bool)
+    for label in range(NUM_CLASSES):
+        held_out[np.flatnonzero(labels == label)[4::5]] = True
+    return {
+        "train_input": images[~held_out],
+        "train_label": labels[~held_out],
+        "test_input": images[held_out],
+        "test_label": labels[held_out],
+    }
+
+
+def _mean_std(images: np.ndarray) -> np.ndarray:
+    """Mean and standard deviation of the pixels, on a scale from 0 to 1: exact, from their histogram."""
+    counts = sum(np.bincount(image.ravel(), minlength=256) for image in images)
+    levels = np.arange(256) / 255
+    mean = np.average(levels, weights=counts)
+    return np.array([mean, np.sqrt(np.average((levels - mean) ** 2, weights=counts))])

@@ -1,0 +1,157 @@
+"""Where a set of labelled images lies: a folder, the Hub's cache, or the Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from toolkit.errors import UserError
+
+HUB_REPOS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
+TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
+PROBE_TIMEOUT_S = 2.0
+HUB_ANSWER_TIMEOUT_S = 4
+SPLITS = ("train", "test")
+
+_IDX_STEMS = (
+    ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+
+
+class NotFoundHere(Exception):
+    """One place does not hold the set; the text says which and why, as a part of a sentence."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """The files of one set: Parquet files per split, or per split an idx file of images and one of labels."""
+
+    kind: Literal["parquet", "idx"]
+    train: tuple[Path, ...]
+    test: tuple[Path, ...]
+
+    def digest(self) -> str:
+        """Changes when a file's name, size or time of change does."""
+        files = [*self.train, *self.test]
+        facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def locate(name: str, data_dir: Path | None) -> ImageFiles:
+    """The files of set `name` in the first place that holds them: `data_dir` and nowhere else, if given; else
+    $TOOLKIT_DATA_DIR, the Hub's cache, the Hub.
+
+    Raises NotFoundHere naming every place that was asked. Answers within seconds, downloads aside.
+    """
+    if data_dir is not None:
+        return find_in_folder(data_dir.expanduser(), name)
+    reasons = []
+    for look in (_in_environment_folder, _in_hub_cache, _on_hub):
+        try:
+            return look(name)
+        except NotFoundHere as reason:
+            reasons.append(str(reason))
+    raise NotFoundHere("; ".join(reasons))
+
+
+def find_in_folder(folder: Path, name: str) -> ImageFiles:
+    """The files of `name` in `folder/name` or `folder` itself."""
+    # The sets share file names, so a folder that is called after one set is never taken for another.
+    own = [] if folder.name in HUB_REPOS and folder.name != name else [folder]
+    try:
+        for place in (folder / name, *own):
+            if files := _parquet_files(place) or _idx_files(place):
+                return files
+    except OSError as error:
+        raise UserError(f"{error.filename or folder} cannot be read ({error.strerror}): check permissions.") from None
+    raise NotFoundHere(f"{folder} holds neither train-*.parquet and test-*.parquet nor the idx files of {TITLES[name]}")
+
+
+def _parquet_files(folder: Path) -> ImageFiles | None:
+    train, test = (tuple(sorted(folder.glob(f"{split}-*.parquet"))) for split in SPLITS)
+    return ImageFiles("parquet", train, test) if train and test else None
+
+
+def _idx_files(folder: Path) -> ImageFiles | None:
+    splits = []
+    for stems in _IDX_STEMS:
+        plain, packed = ([folder / f"{stem}{suffix}" for stem in stems] for suffix in ("", ".gz"))
+        files = [a if a.is_file() else b for a, b in zip(plain, packed, strict=True)]
+        if not all(path.is_file() for path in files):
+            return None
+        splits.append(tuple(files))
+    return ImageFiles("idx", *splits)
+
+
+def _in_environment_folder(name: str) -> ImageFiles:
+    folder = os.environ.get("TOOLKIT_DATA_DIR")
+    if not folder:
+        raise NotFoundHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
+    return find_in_folder(Path(folder).expanduser(), name)
+
+
+def _in_hub_cache(name: str) -> ImageFiles:
+    return _snapshot(name, local_files_only=True, reason=f"{HUB_REPOS[name]} is not in the Hub's cache")
+
+
+def _on_hub(name: str) -> ImageFiles:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise NotFoundHere("HF_HUB_OFFLINE forbids to ask the Hub")
+    if importlib.util.find_spec("datasets") is None:
+        raise NotFoundHere("what the Hub has cannot be read without the package datasets")
+    host = _unreachable_host(constants.ENDPOINT)
+    if host is not None:
+        raise NotFoundHere(f"{host} does not answer")
+    return _snapshot(name, local_files_only=False, reason=f"{constants.ENDPOINT} does not give {HUB_REPOS[name]}")
+
+
+def _snapshot(name: str, *, local_files_only: bool, reason: str) -> ImageFiles:
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            HUB_REPOS[name],
+            repo_type="dataset",
+            allow_patterns=["*train-*.parquet", "*test-*.parquet"],
+            local_files_only=local_files_only,
+            etag_timeout=HUB_ANSWER_TIMEOUT_S,
+        )
+        return find_in_folder(Path(folder), name)
+    # Whatever its client raises (errors of three HTTP libraries, of the disk, of a half-filled cache), the Hub is
+    # one place among several.
+    except Exception as error:
+        raise NotFoundHere(f"{reason} ({type(error).__name__})") from error
+
+
+def _unreachable_host(endpoint: str) -> str | None:
+    """The host that requests to `endpoint` would talk to (its own, or a proxy), unless it accepts a connection."""
+    url = urllib.parse.urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and not urllib.request.proxy_bypass(url.netloc):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    host, port = url.hostname or endpoint, url.port or (443 if url.scheme == "https" else 80)
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), PROBE_TIMEOUT_S).close()
+            answered.set()
+        except OSError:
+            pass
+
+    # In a thread, because looking up a name has no time limit of its own.
+    probe = threading.Thread(target=connect, daemon=True)
+    probe.start()
+    probe.join(PROBE_TIMEOUT_S)
+    return None if answered.is_set() else host
