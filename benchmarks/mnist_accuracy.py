@@ -1,0 +1,60 @@
+"""Test accuracy on MNIST: the mixture beside a dense network of equal active parameters, same schedule, same seeds.
+
+    python benchmarks/mnist_accuracy.py --data-dir DIR            3 seeds, 1 and 5 epochs, about ten minutes on a CPU
+
+Writes a table and benchmarks/results/mnist_accuracy.json. Each run is what `recipes/mnist_moe.py` does with that preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import write_report
+from recipes.mnist_moe import dense, full, main
+
+
+def measure(arm: str, epochs: int, seeds: int, data_dir: Path | None) -> dict[str, object]:
+    """Mean and spread of the test accuracy of one arm, in percent, over `seeds` runs."""
+    preset = {"mixture": full, "dense": dense}[arm]
+    runs = []
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            config = replace(
+                preset(),
+                epochs=epochs,
+                seed=seed,
+                dataset="mnist",
+                data_dir=data_dir,
+                tracker="none",
+                run_dir=Path(folder) / "run",
+            )
+            runs.append(main(config))
+    accuracies = [100 * run["test_accuracy"] for run in runs]
+    return {
+        "arm": arm,
+        "epochs": epochs,
+        "test accuracy %": round(statistics.mean(accuracies), 2),
+        "sd": round(statistics.stdev(accuracies), 2) if seeds > 1 else None,
+        "each seed": [round(a, 2) for a in accuracies],
+        "least used expert %": round(100 * min(run.get("min_expert_load", 1.0) for run in runs), 1),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR or the Hub"
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
+    args = parser.parse_args()
+    rows = [measure(arm, epochs, args.seeds, args.data_dir) for epochs in args.epochs for arm in ("mixture", "dense")]
+    write_report("mnist_accuracy", rows)

@@ -1,0 +1,55 @@
+"""What the documents tell people to type works: every fenced block marked `run` is run, in the order of its page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "runs", "build"} & set(p.relative_to(ROOT).parts))
+FENCE = re.compile(r"^```(?P<language>bash|python) run\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(match["language"], match["code"], id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, match in enumerate(FENCE.finditer(page.read_text()), start=1)
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout to a command, so that runs do not land in this one."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "examples"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.parametrize(("language", "code"), BLOCKS)
+def test_a_block_marked_run_runs(language: str, code: str, checkout: Path):
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "VENV": sys.prefix,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_pages_hold_blocks_to_run():
+    assert len(BLOCKS) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
