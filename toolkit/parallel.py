@@ -11,8 +11,9 @@ of experts: it sees parameters whose *rows* have owners.
 |                                                            | over their group's batches, so add replicas, divide by W|
 | clips by the norm of local gradients                       | `clip_grad_norm_`: copied part once, owned part summed  |
 | saves rank 0's model and optimizer                         | `toolkit.checkpoint` saves each row under its stable id |
+| forgets parameters that are added later                    | `refuse_late_parameters`                                |
 
-Each line is a test in `tests/test_accelerate_traps.py`.
+Each line is a test in `tests/traps/`.
 """
 
 from __future__ import annotations
@@ -130,6 +131,18 @@ def prepare(
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     model, optimizer = accelerator.prepare(model, optimizer)
     return model, optimizer
+
+
+def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:
+    """Raise ValueError for a trainable parameter that is not among those `prepared`: no rank synchronises it, and no
+    optimizer moves it, in silence."""
+    known = {id(p) for p in prepared}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ValueError(
+                f"parameter {name!r} was added after the model was prepared, so it would neither be trained nor "
+                "synchronised: allocate it before, and change what it holds"
+            )
 
 
 @torch.no_grad()

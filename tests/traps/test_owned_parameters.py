@@ -119,7 +119,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     """One SGD step with right gradients, clipped by Accelerate or by us at half the true norm."""
     groups, true_norm = spread(), norm_of(reference_gradients())
     model = ToyMixture(groups)
-    prepared, optimizer, parameters = backward_with_ours(model)
+    _, optimizer, parameters = backward_with_ours(model)
     if clip == "plain":
         norm = Accelerator().clip_grad_norm_(parameters, true_norm / 2)
     else:

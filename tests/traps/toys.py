@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
+from toolkit.callbacks.base import Callback
 from toolkit.config import RunConfig
+from toolkit.data.batches import TrainBatches
+from toolkit.data.table import TensorTable
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
@@ -18,6 +21,9 @@ from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.router import TopKRouter
 from toolkit.parallel import ShardGroups, make_shard_groups
 from toolkit.run import Run
+from toolkit.schedules import Schedule, constant
+from toolkit.tasks.classification import Classification
+from toolkit.trainer import Trainer
 
 DIM, HIDDEN, EXPERTS, TOP_K, CLASSES, SAMPLES = 6, 10, 4, 2, 3, 8
 
@@ -82,6 +88,47 @@ def spread() -> ShardGroups:
     return make_shard_groups(dist.get_world_size())
 
 
-def toy_run(run_dir: Path | None = None, **config: Any) -> Run:
-    """A run on the processes of this launch, its metrics kept by nobody."""
-    return Run("toy", RunConfig(run_dir=run_dir, tracker="none", **config), Accelerator())
+def toy_run(config: RunConfig | None = None) -> Run:
+    """A run on the processes of this launch, without a folder: its metrics are kept by nobody."""
+    config = config or RunConfig(tracker="none")
+    plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False)
+    return Run("toy", config, Accelerator(gradient_accumulation_plugin=plugin), owns_process_group=False)
+
+
+def toy_trainer(
+    model: nn.Module | None = None,
+    *,
+    max_steps: int,
+    samples: int = SAMPLES,
+    batch_size: int = SAMPLES,
+    accumulation: int = 1,
+    lr: float = 0.01,
+    schedule: Schedule | None = None,
+    max_grad_norm: float | None = None,
+    log_every: int = 1,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """Classification of the toy data by `model`, or by a linear layer."""
+    run = toy_run(RunConfig(tracker="none", batch_size=batch_size, gradient_accumulation_steps=accumulation))
+    model = model or nn.Linear(DIM, CLASSES).double()
+    inputs, labels = toy_data(samples)
+    batches = TrainBatches(
+        TensorTable(input=inputs, label=labels),
+        batch_size=batch_size,
+        seed=0,
+        accumulation=accumulation,
+        rank=run.rank,
+        world_size=run.world_size,
+    )
+    return Trainer(
+        run,
+        Classification(),
+        model,
+        torch.optim.AdamW(model.parameters(), lr=lr),
+        batches,
+        max_steps=max_steps,
+        schedule=schedule or constant(),
+        max_grad_norm=max_grad_norm,
+        log_every=log_every,
+        callbacks=callbacks,
+    )

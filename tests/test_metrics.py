@@ -1,0 +1,65 @@
+"""Sums and counts: means over samples, whatever the batches and ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_distributed
+from toolkit.metrics import MetricSums
+
+CPU = torch.device("cpu")
+
+
+def test_a_mean_weighs_each_sample_alike():
+    sums = MetricSums(CPU)
+    sums.add({"loss": torch.tensor(6.0)}, 3)
+    sums.add({"loss": torch.tensor(1.0)}, 1)
+    assert sums.compute() == {"loss": 7 / 4}
+
+
+def test_reading_leaves_the_sums_and_reset_clears_them():
+    sums = MetricSums(CPU)
+    sums.add({"loss": torch.tensor(2.0)}, 1)
+    assert sums.compute() == sums.compute() == {"loss": 2.0}
+    sums.reset()
+    assert sums.compute() == {}
+
+
+def test_the_mean_of_no_samples_is_not_a_number():
+    sums = MetricSums(CPU)
+    sums.add({"loss": torch.tensor(0.0)}, 0)
+    value = sums.compute()["loss"]
+    assert value != value
+
+
+def test_adding_keeps_no_graph_and_leaves_the_given_tensor_alone():
+    sums, value = MetricSums(CPU), torch.ones((), requires_grad=True)
+    given = value * 2
+    sums.add({"loss": given}, 1)
+    sums.add({"loss": given}, 1)
+    assert given.item() == 2.0
+    assert not any(total.requires_grad for total in sums._sums.values())
+
+
+def test_counts_may_be_tensors_and_sums_may_be_integers():
+    sums = MetricSums(CPU)
+    sums.add({"accuracy": torch.tensor(3)}, torch.tensor(4))
+    sums.add({"accuracy": torch.tensor(2)}, torch.tensor(6))
+    assert sums.compute() == {"accuracy": 0.5}
+
+
+def mean_over_ranks() -> tuple[dict[str, float], dict[str, float]]:
+    rank, sums = dist.get_rank(), MetricSums(CPU)
+    sums.add({"loss": torch.tensor(float(rank))}, rank)  # rank r: r samples, sum r
+    sums.add({"loss": torch.tensor(8.0)}, 1)
+    before = sums.compute()
+    state = sums.state_dict()
+    resumed = MetricSums(CPU)
+    resumed.load_state_dict(state)
+    return before, resumed.compute()
+
+
+def test_means_cover_all_ranks_and_survive_a_checkpoint_without_counting_twice():
+    for before, resumed in run_distributed(mean_over_ranks, 3):
+        # Sums 0 + 1 + 2 and three times 8, over 0 + 1 + 2 and three samples.
+        assert before == resumed == {"loss": pytest.approx(27 / 6)}
