@@ -30,10 +30,13 @@ from toolkit.config import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
 from toolkit.seeding import derive_seed
 from toolkit.tracking.folder import open_folder, recorded_config, write_json, write_text
+from toolkit.tracking.guard import GuardedTracker
 from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.plots import draw_plots
 from toolkit.tracking.provenance import code_snapshot, git_revision, versions
 from toolkit.tracking.secrets import mask
 from toolkit.tracking.summary import summarise
+from toolkit.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
 
@@ -63,7 +66,7 @@ class Run:
         self._lock: FileLock | None = None
         self._metrics: MetricsFile | None = None
         self._sinks: list[Sink] = []
-        self._tracks = False
+        self._trackers: list[GuardedTracker] | None = None
         self._closed = False
 
     @property
@@ -117,16 +120,18 @@ class Run:
 
     def begin_tracking(self) -> None:
         """Start the trackers with the config and the facts known by now. A second call does nothing."""
-        if self._tracks or not self.is_main:
+        if self._trackers is not None or not self.is_main:
             return
-        self._tracks = True
+        facts = {"world_size": self.world_size, **versions(), **self.facts}
+        config = recorded_config(self.name, self.config) | facts
+        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.say)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
         if self._metrics is None:
             return
         self._metrics.append(step, values)
-        for sink in self._sinks:
+        for sink in (*self._sinks, *(self._trackers or ())):
             sink.log(values, step)
 
     def truncate_metrics(self, step: int) -> None:
@@ -140,10 +145,20 @@ class Run:
         """Write results.json and summary.txt, and return the final numbers. A collective; ends the run as finished."""
         numbers = self.agree(lambda: self._write_results(results))
         if self.is_main:
+            self._draw_plots()
             text = summarise(numbers, self.folder)
             write_text(self.folder / "summary.txt", text)
             self.say("\n" + text.rstrip())
         return numbers
+
+    def _draw_plots(self) -> None:
+        try:
+            pictures = draw_plots(self.folder, self.facts.get("expert_placement"))
+        except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
+            self.say(f"no plots ({type(error).__name__}: {error})")
+            return
+        for tracker in self._trackers or ():
+            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {
@@ -161,11 +176,13 @@ class Run:
         write_json(self.folder / "results.json", numbers)
         return numbers
 
-    def close(self, *, wait_for_ranks: bool = True) -> None:
+    def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
         """Let go of the folder, the trackers and the process group. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
+        for tracker in self._trackers or ():
+            tracker.close(failed=failed)
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -182,7 +199,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # These two reach all ranks alike. After anything else another rank may never come, and waiting would hang.
-        self.close(wait_for_ranks=error is None or isinstance(error, (UserError, Preempted)))
+        reaches_all = error is None or isinstance(error, (UserError, Preempted))
+        self.close(failed=error is not None, wait_for_ranks=reaches_all)
 
 
 def start_run(name: str, config: RunConfig) -> Run:
@@ -192,6 +210,7 @@ def start_run(name: str, config: RunConfig) -> Run:
     try:
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
+        run.agree(lambda: check_installed(config.tracker))
         run.folder, run.continues = run.agree(lambda: _open(run))
     except BaseException as error:
         run.close(wait_for_ranks=isinstance(error, UserError))

@@ -1,8 +1,10 @@
 """What happens between the lines of the training loop; the hooks are drawn in `base`."""
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import Throughput
 
-__all__ = ["Callback", "Evaluation", "Progress", "Throughput"]
+__all__ = ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"]

@@ -1,0 +1,207 @@
+"""Where metrics go besides metrics.jsonl: W&B and TensorBoard, through Accelerate's trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import secrets
+import shlex
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+from toolkit.errors import UserError
+from toolkit.tracking.guard import Backend, GuardedTracker
+from toolkit.tracking.secrets import mask_text
+
+METRIC_GROUPS = ("train", "eval", "moe", "perf")
+PROBE_S = 2.0
+"""How long a W&B server may take to answer before the run stays offline, in seconds."""
+
+
+def check_installed(tracker: str) -> None:
+    """Raise UserError where a tracker was asked for by name and is not installed. W&B, the default, may be missing."""
+    if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(f"--tracker {tracker}: TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
+
+
+def start_trackers(
+    tracker: str, run_name: str, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]
+) -> list[GuardedTracker]:
+    """The trackers that the config field `tracker` names; they start on their own threads."""
+    backends: list[Backend] = []
+    if tracker in ("wandb", "all"):
+        if importlib.util.find_spec("wandb") is None:
+            say("W&B is not installed (pip install wandb); metrics.jsonl has every line.")
+        elif os.environ.get("WANDB_MODE") != "disabled":
+            backends.append(WandB(run_name, folder, config))
+    if tracker in ("tensorboard", "all"):
+        backends.append(TensorBoard(folder, config))
+    return [GuardedTracker(backend, say) for backend in backends]
+
+
+class WandB:
+    """Online with a key and a server that answers, offline otherwise. Never asks, never prints."""
+
+    name = "W&B"
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
+        self.project, self.folder, self.config = project, folder, config
+        self._tracker: WandBTracker | None = None
+
+    def start(self) -> str | None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        if _wandb_answers():
+            try:
+                run = self._init("online")
+                return f"W&B: {run.url}"
+            except Exception as error:
+                reason = mask_text(str(error).strip().splitlines()[0][:200]) if str(error) else type(error).__name__
+                self._init("offline")
+                return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(self._run_folder()))} uploads the run."
+        self._init("offline")
+        return f"W&B is offline; wandb sync {shlex.quote(str(self._run_folder()))} uploads the run."
+
+    def _init(self, mode: str) -> Any:
+        """A W&B run with its metric groups and their common step axis."""
+        command = " ".join(sys.orig_argv)
+        self._tracker = WandBTracker(
+            os.environ.get("WANDB_PROJECT", self.project),
+            dir=str(self.folder),
+            name=self.folder.name,
+            id=self._id(),
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            config=dict(self.config),
+            settings={
+                "console": "off",
+                "silent": True,
+                "disable_code": True,
+                "init_timeout": 8.0,
+                "finish_timeout": 8.0,
+                "x_disable_meta": mask_text(command) != command,  # it has the command line
+            },
+        )
+        self._tracker.start()
+        run = self._tracker.tracker
+        run.define_metric("step")
+        for group in METRIC_GROUPS:
+            run.define_metric(f"{group}/*", step_metric="step")
+        return run
+
+    def _id(self) -> str:
+        """Stays with the folder, so that a run that is continued goes on in the same place."""
+        path = self.folder / "wandb" / "id"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(secrets.token_hex(4))
+        return path.read_text().strip()
+
+    def _run_folder(self) -> Path:
+        assert self._tracker is not None
+        return Path(self._tracker.tracker.dir).parent
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        assert self._tracker is not None
+        # The step is a value, not W&B's own counter, because that one refuses to go back when a run is continued.
+        self._tracker.log({**values, "step": step})
+
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        assert self._tracker is not None
+        self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
+
+    def finish(self, *, failed: bool) -> None:
+        assert self._tracker is not None
+        self._tracker.tracker.finish(exit_code=int(failed))
+
+    def abandon(self) -> None:
+        """End wandb's service now: left to its atexit hook, a dead one prints a traceback and a stuck one blocks."""
+        if (wandb := sys.modules.get("wandb")) is not None:
+            wandb.teardown()
+
+    def kill(self) -> None:
+        for process in psutil.Process().children():
+            if process.name().startswith("wandb-core"):
+                process.kill()
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        self.folder, self.config = folder, config
+        self._tracker = TensorBoardTracker("tensorboard", logging_dir=str(folder))
+
+    def start(self) -> str | None:
+        self._tracker.start()
+        self._tracker.store_init_configuration(_flat(self.config))
+        return f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder / 'tensorboard'))}"
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._tracker.log(dict(values), step=step)
+
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        for name, path in images.items():
+            self._tracker.log_images({name: _pixels(path)[None]}, step=0, dataformats="NHWC")
+
+    def finish(self, *, failed: bool) -> None:  # noqa: ARG002
+        self._tracker.finish()
+
+    def abandon(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def _wandb_answers() -> bool:
+    """Whether there is a key, and a server that answers. The key itself is neither kept nor shown."""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not _has_key(url):
+        return False
+    try:
+        urllib.request.urlopen(url, timeout=PROBE_S).close()
+    except urllib.error.HTTPError as answer:
+        return answer.code < 500
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _has_key(url: str) -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return (urllib.parse.urlsplit(url).hostname or "") in entries.hosts
+
+
+def _pixels(path: Path) -> np.ndarray:
+    """A picture file as (height, width, 3) bytes."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under dotted names, as types that TensorBoard takes."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
