@@ -24,6 +24,8 @@ from toolkit.task import Batch
 
 def split(rows: Tensor, parts: int, part: int) -> Tensor:
     """The `part`-th of `parts` consecutive pieces of `rows`, whose lengths differ by one at most."""
+    if parts == 1:  # the usual case, and slicing costs as much as a third of a fetch
+        return rows
     return rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]
 
 
@@ -35,6 +37,10 @@ class BatchOrder:
     batch_size: int
     """Examples per optimizer step, over all ranks and micro-batches."""
     seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.batch_size < 1:
+            raise ValueError(f"no batches of {self.batch_size} out of {self.num_samples} samples")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -102,8 +108,8 @@ class TrainBatches:
 class EvalBatches:
     """A whole table in its own order, each example on exactly one rank.
 
-    Every rank gets the same number of batches, some of them short or empty, because a forward pass may be a
-    collective.
+    `batch_size` counts the examples of all ranks. Every rank gets the same number of batches, some of them short or
+    empty, because a forward pass may be a collective.
     """
 
     def __init__(
@@ -139,11 +145,12 @@ def fetch(table: TensorTable, rows: Iterator[Tensor], device: torch.device, num_
     """The batches at `rows`, on `device`. Worker processes fetch ahead; without them a gather is done in line."""
     if num_workers == 0 and device.type == "cpu":
         return (table[index] for index in rows)
-    batches = DataLoader(
+    batches: DataLoader[Batch] = DataLoader(
         table,  # type: ignore[arg-type]
         batch_size=None,
         sampler=_Rows(rows),
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else the loader would draw from the default one
     )
     return (send_to_device(batch, device, non_blocking=True) for batch in batches)
