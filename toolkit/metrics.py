@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,14 +49,24 @@ class MetricSums:
     def reset(self) -> None:
         self._sums, self._counts = {}, {}
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """The sums over all ranks so far, so that a log line that spans a checkpoint comes out the same."""
-        if not self._sums:
-            return {}
-        sums, counts = self._totals()
-        return {name: [s, c] for name, s, c in zip(self._sums, sums, counts, strict=True)}
+    def state_dict(self) -> list[dict[str, list[Any]]]:
+        """Each rank's own [sum, its type, count], so that a log line that spans a checkpoint comes out the same."""
+        mine = {
+            name: [value.item(), str(value.dtype).removeprefix("torch."), float(self._counts[name])]
+            for name, value in self._sums.items()
+        }
+        if not dist.is_initialized():
+            return [mine]
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+        return everyones
 
-    def load_state_dict(self, state: Mapping[str, list[float]], *, is_main: bool) -> None:
-        """Take up `state` on the main process; the others start at zero."""
-        self._sums = {n: torch.tensor(s if is_main else 0.0, device=self.device) for n, (s, _) in state.items()}
-        self._counts = {n: c if is_main else 0.0 for n, (_, c) in state.items()}
+    def load_state_dict(self, state: list[dict[str, list[Any]]]) -> None:
+        """Take up this rank's part of `state`; of one saved by another number of ranks, every W-th part."""
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.reset()
+        for part in state[rank::world]:
+            for name, (value, dtype, count) in part.items():
+                self.add({name: torch.tensor(value, dtype=getattr(torch, dtype), device=self.device)}, count)
+        for name, (_, dtype, _) in state[0].items():
+            self.add({name: torch.zeros((), dtype=getattr(torch, dtype), device=self.device)}, 0.0)

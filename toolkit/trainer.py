@@ -7,13 +7,14 @@ handled by three functions of `toolkit.parallel`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import parallel
+from toolkit import checkpoint, parallel
 from toolkit.callbacks.base import HOOKS, Callback
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.metrics import MetricSums
@@ -173,12 +174,38 @@ class Trainer:
 
     def emit(self) -> None:
         """Write one line of metrics: means since the last line, and what was recorded."""
+        parallel.refuse_late_parameters(self.raw_model, self.parameters)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.sums.reset()
-        recorded = {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}
-        self._recorded = {}
+        recorded, self._recorded = self._plain_records(), {}
         self.run.log(
             {"train/epoch": self.state.step / self.batches.steps_per_epoch, **means, **recorded}, self.state.step
+        )
+
+    def _plain_records(self) -> dict[str, Any]:
+        return {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}
+
+    def save(self, keep: int = 2) -> Path | None:
+        """Write a checkpoint, and delete all but the newest `keep`; None where it could not be written. A collective.
+
+        For the time between two steps: when `on_step_start` is called, or once training has ended.
+        """
+        folder = checkpoint.save_checkpoint(
+            self.run.checkpoints,
+            model=self.raw_model,
+            optimizer=self.optimizer,
+            state=self.state_dict(),
+            keep=keep,
+            run=self.run,
+        )
+        if folder is not None:
+            self.hooks("on_save", folder)
+        return folder
+
+    def restore(self, folder: Path) -> None:
+        """Continue from the checkpoint in `folder`. A collective; raises UserError where it does not fit."""
+        self.load_state_dict(
+            checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,13 +214,15 @@ class Trainer:
             "step": self.state.step,
             "samples": self.state.samples,
             "metric_sums": self.sums.state_dict(),
+            "recorded": self._plain_records(),
             "callbacks": {type(c).__name__: c.state_dict() for c in self.callbacks},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.state = TrainState(step=state["step"], samples=state["samples"])
-        self.sums.load_state_dict(state["metric_sums"], is_main=self.run.is_main)
+        self.sums.load_state_dict(state["metric_sums"])
+        self._recorded = dict(state["recorded"])
         for callback in self.callbacks:
             if saved := state["callbacks"].get(type(callback).__name__):
                 callback.load_state_dict(saved)

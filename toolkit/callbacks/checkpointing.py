@@ -1,0 +1,47 @@
+"""When to save, and what a run that starts in a used folder continues from. How is in `toolkit.checkpoint`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.callbacks.base import Callback
+from toolkit.checkpoint import find_checkpoint
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.task import Batch
+    from toolkit.trainer import Trainer
+
+
+class Checkpointing(Callback):
+    """Continues from the newest checkpoint that verifies; saves every `every_steps` (None: each epoch) and at the end.
+
+    A step is saved when the next one is about to begin: by then all callbacks have done their part of it and its line
+    of metrics is written, so the continued record has each line once.
+    """
+
+    def __init__(self, *, every_steps: int | None = None, keep: int = 2):
+        self.every_steps, self.keep = every_steps, keep
+        self._started_at = 0
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        run = trainer.run
+        newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
+        if newest is not None:
+            trainer.restore(newest)
+            run.truncate_metrics(trainer.state.step)
+            run.say(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
+        elif run.resume == "yes":
+            raise UserError(
+                f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to begin anew."
+            )
+        self._started_at = trainer.state.step
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        step, every = trainer.state.step, self.every_steps or trainer.batches.steps_per_epoch
+        if step > self._started_at and step % every == 0:
+            trainer.save(self.keep)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if trainer.state.step > self._started_at:
+            trainer.save(self.keep)

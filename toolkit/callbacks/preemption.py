@@ -1,0 +1,100 @@
+"""Stopping in time when the machine is wanted back: SIGTERM, or the SIGUSR1 of a batch system."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.callbacks.base import Callback
+from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.checkpoint import find_checkpoint, step_of
+from toolkit.errors import Preempted, UserError
+from toolkit.launch import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from toolkit.trainer import Trainer
+
+STOP_NAMES = {number.name for number in STOP_SIGNALS}
+
+
+class Preemption(Callback):
+    """On SIGTERM or SIGUSR1 to any rank, all ranks end the same step, and raise `Preempted` (exit code 75).
+
+    Saving is left to `Checkpointing`, which must come before this in the list of callbacks.
+
+    The handler only notes the signal, so a second one changes nothing. Ranks learn of each other's notes by a maximum
+    over a gloo group of its own, which is started after one step and read after the next: by then it is long done, and
+    no step waits, nor does a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._group: dist.ProcessGroup | None = None
+        self._question: tuple[dist.Work, torch.Tensor] | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        before = trainer.callbacks[: trainer.callbacks.index(self)]
+        if not any(isinstance(callback, Checkpointing) for callback in before):
+            raise ValueError("Preemption needs Checkpointing before it in the list of callbacks")
+        self._received, self._question = 0, None
+        if trainer.run.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._received = number
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        agreed = self._read()
+        if agreed:
+            trainer.request_stop(signal.Signals(agreed).name)
+        elif self._group is not None:
+            self._ask()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._read()  # so that no question is left on the wire
+        step, run, said = trainer.state.step, trainer.run, trainer.stop_reason
+        if said not in STOP_NAMES or step >= trainer.max_steps:
+            self._restore_handlers()
+            return
+        newest = find_checkpoint(run.checkpoints, run)
+        if newest is None:
+            raise UserError(
+                f"stopped by {said} at step {step:,}, and no checkpoint could be written to {run.checkpoints}."
+            )
+        # The handlers stay: this process is leaving, and another signal must not interrupt that.
+        self._handlers = {}
+        saved = "" if step_of(newest) == step else f" from step {step_of(newest):,}, the last that could be saved"
+        raise Preempted(f"stopped by {said} at step {step:,}; run the same command again to continue{saved}.")
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        self._restore_handlers()
+
+    def _ask(self) -> None:
+        note = torch.tensor(self._received)
+        work = dist.all_reduce(note, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._question = work, note
+
+    def _read(self) -> int:
+        """The signal that some rank had noted when it was last asked, or 0; alike on all ranks."""
+        if self._group is None:
+            return self._received
+        if self._question is None:
+            return 0
+        work, note = self._question
+        self._question = None
+        work.wait()
+        return int(note)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}

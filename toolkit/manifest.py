@@ -1,0 +1,117 @@
+"""Folders that are complete and verified, or not there.
+
+    step-00000100/             what readers see
+    .writing-step-00000100/    a save in progress, or what a killed one left behind
+    .removing-step-00000090/   a deletion in progress, likewise
+
+A kill, or a machine that loses power, can come between any two of these operations, so their order is the point: the
+files and their fsyncs, the manifest and its fsync, the folder's fsync, the rename, the parent's fsync. Nothing that
+verifies is deleted before something newer verifies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+WRITING, REMOVING = ".writing-", ".removing-"
+
+
+def seal(file: Path) -> dict[str, Any]:
+    """Force `file` to the disk; returns its size in bytes and its digest, as the manifest lists them."""
+    with file.open("rb+") as opened:
+        os.fsync(opened.fileno())
+        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write `value` in the one spelling that `read_json` takes."""
+    file.write_text(_spell(value), encoding="utf-8")
+
+
+def read_json(file: Path) -> Any:
+    """What `write_json` wrote. Raises ValueError where the text is not exactly that."""
+    text = file.read_text(encoding="utf-8")
+    value = json.loads(text)
+    if _spell(value) != text:
+        raise ValueError("it was altered")
+    return value
+
+
+def publish(writing: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Add the manifest to the sealed files in `writing`, and give the folder its `final` name."""
+    write_json(writing / NAME, manifest | {"digest": digest(manifest)})
+    seal(writing / NAME)
+    _sync_folder(writing)
+    if final.exists():  # it does not verify, or nobody would write it anew
+        remove(final)
+    writing.rename(final)
+    _sync_folder(final.parent)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`. Raises ValueError or OSError where it is damaged or missing."""
+    manifest = read_json(folder / NAME)
+    if manifest.pop("digest", None) != digest(manifest):
+        raise ValueError("it does not match its own digest")
+    return manifest
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with `folder`, as "<file> <what>", or None where every byte is as it was written."""
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return f"{NAME} is missing"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{NAME} cannot be read ({error})"
+    for name, wanted in manifest["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+            if size != wanted["bytes"]:
+                return f"{name} has {size} bytes instead of {wanted['bytes']}"
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
+                    return f"{name} does not match its SHA-256"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def remove(folder: Path) -> None:
+    """Delete `folder` so that it is never seen half deleted."""
+    hidden = folder.with_name(REMOVING + folder.name)
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def sweep(parent: Path) -> None:
+    """Delete what killed processes left behind in `parent`."""
+    for prefix in (WRITING, REMOVING):
+        for folder in parent.glob(prefix + "*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _spell(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def digest(value: dict[str, Any]) -> str:
+    """SHA-256 of `value` as JSON."""
+    return hashlib.sha256(_spell(value).encode()).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
