@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -220,7 +220,7 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[
     return max(codes, default=EXIT_DONE), []
 
 
-def _die_with_parent() -> object:
+def _die_with_parent() -> Callable[[], object] | None:
     """A function for the child between fork and exec: the kernel kills it when its parent dies (Linux only)."""
     if sys.platform != "linux":
         return None
@@ -252,8 +252,14 @@ def report(message: str, label: str = "error: ") -> None:
     with contextlib.suppress(KeyError, OSError):
         os.write(int(os.environ[REPORT_PIPE]), line.encode())
         return
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(line)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Another launcher ends all ranks as soon as one leaves: let the first one speak. If this one still runs after
+        # that time, then it alone has something to say.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(DEFAULT_GRACE_S)
+    sys.stderr.write(line)
+    sys.stderr.flush()
 
 
 def stop_before_training(number: int, _frame: FrameType | None) -> NoReturn:

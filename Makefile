@@ -1,0 +1,93 @@
+# `make` lists what there is. Everything works on a fresh clone: the environment is made when it is first needed.
+
+RECIPE ?= mnist_moe
+PRESET ?=
+GPUS ?=
+CPUS ?=
+ARGS ?=
+VENV ?= .venv
+PYTHON ?= python3
+
+SHELL := bash
+.DEFAULT_GOAL := help
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# Without a GPU, a torch that is there before the resolver looks keeps it from fetching the CUDA packages.
+TORCH := $(if $(HAS_GPU),,torch==2.13.0)
+
+.PHONY: help
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: install
+install: $(VENV)/.installed-dev ## make the environment, with what developers need
+
+.PHONY: train
+train: $(VENV)/.installed ## train RECIPE= with PRESET= on GPUS= or CPUS= processes, ARGS= more flags; all GPUs if none is said
+	@if [ ! -f recipes/$(RECIPE).py ]; then \
+	    echo "error: RECIPE=$(RECIPE): take one of $(patsubst recipes/%.py,%,$(wildcard recipes/*.py))." >&2; exit 2; fi; \
+	found=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); \
+	gpus="$(GPUS)"; gpus=$${gpus:-$$found}; \
+	if [ -n "$(CPUS)" ]; then processes="--cpu --num-processes $(CPUS)"; \
+	elif [[ ! $$gpus =~ ^[0-9]+$$ ]]; then echo "error: GPUS=$$gpus: take a number." >&2; exit 2; \
+	elif [ -z "$(GPUS)" ] && [ $$found -eq 0 ]; then processes=; \
+	elif [ $$gpus -gt $$found ]; then \
+	    echo "error: GPUS=$$gpus: this machine has $$found; CPUS=$$gpus rehearses on the CPU." >&2; exit 2; \
+	elif [ $$gpus -eq 0 ]; then processes="--cpu"; \
+	else processes="--num-processes $$gpus"; fi; \
+	exec $(PY) recipes/$(RECIPE).py $(PRESET) $$processes $(ARGS)
+
+.PHONY: smoke
+smoke: $(VENV)/.installed ## every recipe's debug preset, on one and on two processes
+	@set -e; for recipe in recipes/*.py; do for processes in 1 2; do \
+	    echo "== $$recipe debug, $$processes process(es)"; \
+	    $(PY) $$recipe debug --cpu --num-processes $$processes --tracker none --run-dir "$$(mktemp -d)/run"; \
+	done; done
+
+.PHONY: test
+test: $(VENV)/.installed-dev ## all tests that need no GPU
+	$(PY) -m pytest
+
+.PHONY: test-dist
+test-dist: $(VENV)/.installed-dev ## the tests that start several processes
+	$(PY) -m pytest tests/test_helpers.py tests/test_parity.py tests/test_launch.py tests/traps
+
+.PHONY: test-gpu
+test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
+	$(PY) -m pytest -m gpu
+
+.PHONY: check
+check: $(VENV)/.installed-dev ## style, types and import rules
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest tests/test_architecture.py
+
+.PHONY: bench
+bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md
+	@set -e; for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(PY) $$benchmark; done
+
+.PHONY: docs
+docs: $(VENV)/.installed-dev ## run every command of the documentation that is marked `run`
+	$(PY) -m pytest tests/docs
+
+.PHONY: clean
+clean: ## remove what was built and cached; runs/ and the environment stay
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	    { echo "error: this needs Python 3.11 to 3.13: say which with PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(if $(TORCH),$(PIP) $(TORCH))
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(if $(TORCH),$(PIP) $(TORCH))
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed $@
