@@ -52,19 +52,23 @@ class ExpertLoad(Callback):
 
     `moe/load/<layer>`: the fraction of routed copies of each expert. Over all layers: `moe/max_load_over_mean` (1 when
     balanced; worst layer), `moe/min_load_over_mean`, `moe/load_entropy` (1 when balanced; mean over layers),
-    and `moe/dead_experts`, those with less than 1 % of the tokens' copies. All describe what the router did, not where
-    experts live.
+    and `moe/dead_experts`, those with less than 1 % of the copies. All describe what the router did, not where experts
+    live. The result `min_expert_load` is the smallest fraction over the last whole epoch.
     """
 
     def __init__(self, model: nn.Module):
         layers = moe_layers(model)
         self.names = [name or "moe" for name in layers]
-        self.since = LoadSince(list(layers.values()))
+        self.since_line = LoadSince(list(layers.values()))
+        self.since_epoch = LoadSince(list(layers.values()))
 
     def on_step_end(self, trainer: Trainer) -> None:
+        if self.names and trainer.state.step % trainer.batches.steps_per_epoch == 0:
+            load_LE = self.since_epoch.take().double()
+            trainer.results["min_expert_load"] = (load_LE / load_LE.sum(1, keepdim=True)).min().item()
         if not trainer.at_log_step or not self.names:
             return
-        load_LE = self.since.take().double().cpu()
+        load_LE = self.since_line.take().double().cpu()
         total = load_LE.sum(1, keepdim=True)
         if not total.all():
             return
@@ -77,15 +81,16 @@ class ExpertLoad(Callback):
         trainer.record("moe/min_load_over_mean", fraction_LE.min().item() * experts)
         trainer.record("moe/load_entropy", entropy_L.mean().item())
         trainer.record("moe/dead_experts", int((fraction_LE < 0.01).sum()))
-        trainer.results["min_expert_load"] = fraction_LE.min().item()
-        trainer.results["max_load_over_mean"] = fraction_LE.max().item() * experts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"since_last_line": self.since.peek().tolist()} if self.names else {}
+        if not self.names:
+            return {}
+        return {"since_line": self.since_line.peek().tolist(), "since_epoch": self.since_epoch.peek().tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.names:
-            self.since.restore(torch.tensor(state["since_last_line"]))
+            self.since_line.restore(torch.tensor(state["since_line"]))
+            self.since_epoch.restore(torch.tensor(state["since_epoch"]))
 
 
 class BiasBalancing(Callback):
