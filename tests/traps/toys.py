@@ -124,7 +124,7 @@ def toy_trainer(
         run,
         Classification(),
         model,
-        torch.optim.AdamW(model.parameters(), lr=lr),
+        torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
         batches,
         max_steps=max_steps,
         schedule=schedule or constant(),

@@ -1,0 +1,337 @@
+"""The loop: how losses are normalised, what is written when, and that ordinary steps do not wait for the device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import run_distributed
+from tests.traps.toys import CLASSES, DIM, ToyMixture, toy_data, toy_run, toy_trainer
+from toolkit.callbacks.base import Callback
+from toolkit.config import RunConfig
+from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.moe.layer import make_moe
+from toolkit.parallel import ShardGroups
+from toolkit.schedules import constant, warmup_cosine
+from toolkit.task import Batch, Loss
+from toolkit.tasks.classification import Classification
+from toolkit.trainer import Trainer
+
+# --- the loss is a sum and a count ------------------------------------------------------------------------------------
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+
+
+class WeightTimesX(nn.Module):
+    """`weight * x`, with the weight in a sub-module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = Slope()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope.weight * x
+
+
+class WeightedTargets:
+    """Example x has x targets, each with loss weight * x; and a penalty whose whole is weight, split over ranks."""
+
+    def __init__(self, penalty_share: float | None = None):
+        self.penalty_share = penalty_share
+
+    def count(self, batch: Batch) -> int:
+        return int(batch["x"].sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        losses = model(batch["x"]) * batch["x"]
+        penalty = None if self.penalty_share is None else model(torch.tensor(self.penalty_share, dtype=torch.float64))
+        return Loss(losses.sum(), self.count(batch), penalty, {"targets": batch["x"].sum()})
+
+    evaluate = loss
+
+
+class Gradients(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        self.seen.append(trainer.parameters[0].grad.item())
+
+
+class Lines:
+    """A run that keeps its lines of metrics."""
+
+    def __init__(self, run: Any):
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+        run.log = lambda values, step: self.lines.append((step, dict(values)))
+
+
+def weighted_run(accumulation: int, penalty_share: float | None) -> dict[str, Any]:
+    """One step over x = 1, 2, 3, 4, 5, in any number of pieces."""
+    run = toy_run(RunConfig(tracker="none", batch_size=8, gradient_accumulation_steps=accumulation))
+    share = None if penalty_share is None else penalty_share / run.world_size
+    model, gradients, lines = WeightTimesX(), Gradients(), Lines(run)
+    table = TensorTable(x=torch.arange(1.0, 6.0, dtype=torch.float64))
+    batches = TrainBatches(
+        table, batch_size=8, seed=0, accumulation=accumulation, rank=run.rank, world_size=run.world_size
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = WeightedTargets(share)
+    Trainer(
+        run,
+        task,
+        model,
+        optimizer,
+        batches,
+        max_steps=1,
+        schedule=constant(),
+        max_grad_norm=None,
+        callbacks=[gradients],
+    ).fit()
+    return {"gradient": gradients.seen[0], "weight": model.slope.weight.item(), "line": lines.lines[0][1]}
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_the_loss_is_divided_once_by_the_count_over_all_ranks_and_micro_batches(world_size: int, accumulation: int):
+    # Sum of losses w * x * x over 1..5 is 55 w; targets 15: gradient 55 / 15, loss 3 * 55 / 15 = 11.
+    for answer in run_distributed(weighted_run, world_size, accumulation, None):
+        assert answer["gradient"] == pytest.approx(55 / 15, rel=1e-12)
+        assert answer["weight"] == pytest.approx(3 - 0.1 * 55 / 15, rel=1e-12)
+        assert answer["line"]["train/loss"] == pytest.approx(11.0, rel=1e-12)
+        assert answer["line"]["train/targets"] == 1.0
+        assert answer["line"]["train/grad_norm"] == pytest.approx(55 / 15, rel=1e-12)
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_a_penalty_weighs_as_much_as_its_micro_batchs_share_of_the_count(world_size: int, accumulation: int):
+    # The penalty of each micro-batch is 2 w over all ranks; weighted by counts that add up to the whole, 2 w.
+    for answer in run_distributed(weighted_run, world_size, accumulation, 2.0):
+        assert answer["gradient"] == pytest.approx(55 / 15 + 2, rel=1e-12)
+        assert answer["line"]["train/penalty"] == pytest.approx(6.0, rel=1e-12)
+        assert answer["line"]["train/loss"] == pytest.approx(11.0, rel=1e-12)
+
+
+def weights_after_training(batch_size: int, accumulation: int) -> dict[str, Tensor]:
+    """Seven AdamW steps with clipping, on 21 samples, so that each epoch ends with a short batch."""
+    model = ToyMixture(ShardGroups())
+    toy_trainer(
+        model, max_steps=7, samples=21, batch_size=batch_size, accumulation=accumulation, max_grad_norm=0.1
+    ).fit()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulation", [2, 4, 8])
+def test_accumulating_k_micro_batches_equals_one_batch_of_their_sum(accumulation: int):
+    (whole,) = run_distributed(weights_after_training, 1, 8, 1)
+    (pieces,) = run_distributed(weights_after_training, 1, 8, accumulation)
+    for name, value in whole.items():
+        torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-12)
+
+
+# --- schedule, clipping, lines of metrics -----------------------------------------------------------------------------
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        self.seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+
+
+def rates_and_lines() -> dict[str, Any]:
+    run, rates = toy_run(RunConfig(tracker="none", batch_size=4)), Rates()
+    lines, (inputs, labels) = Lines(run), toy_data(10)
+    model = nn.Linear(DIM, CLASSES).double()
+    trainer = Trainer(
+        run,
+        Classification(),
+        model,
+        torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.1}]),
+        TrainBatches(TensorTable(input=inputs, label=labels), batch_size=4, seed=0),
+        max_steps=8,
+        schedule=warmup_cosine(max_steps=8, warmup_steps=2),
+        log_every=3,
+        callbacks=[rates],
+    )
+    trainer.fit()
+    return {"rates": rates.seen, "lines": lines.lines, "samples": trainer.state.samples}
+
+
+def test_each_group_follows_the_schedule_and_lines_appear_at_log_steps_and_at_the_end():
+    (answer,) = run_distributed(rates_and_lines, 1)
+    schedule = warmup_cosine(max_steps=8, warmup_steps=2)
+    assert answer["rates"] == [[0.5 * schedule(step), 0.1 * schedule(step)] for step in range(8)]
+    assert [step for step, _ in answer["lines"]] == [3, 6, 8]
+    for step, line in answer["lines"]:
+        assert line["train/learning_rate"] == 0.5 * schedule(step - 1)
+        assert line["train/epoch"] == step / 3
+    # Epochs of 10 samples in batches of 4, 4, 2: two epochs and two batches.
+    assert answer["samples"] == 10 + 10 + 4 + 4
+
+
+def norms(max_grad_norm: float | None) -> tuple[float, float]:
+    """(reported, applied) norm of the gradient of one step."""
+    applied = []
+
+    class Measure(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer) -> None:
+            applied.append(torch.cat([p.grad.flatten() for p in trainer.parameters]).norm().item())
+
+    trainer = toy_trainer(max_steps=1, max_grad_norm=max_grad_norm, callbacks=[Measure()])
+    lines = Lines(trainer.run)
+    trainer.fit()
+    return lines.lines[0][1]["train/grad_norm"], applied[0]
+
+
+def test_gradients_are_clipped_to_the_limit_and_the_norm_before_is_reported():
+    ((free, applied),) = run_distributed(norms, 1, None)
+    assert applied == pytest.approx(free)
+    ((reported, applied),) = run_distributed(norms, 1, free / 2)
+    assert reported == pytest.approx(free)
+    assert applied == pytest.approx(free / 2, rel=1e-5)
+    ((reported, applied),) = run_distributed(norms, 1, free * 2)
+    assert (reported, applied) == pytest.approx((free, free))
+
+
+class StopAtTwo(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.state.step == 2:
+            trainer.request_stop("enough")
+
+
+def steps_until_stopped() -> tuple[int, str | None]:
+    trainer = toy_trainer(max_steps=9, callbacks=[StopAtTwo()])
+    trainer.fit()
+    return trainer.state.step, trainer.stop_reason
+
+
+def test_a_callback_can_end_training_after_a_step():
+    assert run_distributed(steps_until_stopped, 1) == [(2, "enough")]
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """Reports sums that tell which samples were counted, and how often."""
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["x"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return Loss(model(batch["x"]).sum(), len(batch["x"]))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        return Loss(model(batch["x"]).sum(), len(batch["x"]), sums={"squares": batch["x"].square().sum()})
+
+
+def evaluate_uneven(samples: int) -> dict[str, Any]:
+    run = toy_run()
+    model = WeightTimesX()
+    table = TensorTable(x=torch.arange(1.0, samples + 1, dtype=torch.float64))
+    where = {"rank": run.rank, "world_size": run.world_size}
+    batches = TrainBatches(table, batch_size=4, seed=0, **where)
+    trainer = Trainer(
+        run, Counts(), model, torch.optim.SGD(model.parameters(), lr=1.0), batches, max_steps=1, schedule=constant()
+    )
+    metrics = trainer.evaluate(EvalBatches(table, batch_size=3, **where), "held_out")
+    return metrics | {"training_again": trainer.model.training}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("samples", [1, 7])
+def test_evaluation_counts_each_sample_once_on_any_number_of_processes(world_size: int, samples: int):
+    total, squares = sum(range(samples + 1)), sum(x * x for x in range(samples + 1))
+    for metrics in run_distributed(evaluate_uneven, world_size, samples):
+        assert metrics["held_out/loss"] == pytest.approx(3 * total / samples, rel=1e-12)
+        assert metrics["held_out/squares"] == pytest.approx(squares / samples, rel=1e-12)
+        assert metrics["training_again"]
+
+
+# --- host syncs -------------------------------------------------------------------------------------------------------
+
+READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
+"""What makes the host wait for the device."""
+
+
+class ReadCounter(Callback):
+    """Writes down, for each step, where tensors were read from the device: from the first hook to the last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sync_at: int | None = None):
+        self.reads: dict[int, list[str]] = {}
+        self.now: list[str] | None = None
+        self.sync_at = sync_at
+        main = threading.current_thread()
+
+        def spy(name: str, original: Any) -> Any:
+            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if self.now is not None and threading.current_thread() is main:
+                    caller = sys._getframe(1)
+                    self.now.append(f"{name} in {caller.f_code.co_name} ({caller.f_code.co_filename})")
+                return original(tensor, *args, **kwargs)
+
+            return read
+
+        for name in READS:
+            monkeypatch.setattr(Tensor, name, spy(name, getattr(Tensor, name)))
+
+    def on_step_start(self, trainer: Trainer, *_: Any) -> None:
+        self.now = self.reads[trainer.state.step] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.state.step - 1 == self.sync_at:
+            trainer.parameters[0].sum().item()
+        # The end of `train_step`; `emit` follows on log steps and is not counted.
+        self.now = None
+
+
+def reads_by_step(sync_at: int | None, model_of: Any) -> dict[int, list[str]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counter = ReadCounter(monkeypatch, sync_at)
+        toy_trainer(
+            model_of(), max_steps=6, samples=20, max_grad_norm=0.1, accumulation=2, log_every=4, callbacks=[counter]
+        ).fit()
+        return counter.reads
+
+
+def dense() -> nn.Module:
+    return nn.Linear(DIM, CLASSES).double()
+
+
+class Float32(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def mixture() -> nn.Module:
+    """In float32 and with widths that `torch.nn.functional.grouped_mm` takes; the way round it reads row counts."""
+    return nn.Sequential(Float32(), nn.Linear(DIM, 8), make_moe(8, 16, 4, 2), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize("model_of", [dense, mixture])
+def test_an_ordinary_step_never_waits_for_the_device(model_of: Any):
+    (reads,) = run_distributed(reads_by_step, 1, None, model_of)
+    assert sorted(reads) == [0, 1, 2, 3, 4, 5]
+    for step in reads:
+        # The factor of clipping is read where that is free: `clip_grad_norm_` asks whether it lies on a CPU first.
+        waits = [read for read in reads[step] if not read.startswith("__bool__ in clip_grad_norm_")]
+        assert waits == [], f"step {step}"
+        assert len(reads[step]) <= 1
+
+
+def test_the_test_above_notices_a_host_sync():
+    (reads,) = run_distributed(reads_by_step, 1, 2, dense)
+    assert any(read.startswith("item in on_step_end") for read in reads[2])
