@@ -200,7 +200,8 @@ class Run:
     ) -> None:
         # These two reach all ranks alike. After anything else another rank may never come, and waiting would hang.
         reaches_all = error is None or isinstance(error, (UserError, Preempted))
-        self.close(failed=error is not None, wait_for_ranks=reaches_all)
+        failed = error is not None and not isinstance(error, Preempted)
+        self.close(failed=failed, wait_for_ranks=reaches_all)
 
 
 def start_run(name: str, config: RunConfig) -> Run:

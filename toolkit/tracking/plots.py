@@ -34,8 +34,8 @@ STYLE: Any = {
 LOAD_PREFIX = "moe/load/"
 MOST_LAYERS = 8
 """Panels of the load picture; of a deeper model the layers shown are spread evenly."""
-MOST_IDS = 120
-"""Expert ids that are written out in the placement picture."""
+MOST_IDS = 32
+"""Experts per rank up to which their ids are written out in the placement picture."""
 
 
 def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None) -> dict[str, Path]:
@@ -71,6 +71,8 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
 
 
 def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     names = ["loss"]
     if any(_series(lines, f"{group}/accuracy") for group in ("train", "eval")):
         names.append("accuracy")
@@ -88,6 +90,9 @@ def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
             axes.plot(steps, values, color=colour, label=f"{label} (last {last})", **style)
         if not percent and min(finite) > 0 and max(finite) > 10 * min(finite):
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
         _step_axis(axes)
@@ -105,7 +110,7 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
     rows = math.ceil(len(layers) / columns)
     figure.set_size_inches(10 if columns == 2 else 8, 3.6 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, layer in zip(panels, layers, strict=False):
+    for layer, axes in zip(layers, panels, strict=False):
         points = loads[layer]
         steps = [step for step, _ in points]
         experts = max(len(shares) for _, shares in points)
@@ -114,11 +119,7 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
         if experts <= 16:
             for expert, colour in zip(range(experts), _colours(experts), strict=True):
                 axes.plot(steps, [row[expert] for row in table], color=colour, lw=1.4, label=str(expert))
-            axes.axhline(fair, color=INK, lw=1.2, ls=(0, (4, 3)))
-            axes.annotate(
-                f"fair share {fair:.1f} %", (1, fair), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                textcoords="offset points", ha="right", fontsize=8,
-            )  # fmt: skip
+            axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
             axes.set_ylim(bottom=0)
             axes.set_ylabel("% of routed copies")
             axes.legend(
@@ -149,20 +150,22 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
     widest = max((len(ids) for by_rank in placement.values() for ids in by_rank), default=1) or 1
     experts = 1 + max((i for by_rank in placement.values() for ids in by_rank for i in ids), default=0)
     colours = _colours(experts)
-    total = sum(len(ids) for by_rank in placement.values() for ids in by_rank)
-    figure.set_size_inches(min(14, 2.2 + 0.55 * max(widest, 8)), (0.9 + 0.42 * ranks) * len(placement))
+    width = max(widest, 6)
+    figure.set_size_inches(min(14, 1.2 + 0.6 * width), (0.9 + 0.42 * ranks) * len(placement))
     for axes, (layer, by_rank) in zip(
         figure.subplots(len(placement), 1, squeeze=False).flat, placement.items(), strict=True
     ):
         for rank, ids in enumerate(by_rank):
             for slot, expert in enumerate(ids):
-                axes.barh(rank, 0.92, left=slot, height=0.8, color=colours[expert % len(colours)], alpha=0.9)
-                if total <= MOST_IDS:
-                    axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color="white", fontsize=9)
+                colour = colours[expert]
+                axes.barh(rank, 0.92, left=slot, height=0.8, color=colour)
+                if widest <= MOST_IDS:
+                    ink = "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.6 else INK
+                    axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color=ink, fontsize=9)
         axes.set_title(f"Experts per process: {layer}" if layer else "Experts per process")
         axes.set_yticks(range(len(by_rank)), [f"rank {rank}" for rank in range(len(by_rank))])
         axes.set_xticks([])
-        axes.set_xlim(0, max(widest, 8))
+        axes.set_xlim(0, width)
         axes.set_ylim(ranks - 0.4, -0.6)
         axes.spines[["bottom", "left"]].set_visible(False)
         axes.tick_params(length=0)
