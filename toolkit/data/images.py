@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
+import logging
 import math
 import tempfile
 import zlib
@@ -187,11 +189,17 @@ def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
         import datasets
     except ImportError:
         raise UserError(f"{path} is read by the package datasets, which is missing: pip install datasets.") from None
-    # Streamed, so that nothing is copied into the cache of `datasets`; the folder is for what it writes regardless.
+    # Streamed, so that nothing is copied into the cache of `datasets`; the folder is for what it makes regardless.
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it raises
     with tempfile.TemporaryDirectory() as scratch:
         try:
             rows = datasets.load_dataset(
-                "parquet", data_files={"train": [str(path)]}, split="train", streaming=True, cache_dir=scratch
+                "parquet",
+                data_files={"train": [glob.escape(str(path))]},
+                split="train",
+                streaming=True,
+                cache_dir=scratch,
             )
             missing = {"image", "label"} - set(rows.column_names)
             if missing:
@@ -203,6 +211,8 @@ def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
         # Apache Arrow, fsspec and datasets raise their own kinds for a file that is damaged.
         except Exception as error:
             raise _bad(path, f"cannot be read as Parquet ({_first_line(error)})") from None
+        finally:
+            datasets.logging.set_verbosity(verbosity)
     images = decode_images(path, [image for batch in batches for image in batch["image"]])
     labels = [label for batch in batches for label in batch["label"]]
     if not all(isinstance(label, int) for label in labels):

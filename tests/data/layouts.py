@@ -1,0 +1,62 @@
+"""Tiny image sets in the layouts that real ones are published in."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from PIL import Image
+
+
+def make_split(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random images (count, 28, 28) and labels."""
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (count, 28, 28), dtype=np.uint8), random.integers(0, 10, count)
+
+
+TRAIN, TEST = make_split(7, seed=0), make_split(3, seed=1)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_parquet(path: Path, images: list[bytes], labels: list, **renamed: str) -> None:
+    """A Parquet file as the Hub has them; `renamed` gives other column names."""
+    columns = {
+        renamed.get("image", "image"): [{"bytes": image, "path": None} for image in images],
+        renamed.get("label", "label"): labels,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pa.parquet.write_table(pa.table(columns), path)
+
+
+def write_parquet_set(folder: Path) -> Path:
+    """The training split in two files, as larger sets are."""
+    images, labels = [png(image) for image in TRAIN[0]], TRAIN[1].tolist()
+    write_parquet(folder / "train-00000-of-00002.parquet", images[:4], labels[:4])
+    write_parquet(folder / "train-00001-of-00002.parquet", images[4:], labels[4:])
+    write_parquet(folder / "test-00000-of-00001.parquet", [png(image) for image in TEST[0]], TEST[1].tolist())
+    return folder
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{array.ndim}i", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def write_idx_set(folder: Path, *, packed: bool = False) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for stem, (images, labels) in {"train": TRAIN, "t10k": TEST}.items():
+        for name, array in ((f"{stem}-images-idx3-ubyte", images), (f"{stem}-labels-idx1-ubyte", labels)):
+            if packed:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
+            else:
+                (folder / name).write_bytes(idx(array))
+    return folder

@@ -1,0 +1,242 @@
+"""Loading images: which set, from where, decoded to the right tensors; and one sentence for all that can be wrong."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.layouts import TEST, TRAIN, idx, png, write_idx_set, write_parquet, write_parquet_set
+from tests.helpers import run_distributed
+from toolkit.config import RunConfig
+from toolkit.data import ImageData, TensorTable, load_images
+from toolkit.errors import UserError
+
+TEST_PARQUET = "test-00000-of-00001.parquet"
+TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+REAL_MNIST = Path(os.environ.get("TOOLKIT_DATA_DIR", "nowhere")) / "mnist"
+"""Read here, because the tests themselves run without the variable."""
+
+
+def load(dataset: str = "auto", data_dir: Path | None = None) -> ImageData:
+    return load_images(dataset, data_dir, agree=lambda decide: decide())
+
+
+def refusal(dataset: str, data_dir: Path | None = None) -> str:
+    """The one sentence that loading is refused with."""
+    with pytest.raises(UserError) as caught:
+        load(dataset, data_dir)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def assert_holds(table: TensorTable, images: np.ndarray, labels: np.ndarray) -> None:
+    assert table.columns["input"].dtype == torch.uint8
+    assert table.columns["label"].dtype == torch.int64
+    assert np.array_equal(table.columns["input"].numpy(), images)
+    assert np.array_equal(table.columns["label"].numpy(), labels)
+
+
+# --- where sets are found
+
+
+@pytest.mark.parametrize("write", [write_parquet_set, write_idx_set, lambda folder: write_idx_set(folder, packed=True)])
+@pytest.mark.parametrize("place", ["mnist", "a [strange] name"])
+def test_a_set_is_read_from_its_own_folder(tmp_path, write, place):
+    data = load("auto", write(tmp_path / place))
+    assert_holds(data.train, *TRAIN)
+    assert_holds(data.test, *TEST)
+    assert (data.name, data.notice, data.num_classes) == ("mnist", None, 10)
+
+
+@pytest.mark.parametrize("write", [write_parquet_set, write_idx_set])
+def test_a_set_is_read_from_a_folder_of_sets(tmp_path, write):
+    write(tmp_path / "fashion_mnist")
+    data = load("fashion_mnist", tmp_path)
+    assert_holds(data.train, *TRAIN)
+    assert data.name == "fashion_mnist"
+
+
+def test_the_environment_names_a_folder_of_sets(tmp_path, monkeypatch):
+    write_idx_set(tmp_path / "mnist")
+    monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
+    assert load("auto").name == "mnist"
+    assert load("mnist").name == "mnist"
+
+
+def test_a_folder_named_after_one_set_is_not_taken_for_another(tmp_path):
+    folder = write_idx_set(tmp_path / "fashion_mnist")
+    assert "holds neither" in refusal("mnist", folder)
+
+
+def test_mean_and_deviation_are_those_of_the_training_pixels(tmp_path):
+    data = load("mnist", write_idx_set(tmp_path))
+    assert data.mean == pytest.approx(np.mean(TRAIN[0] / 255))
+    assert data.std == pytest.approx(np.std(TRAIN[0] / 255))
+
+
+def test_real_mnist_has_the_published_counts_or_a_small_set_its_own(tmp_path):
+    real = REAL_MNIST.is_dir()
+    data = load("mnist", REAL_MNIST if real else write_parquet_set(tmp_path))
+    assert (len(data.train), len(data.test)) == ((60_000, 10_000) if real else (7, 3))
+    mean, std = (0.1307, 0.3081) if real else (np.mean(TRAIN[0] / 255), np.std(TRAIN[0] / 255))
+    assert (data.mean, data.std) == (pytest.approx(mean, abs=1e-4), pytest.approx(std, abs=1e-4))
+
+
+# --- the digits
+
+
+def test_without_mnist_auto_says_why_and_takes_the_embedded_digits():
+    data = load("auto")
+    assert data.name == "digits"
+    assert data.notice is not None
+    assert data.notice.startswith("MNIST could not be reached (there is no --data-dir and no $TOOLKIT_DATA_DIR; ")
+    assert data.notice.endswith("; training on scikit-learn's 1,797 handwritten digits, scaled to 28x28.")
+
+
+def test_the_digits_are_split_evenly_over_classes_and_scaled_to_the_size_of_mnist():
+    data = load("digits")
+    assert data.notice is None
+    assert (len(data.train), len(data.test)) == (1442, 355)
+    held_out = data.test.columns["label"].bincount() / (
+        data.train.columns["label"].bincount() + data.test.columns["label"].bincount()
+    )
+    assert ((held_out > 0.19) & (held_out <= 0.2)).all()
+    images = data.train.columns["input"]
+    assert images.shape == (1442, 28, 28)
+    assert (images.min(), images.max()) == (0, 255)
+
+
+# --- what is refused
+
+
+def test_an_unknown_set_is_refused_with_the_names_there_are():
+    assert "--dataset cifar" in refusal("cifar")
+    assert "auto, mnist, fashion_mnist, digits" in refusal("cifar")
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist"])
+def test_a_set_asked_for_by_name_is_never_replaced(dataset):
+    message = refusal(dataset)
+    assert "was not found" in message
+    assert "--data-dir" in message
+
+
+@pytest.mark.parametrize("dataset", ["auto", "mnist"])
+def test_a_data_dir_that_does_not_hold_the_set_is_refused_even_with_auto(dataset, tmp_path):
+    assert str(tmp_path) in refusal(dataset, tmp_path)
+    assert "absent" in refusal(dataset, tmp_path / "absent")
+
+
+def test_a_data_dir_for_the_embedded_digits_is_refused(tmp_path):
+    assert "leave --data-dir out" in refusal("digits", tmp_path)
+
+
+def test_a_corrupt_set_in_the_environment_is_not_passed_over(tmp_path, monkeypatch):
+    folder = write_parquet_set(tmp_path / "mnist")
+    (folder / TEST_PARQUET).write_bytes(b"PAR1 no more")
+    monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
+    assert TEST_PARQUET in refusal("auto")
+
+
+ONE_IMAGE = png(TEST[0][0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "labels", "names", "fault"),
+    [
+        ([ONE_IMAGE], [10], {}, "holds the label 10"),
+        ([ONE_IMAGE], [-1], {}, "holds the label -1"),
+        ([ONE_IMAGE], [None], {}, "not a whole number"),
+        ([ONE_IMAGE], ["three"], {}, "not a whole number"),
+        ([png(TEST[0][0][:20])], [1], {}, "image of shape (20, 28) in row 0"),
+        ([ONE_IMAGE, b"no image"], [1, 1], {}, "cannot be decoded in row 1"),
+        ([ONE_IMAGE[:-30]], [1], {}, "cannot be decoded in row 0"),
+        ([ONE_IMAGE], [1], {"label": "digit"}, "has no column label"),
+        ([ONE_IMAGE], [1], {"image": "picture", "label": "digit"}, "has no column image and label"),
+        ([], [], {}, "cannot be read as Parquet"),
+    ],
+)
+def test_a_parquet_file_that_cannot_be_right_is_named_with_its_fault(tmp_path, capfd, rows, labels, names, fault):
+    folder = write_parquet_set(tmp_path)
+    write_parquet(folder / TEST_PARQUET, rows, labels, **names)
+    message = refusal("mnist", folder)
+    assert TEST_PARQUET in message
+    assert fault in message
+    assert capfd.readouterr().err == ""
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path, capfd):
+    folder = write_parquet_set(tmp_path)
+    path = folder / TEST_PARQUET
+    path.write_bytes(path.read_bytes()[:-40])
+    assert f"{path} cannot be read as Parquet" in refusal("mnist", folder)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_missing_reader_of_parquet_is_named_with_its_remedy(tmp_path, monkeypatch):
+    folder = write_parquet_set(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install datasets" in refusal("auto", folder)
+
+
+def test_a_missing_scikit_learn_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert "pip install scikit-learn" in refusal("digits")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        (TRAIN_IMAGES, b"", "is not an idx file"),
+        (TRAIN_IMAGES, b"\0\0\x0d\x03" + bytes(12), "is not an idx file"),
+        (TRAIN_IMAGES, idx(TRAIN[0])[:-1], "holds 5487 bytes of data where its header says 5488"),
+        (TRAIN_IMAGES, idx(TRAIN[0]) + b"\0", "holds 5489 bytes"),
+        (TRAIN_IMAGES, idx(TRAIN[0][:, :20]), "images of shape (7, 20, 28)"),
+        (TRAIN_IMAGES, idx(TRAIN[1]), "images of shape (7,)"),
+        (TRAIN_LABELS, idx(TRAIN[1][:5]), "labels of shape (5,) for 7 images"),
+        (TRAIN_LABELS, idx(TRAIN[1] + 10), "holds the label"),
+    ],
+)
+def test_an_idx_file_that_cannot_be_right_is_named_with_its_fault(tmp_path, name, content, fault):
+    folder = write_idx_set(tmp_path)
+    (folder / name).write_bytes(content)
+    message = refusal("mnist", folder)
+    assert f"{folder / name} " in message
+    assert fault in message
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-20], lambda content: content[9:]])
+def test_a_damaged_packed_idx_file_is_named(tmp_path, damage):
+    folder = write_idx_set(tmp_path, packed=True)
+    path = folder / f"{TRAIN_IMAGES}.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    assert f"{path} cannot be read" in refusal("mnist", folder)
+
+
+# --- several processes
+
+
+def load_on_each_rank(dataset: str, data_dir: Path) -> tuple[str, int]:
+    from accelerate import Accelerator
+
+    from toolkit.run import Run
+
+    run = Run("test", RunConfig(cpu=True), Accelerator(cpu=True), owns_process_group=False)
+    try:
+        data = load_images(dataset, data_dir, agree=run.agree)
+    except UserError as error:
+        return str(error), 0
+    return data.name, int(data.train.columns["label"].sum())
+
+
+def test_all_ranks_get_the_same_set_or_the_same_refusal(tmp_path):
+    folder = write_idx_set(tmp_path / "mnist")
+    assert run_distributed(load_on_each_rank, 2, "auto", folder) == [("mnist", int(TRAIN[1].sum()))] * 2
+    (folder / TRAIN_LABELS).write_bytes(b"")
+    first, second = run_distributed(load_on_each_rank, 2, "auto", folder)
+    assert first == second
+    assert TRAIN_LABELS in first[0]
