@@ -56,6 +56,7 @@ class GuardedTracker:
         self.backend, self._say = backend, say
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LENGTH)
         self._off = threading.Event()
+        self.started = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker-{backend.name}", daemon=True)
         self._thread.start()
 
@@ -91,6 +92,7 @@ class GuardedTracker:
         try:
             if notice := self.backend.start():
                 self._say(notice)
+            self.started.set()
             while not self._off.is_set() and (call := self._calls.get()) is not None:
                 call()
         except BaseException as error:
