@@ -171,6 +171,8 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
     def newest() -> Path | None:
         for path in _newest_first(folder):
             damage = manifest.find_damage(path)
+            if damage is None and (step := manifest.read_manifest(path)["step"]) != step_of(path):
+                damage = f"its files are those of step {step}"
             if damage is None:
                 return path
             run.say(f"warning: checkpoint {path.name} is passed over: {damage}.")
@@ -249,7 +251,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
         unknown = [f"it holds {weight!r}" for weight in sorted((tensors.weights | tensors.states).keys() - known)]
         differences = list(dict.fromkeys([line for lines, _ in everyones for line in lines] + unknown))
         if differences:
-            more = f" (and {len(differences) - 1} differences more)" if len(differences) > 1 else ""
+            more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
             raise UserError(
                 f"checkpoint {path} does not fit this run: {differences[0]}{more}: "
                 "use the settings it was made with, or another --run-dir."
@@ -343,7 +345,6 @@ def _held(sharding: Sharding) -> Iterator[tuple[int, int]]:
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Where this rank wants the weight of each key to be put."""
-    yield from _buffers(model)
     for name, parameter in model.named_parameters():
         sharding = sharding_of(parameter)
         if sharding is None:
@@ -351,6 +352,7 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         else:
             for row, row_id in _held(sharding):
                 yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
+    yield from _buffers(model)
 
 
 def _writes(sharding: Sharding, run: Run) -> bool:

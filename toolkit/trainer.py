@@ -215,6 +215,7 @@ class Trainer:
             "samples": self.state.samples,
             "metric_sums": self.sums.state_dict(),
             "recorded": self._plain_records(),
+            "results": self.results,
             "callbacks": {type(c).__name__: c.state_dict() for c in self.callbacks},
         }
 
@@ -222,7 +223,7 @@ class Trainer:
         """Continue where `state_dict` was taken."""
         self.state = TrainState(step=state["step"], samples=state["samples"])
         self.sums.load_state_dict(state["metric_sums"])
-        self._recorded = dict(state["recorded"])
+        self._recorded, self.results = dict(state["recorded"]), dict(state["results"])
         for callback in self.callbacks:
             if saved := state["callbacks"].get(type(callback).__name__):
                 callback.load_state_dict(saved)

@@ -1,0 +1,149 @@
+"""Stop a run anywhere, give the same command again: nothing of it can be told from a run that was never stopped."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import toolkit as tk
+from tests.helpers import ROOT, run_distributed, run_recipe
+from tests.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, train
+from toolkit.tracking.jsonl import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """A preempted run leaves its handlers in place, because its process is about to end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Outcome:
+    outcome = train(small_config(tmp_path_factory.mktemp("uninterrupted") / "run"))
+    assert sorted(i for step in range(STEPS_PER_EPOCH) for i in outcome.samples[step]) == list(range(SAMPLES))
+    assert [line["step"] for line in outcome.metrics] == [3, 6, 9, 12, 15, 18, 20]
+    return outcome
+
+
+def stopped_and_continued(folder: Path, step: int, how: str, error: type[BaseException], **settings) -> Outcome:
+    """Stop at `step`, continue; the samples are those of both processes, in the order in which they came."""
+    first, second = Stop(step, how), Stop()
+    with pytest.raises(error):
+        train(small_config(folder, **settings), first)
+    outcome = train(small_config(folder, **settings), second)
+    outcome.samples = dict(first.samples) | dict(second.samples)
+    if error is tk.Preempted:
+        assert [at for at, _ in first.samples + second.samples] == list(range(STEPS)), "repeated or skipped"
+    return outcome
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_a_run_preempted_at_any_step_goes_on_as_if_it_had_not_been(step, tmp_path, uninterrupted):
+    how = "SIGTERM" if step % 2 else "SIGUSR1"
+    stopped_and_continued(tmp_path / "run", step, how, tk.Preempted).assert_equals(uninterrupted)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_run_that_fails_at_any_step_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
+    every = {"checkpoint": tk.CheckpointConfig(every_steps=4)}
+    stopped_and_continued(tmp_path / "run", step, "exception", RuntimeError, **every).assert_equals(uninterrupted)
+
+
+def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, uninterrupted):
+    config = small_config(tmp_path / "run")
+    samples = {}
+    for step in range(1, STEPS):
+        stop = Stop(step, "SIGTERM")
+        with pytest.raises(tk.Preempted, match=f"stopped by SIGTERM at step {step}; run the same command again"):
+            train(config, stop)
+        samples |= dict(stop.samples)
+    outcome = train(config)
+    outcome.samples |= samples
+    outcome.assert_equals(uninterrupted)
+
+
+def test_gradient_accumulation_continues_exactly(tmp_path):
+    settings = {"gradient_accumulation_steps": 2}
+    whole = train(small_config(tmp_path / "whole", **settings))
+    stopped_and_continued(tmp_path / "run", 7, "SIGTERM", tk.Preempted, **settings).assert_equals(whole)
+
+
+@pytest.mark.parametrize("step", [2, 9, 15])
+def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    code = (
+        "from pathlib import Path; from toolkit.config import CheckpointConfig; from tests.small_run import *;"
+        f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointConfig(every_steps=4));"
+        f"train(config, Stop({step}, 'SIGKILL'))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == -9
+    outcome = train(small_config(folder, checkpoint=tk.CheckpointConfig(every_steps=4)))
+    outcome.samples = uninterrupted.samples | outcome.samples
+    outcome.assert_equals(uninterrupted)
+
+
+def train_on_two_ranks(folder: Path, ep_size: int, accumulation: int) -> None:
+    """Stop rank 1 alone, by a signal at various steps, or both by an exception; compare with a run left alone."""
+    torch.manual_seed(dist.get_rank())
+    settings = {"gradient_accumulation_steps": accumulation, "batch_size": 12}
+    whole = train(small_config(folder / "whole", **settings), ep_size=ep_size)
+    for step in (1, 3, 9, 10, 16, 19):
+        config = small_config(folder / f"run-{step}", **settings)
+        try:
+            first = Stop(step, "SIGTERM", rank=1)
+            train(config, first, ep_size=ep_size)
+            # Ranks agree one step later; after the last step there is nothing left to stop.
+            assert step == STEPS - 1, "went on after the signal"
+            continue
+        except tk.Preempted as stop:
+            assert f"stopped by SIGTERM at step {step + 1};" in str(stop)  # noqa: PT017
+        second = Stop()
+        outcome = train(config, second, ep_size=ep_size)
+        assert [at for at, _ in first.samples + second.samples] == list(range(STEPS))
+        outcome.samples |= dict(first.samples)
+        outcome.assert_equals(whole)
+
+
+@pytest.mark.parametrize(("ep_size", "accumulation"), [(2, 1), (1, 1), (2, 2)])
+def test_two_ranks_stop_together_and_continue_exactly(ep_size, accumulation, tmp_path):
+    run_distributed(train_on_two_ranks, 2, tmp_path, ep_size, accumulation)
+
+
+def test_the_recipe_continues_under_the_same_command(tmp_path):
+    def command(folder: str, *more: str) -> list[str]:
+        return ["debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / folder), *more]
+
+    whole = run_recipe("mnist_moe", *command("whole"))
+    assert whole.returncode == 0, whole.stderr
+    code = (
+        "import sys, signal, os, runpy; from toolkit.trainer import Trainer\n"
+        "train_step = Trainer.train_step\n"
+        "def stopping(self, batches):\n"
+        "    train_step(self, batches)\n"
+        "    if self.state.step == 17: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "Trainer.train_step = stopping\n"
+        f"sys.argv = ['recipes/mnist_moe.py', *{command('run')!r}]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    stopped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert stopped.returncode == 75, stopped.stderr
+    assert stopped.stderr == "stopped by SIGTERM at step 17; run the same command again to continue.\n"
+    continued = run_recipe("mnist_moe", *command("run"))
+    assert continued.returncode == 0, continued.stderr
+    assert "continuing at step 17 (step-00000017 verified)" in continued.stdout
+    lines = [
+        [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in read_metrics(path)]
+        for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "run" / "metrics.jsonl")
+    ]
+    assert lines[0] == lines[1]
+    weights = [
+        (tmp_path / run / "checkpoints/step-00000046/model.safetensors").read_bytes() for run in ("whole", "run")
+    ]
+    assert weights[0] == weights[1]
