@@ -44,7 +44,7 @@ class GroupedExperts(nn.Module):
         for slot, expert_id in enumerate(expert_ids):
             draws = generator(seed, "expert", expert_id)
             nn.init.normal_(self.up.data[slot], std=(2 / dim) ** 0.5, generator=draws)
-            nn.init.normal_(self.down.data[slot], std=(2 / hidden_dim) ** 0.5, generator=draws)
+            nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
         for parameter in (self.up, self.down):
             mark_sharded(parameter, row_ids=expert_ids, groups=groups)
 

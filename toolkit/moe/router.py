@@ -39,7 +39,8 @@ class TopKRouter(nn.Module):
             raise ValueError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
         self.num_experts, self.top_k = num_experts, top_k
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        nn.init.normal_(self.weight, std=dim**-0.5)
+        # Near-equal scores at first: early choices should follow the data, not the draw of these weights.
+        nn.init.normal_(self.weight, std=0.1 * dim**-0.5)
         self.register_buffer("bias", torch.zeros(num_experts) if bias_balancing else None)
 
     def forward(self, x_TD: Tensor) -> Routing:
