@@ -9,6 +9,7 @@ import pytest
 
 from tests.data.layouts import write_parquet_set
 from tests.helpers import free_port
+from toolkit.data import sources
 from toolkit.data.sources import NotFoundHere, locate
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -60,6 +61,15 @@ def test_a_hub_that_refuses_connections_is_named(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(NotFoundHere, match=r"127\.0\.0\.1 does not answer"):
         locate("mnist", None)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_hub_that_connects_and_then_says_nothing_is_given_up_on(monkeypatch):
+    monkeypatch.setattr(sources, "HUB_ANSWER_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the system connects, nobody answers
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(NotFoundHere, match=r"does not give ylecun/mnist \(ReadTimeout\)"):
+            locate("mnist", None)
 
 
 @pytest.mark.usefixtures("online")

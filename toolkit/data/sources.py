@@ -120,6 +120,8 @@ def _snapshot(name: str, *, local_files_only: bool, reason: str) -> ImageFiles:
     import huggingface_hub
 
     try:
+        if not local_files_only:  # a download itself waits long for a host that connects and then says nothing
+            huggingface_hub.HfApi().dataset_info(HUB_REPOS[name], timeout=HUB_ANSWER_TIMEOUT_S)
         folder = huggingface_hub.snapshot_download(
             HUB_REPOS[name],
             repo_type="dataset",
