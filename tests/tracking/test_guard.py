@@ -96,6 +96,6 @@ def test_the_reason_that_is_shown_holds_no_secret():
 
 
 def test_long_lists_are_cut_and_missing_values_left_out():
-    flat = expand({"load": [0.5] * 100, "none": None, "x": 1})
-    assert len(flat) == guard.LONGEST_LIST + 1
+    flat = expand({"load": [0.5] * 100, "none": None, "some": [1.0, None], "x": 1})
+    assert len(flat) == guard.LONGEST_LIST + 2
     assert flat["load/63"] == 0.5

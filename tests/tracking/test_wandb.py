@@ -26,14 +26,14 @@ PROGRAM = """
     config = RunConfig(run_dir=Path(sys.argv[1]), tracker="wandb", cpu=True, log_every=2, lr=1e-2)
 """
 DISTURB_AT_STEP_10 = """
-    import threading
+    import time
     import psutil
 
     class Disturb(Callback):
         def on_step_end(self, trainer):
             if trainer.state.step == 10:
-                started = trainer.run._trackers[0].started
-                assert started.wait(30)
+                while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
+                    time.sleep(0.05)
                 for process in psutil.Process().children(recursive=True):
                     if process.name().startswith("wandb-core"):
                         process.{action}()

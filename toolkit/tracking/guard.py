@@ -56,7 +56,6 @@ class GuardedTracker:
         self.backend, self._say = backend, say
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LENGTH)
         self._off = threading.Event()
-        self.started = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker-{backend.name}", daemon=True)
         self._thread.start()
 
@@ -92,7 +91,6 @@ class GuardedTracker:
         try:
             if notice := self.backend.start():
                 self._say(notice)
-            self.started.set()
             while not self._off.is_set() and (call := self._calls.get()) is not None:
                 call()
         except BaseException as error:
@@ -112,7 +110,7 @@ def expand(values: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Sequence) and not isinstance(value, str):
-            flat |= {f"{name}/{index:02d}": item for index, item in enumerate(value[:LONGEST_LIST])}
+            flat |= {f"{name}/{i:02d}": item for i, item in enumerate(value[:LONGEST_LIST]) if item is not None}
         elif value is not None:
             flat[name] = value
     return flat

@@ -99,7 +99,7 @@ def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[float]]]]) -> Figure:
+def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[float | None]]]]) -> Figure:
     """Share of routed copies per expert over time: lines for few experts, a heat map for many."""
     from matplotlib.ticker import MaxNLocator
 
@@ -114,7 +114,9 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
         points = loads[layer]
         steps = [step for step, _ in points]
         experts = max(len(shares) for _, shares in points)
-        table = [[100 * shares[i] if i < len(shares) else math.nan for i in range(experts)] for _, shares in points]
+        # A layer may have grown, and a number that JSON has no words for is null.
+        padded = [[*shares, *[None] * (experts - len(shares))] for _, shares in points]
+        table = [[math.nan if share is None else 100 * share for share in shares] for shares in padded]
         fair = 100 / experts
         if experts <= 16:
             for expert, colour in zip(range(experts), _colours(experts), strict=True):

@@ -1,0 +1,178 @@
+"""Evaluation, throughput and progress, on a run of seconds."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tracking.toy import STEPS_PER_EPOCH, train
+from toolkit.callbacks import Callback, Evaluation, Progress, Throughput
+from toolkit.callbacks import progress as progress_module
+from toolkit.callbacks import throughput as throughput_module
+from toolkit.config import RunConfig
+from toolkit.state import TrainState
+from toolkit.tracking.jsonl import read_metrics
+
+
+class Clock:
+    """Time that moves only when told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Passing(Callback):
+    """A step takes one second, an evaluation a hundred."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_before_optimizer_step(self, trainer):  # noqa: ARG002
+        self.clock.now += 1.0
+
+    def on_evaluate_end(self, trainer, name, metrics):  # noqa: ARG002
+        self.clock.now += 100.0
+
+
+def config(folder: Path, **changes) -> RunConfig:
+    return replace(RunConfig(run_dir=folder, tracker="none", cpu=True, log_every=4, lr=1e-2), **changes)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(throughput_module, "time", clock)
+    return clock
+
+
+def test_evaluations_come_at_the_end_of_each_epoch_and_the_results_are_the_last_and_the_best(tmp_path):
+    seen = []
+
+    class Watch(Callback):
+        def on_evaluate_end(self, trainer, name, metrics):  # noqa: ARG002
+            seen.append((trainer.state.step, metrics))
+
+    results = train(config(tmp_path), Watch(), epochs=3)
+    assert [step for step, _ in seen] == [10, 20, 30]
+    assert results["test_loss"] == seen[-1][1]["eval/loss"]
+    assert results["test_accuracy"] == seen[-1][1]["eval/accuracy"]
+    assert results["best_test_accuracy"] == max(metrics["eval/accuracy"] for _, metrics in seen)
+    assert results["best_test_loss"] == min(metrics["eval/loss"] for _, metrics in seen)
+
+
+class StubTrainer:
+    """As much of a trainer as an evaluation looks at."""
+
+    def __init__(self, step: int, stop_reason: str | None = None):
+        self.state = TrainState(step=step)
+        self.batches = SimpleNamespace(steps_per_epoch=100)
+        self.max_steps, self.stop_reason = 20, stop_reason
+        self.results: dict[str, float] = {}
+        self.evaluated: list[int] = []
+
+    def evaluate(self, batches):  # noqa: ARG002
+        self.evaluated.append(self.state.step)
+        return {"eval/accuracy": self.state.step / 100}
+
+
+def test_evaluations_every_few_steps_include_the_last_step_once():
+    trainer = StubTrainer(0)
+    evaluation = Evaluation(batches=None, every_steps=8)
+    for step in range(1, 21):
+        trainer.state.step = step
+        evaluation.on_step_end(trainer)
+    evaluation.on_fit_end(trainer)
+    assert trainer.evaluated == [8, 16, 20]
+    assert trainer.results == {"test_accuracy": 0.2, "best_test_accuracy": 0.2}
+
+
+def test_a_run_continued_at_its_last_step_has_its_results_without_a_second_evaluation():
+    trainer = StubTrainer(20)
+    before, after, late = (Evaluation(batches=None) for _ in range(3))
+    before.on_step_end(trainer)
+    after.load_state_dict(before.state_dict())
+    after.on_fit_end(trainer)
+    assert trainer.evaluated == [20]
+    assert trainer.results["test_accuracy"] == 0.2
+    late.on_fit_end(trainer)
+    assert trainer.evaluated == [20, 20]
+
+
+def test_a_run_that_was_asked_to_stop_is_not_held_up_by_an_evaluation():
+    trainer = StubTrainer(7, stop_reason="SIGTERM")
+    Evaluation(batches=None).on_fit_end(trainer)
+    assert trainer.evaluated == []
+
+
+def test_throughput_counts_training_and_not_evaluation(tmp_path, clock):
+    results = train(config(tmp_path), Passing(clock))
+    lines = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert {line["perf/samples_per_second"] for line in lines} == {64.0}
+    assert {line["perf/step_time_ms"] for line in lines} == {1000.0}
+    assert results["samples_per_second"] == 64.0
+    assert (results["steps"], results["samples"], results["epochs"]) == (20, 1280, 2.0)
+    # Steps 9 and 10 share a window with the evaluation after step 10.
+    assert results["train_seconds"] == 18.0
+
+
+def test_memory_is_that_of_this_process(tmp_path):
+    import psutil
+
+    peak = train(config(tmp_path), epochs=1)["peak_memory_bytes"]
+    assert 0.5 * psutil.Process().memory_info().rss <= peak < 64 * 2**30
+
+
+def test_the_measure_goes_on_after_a_restart():
+    first, second = Throughput(), Throughput()
+    first._samples, first._seconds = 640.0, 10.0
+    second.load_state_dict(first.state_dict())
+    assert (second._samples, second._seconds) == (640.0, 10.0)
+
+
+def test_without_a_terminal_lines_are_few_and_evaluations_are_among_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress_module, "time", Clock())
+    train(config(tmp_path, log_every=2), epochs=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.split("/")[0] for line in lines] == ["step  2", "step 10", "step 20"]
+    assert "test acc" in lines[1]
+
+
+def test_on_a_terminal_a_bar_is_drawn_on_stderr_and_is_gone_in_the_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress_module, "can_redraw", lambda: True)
+    monkeypatch.setattr(progress_module, "REDRAW_S", 0.0)
+    drawn = io.StringIO()
+    console = progress_module.Console(file=drawn, force_terminal=True, width=100)
+    monkeypatch.setattr(progress_module, "Console", lambda **_: console)
+    train(config(tmp_path), epochs=1)
+    assert "━" in drawn.getvalue()
+    assert drawn.getvalue().endswith("\x1b[2K"), "the bar is erased"
+    assert "test acc" in drawn.getvalue() + capsys.readouterr().out
+
+
+def test_other_ranks_say_nothing():
+    trainer = SimpleNamespace(run=SimpleNamespace(is_main=False))
+    progress = Progress()
+    progress.on_fit_start(trainer)
+    progress.on_step_end(trainer)
+    progress.on_fit_end(trainer)
+
+
+def test_a_diverged_run_is_still_recorded_and_drawn(tmp_path):
+    class Diverge(Callback):
+        def on_before_optimizer_step(self, trainer):
+            with torch.no_grad():
+                next(iter(nn.Module.parameters(trainer.model))).fill_(float("nan"))
+
+    results = train(config(tmp_path), Diverge(), epochs=1)
+    assert results["steps"] == STEPS_PER_EPOCH
+    assert next(iter(read_metrics(tmp_path / "metrics.jsonl")))["train/grad_norm"] is None
+    assert (tmp_path / "summary.txt").exists()
