@@ -14,23 +14,23 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.parallel import ShardGroups
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchPlan:
-    """What `combine` needs to undo `dispatch`."""
+class SlotOrder:
+    """How N = T * K routed copies, counted token * K + choice, are sorted by slot. All int64."""
 
     rows_per_slot: Tensor
-    """int64 (S): how many rows each local slot received."""
-    order_N: Tensor
-    """int64: which routed copy (token * K + choice) stands at each place of the sorted order."""
-    inverse_N: Tensor
-    """int64: where each routed copy went; the inverse permutation of `order_N`."""
-    exchange: Exchange | None = None
-    """How rows travelled between ranks, where they did."""
+    """(S): how many copies each slot gets."""
+    copy_N: Tensor
+    """Which copy stands at each place of the sorted order; copies of one slot stay in token order."""
+    token_N: Tensor
+    """Which token stands there."""
+    place_TK: Tensor
+    """Where each copy stands; the inverse permutation of `copy_N`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,21 @@ class Exchange:
 
     sent: list[int]
     received: list[int]
-    order_R: Tensor
-    inverse_R: Tensor
+    order: SlotOrder
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """What `combine` needs to undo `dispatch`, and what was counted on the way."""
+
+    rows_per_slot: Tensor
+    """int64 (S): how many rows each local slot received."""
+    load_E: Tensor
+    """int64: how many of this rank's routed copies went to each expert."""
+    order: SlotOrder
+    """Of this rank's routed copies."""
+    exchange: Exchange | None = None
+    """How rows travelled between ranks, where they did."""
 
 
 class TokenDispatcher(Protocol):
@@ -53,28 +66,50 @@ class TokenDispatcher(Protocol):
         ...
 
 
-def sort_by_slot(slots_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows per slot, the stable order that sorts routed copies by slot, and its inverse."""
-    flat_N = slots_TK.flatten()
-    order_N = flat_N.argsort(stable=True)
-    inverse_N = torch.empty_like(order_N)
-    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    return torch.bincount(flat_N, minlength=num_slots), order_N, inverse_N
+def sort_by_slot(slots_TK: Tensor, num_slots: int) -> SlotOrder:
+    """Count and stably sort routed copies by the slot they go to, without a host sync."""
+    slot_N, top_k = slots_TK.flatten(), slots_TK.shape[1]
+    copy_N = slot_N.argsort(stable=True)
+    place_N = torch.empty_like(copy_N).scatter_(0, copy_N, torch.arange(len(copy_N), device=copy_N.device))
+    # Not bincount: on a GPU it asks for the largest value first, which is a host sync.
+    rows_per_slot = slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, torch.ones_like(slot_N))
+    return SlotOrder(rows_per_slot, copy_N, copy_N // top_k if top_k > 1 else copy_N, place_N.view(slots_TK.shape))
+
+
+def _sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """For each token the (weighted) sum of the rows at its K places, in one pass over them."""
+    return nn.functional.embedding_bag(places_TK, rows.detach(), mode="sum", per_sample_weights=weights_TK)
 
 
 class _Spread(torch.autograd.Function):
     """Copy token rows to routed copies in slot order. Backward gathers, so it needs no scattered additions."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse_N)
-        ctx.shape = (len(x_TD), top_k, x_TD.shape[1])
-        return x_TD.index_select(0, order_N // top_k)
+    def forward(ctx: Any, x_TD: Tensor, order: SlotOrder) -> Tensor:
+        ctx.save_for_backward(order.place_TK)
+        return x_TD.index_select(0, order.token_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse_N).view(ctx.shape).sum(dim=1), None, None, None
+        (place_TK,) = ctx.saved_tensors
+        return _sum_rows(grads[0].contiguous(), place_TK), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Undo `_Spread`: each token gets its K rows back, added up with its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, order: SlotOrder) -> Tensor:
+        ctx.save_for_backward(rows_ND, weights_TK, order.copy_N, order.token_N, order.place_TK)
+        return _sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, weights_TK, copy_N, token_N, place_TK = ctx.saved_tensors
+        grad_ND = grads[0].index_select(0, token_N)
+        grad_weights_N = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)
+        weights_N = weights_TK.flatten().index_select(0, copy_N)
+        return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_N[place_TK], None
 
 
 class _Permute(torch.autograd.Function):
@@ -110,13 +145,6 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
     return result
 
 
-def weighted_sum(rows_N: Tensor, inverse_N: Tensor, order_N: Tensor, weights_TK: Tensor) -> Tensor:
-    """Bring rows back to token order and add up each token's K rows, weighted."""
-    tokens, top_k = weights_TK.shape
-    rows_TKD = _Permute.apply(rows_N, inverse_N, order_N).view(tokens, top_k, rows_N.shape[1])
-    return torch.bmm(weights_TK.to(rows_N.dtype).unsqueeze(1), rows_TKD).squeeze(1)
-
-
 class LocalDispatcher:
     """All experts live here; slot numbers are expert ids."""
 
@@ -124,12 +152,11 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
-        rows_per_slot, order_N, inverse_N = sort_by_slot(expert_ids_TK, self.num_experts)
-        rows = _Spread.apply(x_TD, order_N, inverse_N, expert_ids_TK.shape[1])
-        return rows, DispatchPlan(rows_per_slot, order_N, inverse_N)
+        order = sort_by_slot(expert_ids_TK, self.num_experts)
+        return _Spread.apply(x_TD, order), DispatchPlan(order.rows_per_slot, order.rows_per_slot, order)
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
-        return weighted_sum(rows, plan.inverse_N, plan.order_N, weights_TK)
+        return _WeightedSum.apply(rows, weights_TK, plan.order)
 
 
 class AllToAllDispatcher:
@@ -142,30 +169,28 @@ class AllToAllDispatcher:
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
         peers, group = self.groups.ep_size, self.groups.shard_group
         self.slot_of_expert = self.slot_of_expert.to(x_TD.device)
-        rows_per_global_slot, order_N, inverse_N = sort_by_slot(
-            self.slot_of_expert[expert_ids_TK], peers * self.slots
-        )
-        rows = _Spread.apply(x_TD, order_N, inverse_N, expert_ids_TK.shape[1])
-        theirs = torch.empty_like(rows_per_global_slot)
-        dist.all_to_all_single(theirs, rows_per_global_slot, group=group)
-        rows_per_peer_slot = theirs.view(peers, self.slots)
+        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], peers * self.slots)
+        to_peers_PS = order.rows_per_slot.view(peers, self.slots)
+        from_peers_PS = torch.empty_like(to_peers_PS)
+        dist.all_to_all_single(from_peers_PS, to_peers_PS, group=group)
         # The one host sync of the layer: an all-to-all takes its sizes from the host.
-        sent, received = torch.stack(
-            [rows_per_global_slot.view(peers, self.slots).sum(1), rows_per_peer_slot.sum(1)]
-        ).tolist()
-        rows = _AllToAll.apply(rows, sent, received, group)
+        sent, received = torch.stack([to_peers_PS.sum(1), from_peers_PS.sum(1)]).tolist()
+        rows = _AllToAll.apply(_Spread.apply(x_TD, order), sent, received, group)
         # Rows arrive peer by peer, in slot order within a peer: bring them into slot order.
-        local_slots = torch.arange(self.slots, device=rows.device).repeat(peers)
-        _, order_R, inverse_R = sort_by_slot(
-            torch.repeat_interleave(local_slots, rows_per_peer_slot.flatten(), output_size=len(rows)), self.slots
+        slot_PS = torch.arange(self.slots, device=rows.device).repeat(peers)
+        slot_R = torch.repeat_interleave(slot_PS, from_peers_PS.flatten(), output_size=len(rows))
+        received_order = sort_by_slot(slot_R.unsqueeze(1), self.slots)
+        rows = _Permute.apply(rows, received_order.copy_N, received_order.place_TK.flatten())
+        return rows, DispatchPlan(
+            received_order.rows_per_slot,
+            order.rows_per_slot[self.slot_of_expert],
+            order,
+            Exchange(sent, received, received_order),
         )
-        rows = _Permute.apply(rows, order_R, inverse_R)
-        exchange = Exchange(sent, received, order_R, inverse_R)
-        return rows, DispatchPlan(rows_per_peer_slot.sum(0), order_N, inverse_N, exchange)
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
         exchange = plan.exchange
         assert exchange is not None
-        rows = _Permute.apply(rows, exchange.inverse_R, exchange.order_R)
+        rows = _Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.copy_N)
         rows = _AllToAll.apply(rows, exchange.received, exchange.sent, self.groups.shard_group)
-        return weighted_sum(rows, plan.inverse_N, plan.order_N, weights_TK)
+        return _WeightedSum.apply(rows, weights_TK, plan.order)

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Operands of a matrix product in the type that `torch.mm` would cast them to: grouped products do not."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
 def grouped_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tensor:
     """Multiply each slot's rows of `x_ND` (slot 0's first) with that slot's matrix; returns (N, F).
 
-    Under autocast the operands are cast as `torch.mm` would cast them. `torch.nn.functional.grouped_mm` is used where
-    it accepts the type and alignment (rows of a multiple of 16 bytes; float32, bfloat16, float16); elsewhere slots are
-    padded to a common length and multiplied as a batch.
+    `torch.nn.functional.grouped_mm` is used where it accepts the type and alignment (rows of a multiple of 16 bytes;
+    float32, bfloat16, float16); elsewhere slots are padded to a common length and multiplied as a batch.
     """
-    device = x_ND.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x_ND, weight_SDF = x_ND.to(dtype), weight_SDF.to(dtype)
+    x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
     if _grouped_mm_accepts(x_ND, weight_SDF):
-        return torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0).int())
+        product = torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0).int())
+        return _ContiguousGradient.apply(product)
     return _padded_mm(x_ND, weight_SDF, rows_per_slot)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity. The backward of `grouped_mm` refuses expanded gradients, such as a bare `.sum()` gives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
+        return grads[0].contiguous()
 
 
 def _grouped_mm_accepts(x_ND: Tensor, weight_SDF: Tensor) -> bool:

@@ -49,15 +49,15 @@ class MoE(nn.Module):
         y_TD = self.dispatcher.combine(rows, plan, routing.weights_TK)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
-        self.record(routing)
+        self.record(routing, plan.load_E)
         return y_TD.view(x.shape)
 
-    def record(self, routing: Routing) -> None:
+    def record(self, routing: Routing, load_E: Tensor) -> None:
         """Remember what the losses and statistics need."""
         self.routing = routing
-        self.last_load_E = torch.bincount(routing.expert_ids_TK.flatten(), minlength=self.router.num_experts)
+        self.last_load_E = load_E
         if self.training and torch.is_grad_enabled():
-            self.load_E = self.load_E.to(self.last_load_E.device) + self.last_load_E
+            self.load_E = self.load_E.to(load_E.device) + load_E
 
 
 def make_moe(
