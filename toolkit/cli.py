@@ -190,11 +190,10 @@ def _describe(hint: Any) -> str:
     """What a value of type `hint` is, in words."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join([*(_describe(part) for part in parts if part is not type(None)), "none"])
+        options = [_describe(part).replace(" or ", ", ") for part in parts if part is not type(None)]
+        return _either([*options, "none"])
     if origin is Literal:
         return _either(parts)
     if origin is tuple:
         return f"{_describe(parts[0])}, or several with spaces between"
-    return {int: "an integer", float: "a number", Path: "a path", str: "a word"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+    return {int: "an integer", float: "a number", Path: "a path"}.get(hint, "a word")
