@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 import toolkit as tk
 from tests.helpers import run_distributed
@@ -111,11 +112,11 @@ def test_rows_are_saved_under_their_stable_ids_and_everything_else_once(tmp_path
         "optimizer.safetensors",
         "state.json",
     ]
-    with checkpoint.safe_open(path / "experts-00000.safetensors", "pt") as file:
+    with safe_open(path / "experts-00000.safetensors", "pt") as file:
         states = ("", "/exp_avg", "/exp_avg_sq", "/step")
         assert set(file.keys()) == {f"moe.experts.{p}/{i}{s}" for p in ("up", "down") for i in range(4) for s in states}
         assert torch.equal(file.get_tensor("moe.experts.up/2")[0], pair[0].moe.experts.up[2])
-    with checkpoint.safe_open(path / "model.safetensors", "pt") as file:
+    with safe_open(path / "model.safetensors", "pt") as file:
         assert "moe.router.bias" in file.keys()  # noqa: SIM118
         assert not any("experts" in key for key in file.keys())  # noqa: SIM118
     assert manifest.read_manifest(path)["rows"]["experts-00000.safetensors"]["moe.experts.up"] == [0, 1, 2, 3]
@@ -496,9 +497,10 @@ def fail_on_rank_one(folder: Path) -> None:
     checkpoint.save_file = write
     assert save(folder, trained(groups), 7, run=run) is not None
 
-    def bug(*_: Any) -> None:
+    def bug(*args: Any) -> None:
         if run.rank == 1:
             raise KeyError("bug")
+        write(*args)
 
     checkpoint.save_file = bug
     with pytest.raises(RuntimeError, match=r"bug.*on rank 1"):
@@ -516,7 +518,7 @@ def refuse_on_rank_one(folder: Path) -> None:
     if run.rank == 1:
         pair[0].moe.experts.double()
     before = {name: value.detach().clone() for name, value in numbers(pair)}
-    with pytest.raises(tk.UserError, match=r"'moe.experts.up/2' is float32\[1, 16, 12\] and this run's is float64"):
+    with pytest.raises(tk.UserError, match=r"'moe.experts.up/2' is float32\[1, .*\] and this run's is float64"):
         load(path, pair, run)
     assert all(torch.equal(value, before[name]) for name, value in numbers(pair))
 
