@@ -173,29 +173,33 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Ten
     The copied part is counted once, the owned part is summed over its shard group, so every rank gets the same norm
     and applies the same factor. With `max_norm` None the norm is only measured.
     """
-    copied = [p.grad for p in parameters if p.grad is not None and not is_owned(p)]
-    rows = [p for p in parameters if p.grad is not None and is_owned(p)]
-    mine = [p.grad for p in rows if p.grad is not None]
-    total = _squared_norm(copied) if copied else None
-    if rows:
-        sharding = sharding_of(rows[0])
-        assert sharding is not None
-        squared = _squared_norm(mine)
-        dist.all_reduce(squared, group=sharding.groups.shard_group)
-        total = squared if total is None else total + squared
-    if total is None:
+    copied: list[Tensor] = []
+    rows: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (rows if is_owned(parameter) else copied).append(parameter.grad)
+    grads = copied + rows
+    if not grads:
         return torch.zeros(())
-    norm = total.sqrt()
+    norms = torch.stack(torch._foreach_norm(grads))
+    if rows:
+        squared = norms[len(copied) :].square().sum()
+        dist.all_reduce(squared, group=_shard_group(parameters))
+        norm = (norms[: len(copied)].square().sum() + squared).sqrt()
+    else:
+        norm = torch.linalg.vector_norm(norms)
     if max_norm is not None:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        # Reading the factor is free on a CPU and saves a pass over the gradients; elsewhere it would be a host sync.
-        if factor.device.type != "cpu" or factor < 1:
-            torch._foreach_mul_(copied + mine, factor)
+        factor = max_norm / (norm + 1e-6)
+        if factor.device.type != "cpu":
+            torch._foreach_mul_(grads, factor.clamp(max=1.0))
+        elif factor < 1:  # a host sync elsewhere, but free on a CPU, where it saves a pass over the gradients
+            torch._foreach_mul_(grads, factor)
     return norm
 
 
-def _squared_norm(grads: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(grads)).square().sum()
+def _shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    """The group over which the owned ones among `parameters` are spread."""
+    return next(sharding.groups.shard_group for p in parameters if is_owned(p) and (sharding := sharding_of(p)))
 
 
 @torch.no_grad()

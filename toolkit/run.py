@@ -219,6 +219,9 @@ def start_run(name: str, config: RunConfig) -> Run:
     _seed(config.seed)
     if run.device.type == "cpu":
         _keep_freed_memory()
+        # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
+        # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
+        torch.set_flush_denormal(True)
     run.say(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 

@@ -7,6 +7,7 @@ handled by three functions of `toolkit.parallel`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,17 @@ class Trainer:
         self.run, self.task, self.batches, self.schedule = run, task, batches, schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
         self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        if batches.accumulation != run.accelerator.gradient_accumulation_steps:
+            raise ValueError(
+                f"batches come in {batches.accumulation} micro-batches per step, and the run was made for "
+                f"{run.accelerator.gradient_accumulation_steps}"
+            )
         self.raw_model = model
         self.model, self.optimizer = parallel.prepare(run.accelerator, model, optimizer)
+        # Accelerate's wrappers know when to skip a step of fp16, and cast. Where there is nothing to do they still look
+        # for a package on the disk and for variables in the environment, twice a step: a tenth of a small model's step.
+        self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
+        self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.owned_parameters = parallel.owned(self.parameters)
         self.state = TrainState()
@@ -98,7 +108,7 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
-                with accelerator.autocast():
+                with self.autocast():
                     loss = self.task.loss(self.model, batch)
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
@@ -107,8 +117,9 @@ class Trainer:
         parallel.average_sharded_gradients(self.owned_parameters, self.run.world_size)
         norm = parallel.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.hooks("on_before_optimizer_step")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update()
+        for parameter in self.parameters:
+            parameter.grad = None
         self.state.step += 1
         self.state.samples = self.batches.order.samples_before(self.state.step)
         if self.at_log_step:
@@ -134,7 +145,7 @@ class Trainer:
         sums = MetricSums(self.run.device)
         self.model.eval()
         for batch in batches:
-            with self.run.accelerator.autocast():
+            with self.autocast():
                 loss = self.task.evaluate(self.model, batch)
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
