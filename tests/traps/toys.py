@@ -33,7 +33,7 @@ class ToyMixture(nn.Module):
 
     def __init__(self, groups: ShardGroups, slot_of_expert: tuple[int, ...] = tuple(range(EXPERTS))):
         super().__init__()
-        placement = ExpertPlacement(slot_of_expert, groups.ep_size)
+        placement = ExpertPlacement.from_slot_of_expert(slot_of_expert, groups.ep_size)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.stem = nn.Linear(DIM, DIM)
