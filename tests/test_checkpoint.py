@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import toolkit as tk
-from tests.helpers import run_distributed
+from tests.helpers import _context, run_distributed
 from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit import checkpoint, manifest
 from toolkit.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
@@ -417,6 +418,27 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint_to_continue_from(kee
         expected = [f"step-{step:08d}" for step in (*range(1, keep + 1), 7, 8)]
         kept = sorted(path.name for path in folder.iterdir())
         assert kept == sorted(set(kept) & set(expected))[-keep:], "leftovers"
+
+
+def save_without_end(folder: Path) -> None:
+    for step in range(1, 10_000):
+        save(folder, trained(steps=1), step, keep=1)
+
+
+def test_a_process_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        process = _context.Process(target=save_without_end, args=(folder,), daemon=True)
+        process.start()
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("step-*")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(random.Random(attempt).uniform(0.0, 0.1))
+        process.kill()
+        process.join()
+        run = OneRank()
+        assert load(find_checkpoint(folder, run), trained(steps=0))["step"] >= 1
+        assert not run.said
 
 
 def test_every_file_reaches_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):

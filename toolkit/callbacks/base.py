@@ -5,12 +5,13 @@ There are eight hooks. This is where they fire:
     fit:
         on_fit_start
         while steps are left:
-            on_step_start(micro_batches)
+            on_step_start(micro_batches)        (may call trainer.save, for the step before)
                 forward and backward of each micro-batch, gradients averaged and clipped
             on_before_optimizer_step
                 optimizer step
-            on_step_end                         (may call trainer.evaluate and trainer.save)
+            on_step_end                         (may call trainer.evaluate)
                 evaluate -> on_evaluate_end(name, metrics)
+            a line of metrics is written, and with that the step is complete
                 save     -> on_save(folder)
         on_fit_end                              or on_exception(error), when something was raised
 

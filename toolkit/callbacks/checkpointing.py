@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from toolkit.callbacks.base import Callback
 from toolkit.checkpoint import find_checkpoint
 from toolkit.errors import UserError
@@ -28,6 +30,7 @@ class Checkpointing(Callback):
         run = trainer.run
         newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
         if newest is not None:
+            settle_buckets(trainer)
             trainer.restore(newest)
             run.truncate_metrics(trainer.state.step)
             run.say(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
@@ -45,3 +48,20 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if trainer.state.step > self._started_at:
             trainer.save(self.keep)
+
+
+def settle_buckets(trainer: Trainer) -> None:
+    """Have DDP's first backward behind us, as the run that is continued had.
+
+    DDP orders its buckets anew after it, which changes the order in which more than two ranks' gradients are added,
+    and so their last bits. Of an empty batch, before anything is restored: it leaves no trace.
+    """
+    if trainer.run.world_size <= 2:
+        return
+    empty = trainer.batches.table[torch.arange(0)]
+    batch = {name: column.to(trainer.run.device) for name, column in empty.items()}
+    trainer.model.train()
+    with trainer.run.accelerator.autocast():
+        loss = trainer.task.loss(trainer.model, batch)
+    (loss.sum if loss.penalty is None else loss.sum + loss.penalty).backward()
+    trainer.optimizer.zero_grad()
