@@ -85,7 +85,7 @@ def rows_of(reference: Tensor, groups: ShardGroups) -> Tensor:
 
 def spread() -> ShardGroups:
     """Experts spread over all ranks of this launch."""
-    return make_shard_groups(dist.get_world_size())
+    return make_shard_groups(dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def toy_run(config: RunConfig | None = None) -> Run:
