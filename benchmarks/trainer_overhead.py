@@ -65,21 +65,20 @@ class Job:
 
 
 class Clock:
-    """Notes the time at the end of each step; gives the mean over the steps after the warm-up."""
+    """Notes the time at the end of each step; gives means over the steps after the warm-up."""
 
     def __init__(self, job: Job):
-        self.job, self.step, self.began, self.seconds = job, 0, 0.0, 0.0
+        self.job, self.step = job, 0
+        self.wall = self.cpu = 0.0
+        """Seconds per step; the CPU time of all threads."""
 
     def tick(self) -> None:
         self.step += 1
         if self.step == self.job.warmup:
-            self.began = time.perf_counter()
+            self.wall, self.cpu = time.perf_counter(), time.process_time()
         if self.step == self.job.max_steps:
-            self.seconds = time.perf_counter() - self.began
-
-    @property
-    def seconds_per_step(self) -> float:
-        return self.seconds / self.job.steps
+            self.wall = (time.perf_counter() - self.wall) / self.job.steps
+            self.cpu = (time.process_time() - self.cpu) / self.job.steps
 
 
 def build(*, fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -101,7 +100,7 @@ def sliced_batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
             yield job.images[rows], job.labels[rows]
 
 
-def by_hand(job: Job, batches: Iterator[tuple[Tensor, Tensor]], *, fused: bool = True) -> float:
+def by_hand(job: Job, batches: Iterator[tuple[Tensor, Tensor]], *, fused: bool = True) -> Clock:
     """The shortest loop there is: no metrics, no progress."""
     model, optimizer = build(fused=fused)
     clock = Clock(job)
@@ -113,18 +112,18 @@ def by_hand(job: Job, batches: Iterator[tuple[Tensor, Tensor]], *, fused: bool =
         optimizer.step()
         optimizer.zero_grad()
         clock.tick()
-    return clock.seconds_per_step
+    return clock
 
 
-def dataloader_loop(job: Job) -> float:
+def dataloader_loop(job: Job) -> Clock:
     return by_hand(job, loader_batches(job))
 
 
-def sliced_loop(job: Job) -> float:
+def sliced_loop(job: Job) -> Clock:
     return by_hand(job, sliced_batches(job))
 
 
-def dataloader_loop_default_adamw(job: Job) -> float:
+def dataloader_loop_default_adamw(job: Job) -> Clock:
     return by_hand(job, loader_batches(job), fused=False)
 
 
@@ -136,7 +135,7 @@ class Tick(Callback):
         self.clock.tick()
 
 
-def ours(job: Job) -> float:
+def ours(job: Job) -> Clock:
     """As a recipe: loss, accuracy, throughput and gradient norm to metrics.jsonl, progress on the console."""
     model, optimizer = build()
     clock = Clock(job)
@@ -160,10 +159,10 @@ def ours(job: Job) -> float:
             trainer.fit()
             lines = (run.folder / "metrics.jsonl").read_text().count("\n")
     assert lines >= job.max_steps // LOG_EVERY, "metrics were not written"
-    return clock.seconds_per_step
+    return clock
 
 
-def bare_accelerate(job: Job) -> float:
+def bare_accelerate(job: Job) -> Clock:
     """The loop of Accelerate's documentation."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -186,7 +185,7 @@ def bare_accelerate(job: Job) -> float:
             clock.tick()
             if clock.step == job.max_steps:
                 break
-    return clock.seconds_per_step
+    return clock
 
 
 class Examples(Dataset[dict[str, Tensor]]):
@@ -214,7 +213,7 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def hf_trainer(job: Job) -> float:
+def hf_trainer(job: Job) -> Clock:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -246,10 +245,10 @@ def hf_trainer(job: Job) -> float:
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    return clock.seconds_per_step
+    return clock
 
 
-def lightning_trainer(job: Job) -> float:
+def lightning_trainer(job: Job) -> Clock:
     import lightning
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -281,11 +280,11 @@ def lightning_trainer(job: Job) -> float:
         enable_model_summary=False,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(job.images, job.labels), batch_size=BATCH, shuffle=True))
-    return clock.seconds_per_step
+    return clock
 
 
 BASELINE = "loop by hand, DataLoader"
-CONTENDERS: dict[str, Callable[[Job], float]] = {
+CONTENDERS: dict[str, Callable[[Job], Clock]] = {
     BASELINE: dataloader_loop,
     "loop by hand, slices": sliced_loop,
     "ours": ours,
@@ -301,22 +300,23 @@ TARGETS = [(BASELINE, 1.0), ("loop by hand, slices", 0.85)]
 def measure(job: Job, rounds: int, threads: int, names: list[str]) -> list[dict[str, Any]]:
     """One row per contender. The first round warms up caches and imports, and is not counted."""
     torch.set_num_threads(threads)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    clocks: dict[str, list[Clock]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                taken = CONTENDERS[name](job)
+                clock = CONTENDERS[name](job)
             if turn:
-                seconds[name].append(taken)
+                clocks[name].append(clock)
 
     def ratio(name: str, other: str) -> float:
-        return statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
+        return statistics.median(b.wall / a.wall for a, b in zip(clocks[name], clocks[other], strict=True))
 
     return [
         {
             "threads": threads,
             "contender": name,
-            "microseconds per step": round(1e6 * statistics.median(seconds[name])),
+            "microseconds per step": round(1e6 * statistics.median(clock.wall for clock in clocks[name])),
+            "of CPU": round(1e6 * statistics.median(clock.cpu for clock in clocks[name])),
             "speed of the DataLoader loop": round(ratio(name, BASELINE), 2),
             "ours is faster by": round(ratio("ours", name), 2),
         }
