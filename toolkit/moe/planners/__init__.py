@@ -1,0 +1,21 @@
+"""Planners: pure functions from a load and the present placement to a better placement, by name."""
+
+from toolkit.moe.planners.locality import affinity, node_aware
+from toolkit.moe.planners.registry import PLANNERS, Planner, planner_named, register_planner
+from toolkit.moe.planners.replicas import replicate
+from toolkit.moe.planners.simple import contiguous, lpt, place_new_expert, round_robin, swap
+
+__all__ = [
+    "PLANNERS",
+    "Planner",
+    "affinity",
+    "contiguous",
+    "lpt",
+    "node_aware",
+    "place_new_expert",
+    "planner_named",
+    "register_planner",
+    "replicate",
+    "round_robin",
+    "swap",
+]

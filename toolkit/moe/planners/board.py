@@ -1,0 +1,165 @@
+"""The arithmetic that planners share: slots as arrays, packing, and exchanges that level the load.
+
+Letters: `E` experts, `R` ranks, `G` slots counted through all ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.moe.placement import ExpertPlacement
+from toolkit.parallel import EMPTY_ROW
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NO_GAIN = 1e-9
+"""Gains below this part of a load are rounding."""
+LITTLE_GAIN = 1e-3
+"""What from-scratch planners stop at, as a part of the mean load of a rank."""
+
+
+def capacities(placement: ExpertPlacement) -> list[int]:
+    """Slots per rank."""
+    return [len(row) for row in placement.slots]
+
+
+class Board:
+    """The slots of a placement, open to exchanges. An expert's load is shared equally by its copies."""
+
+    def __init__(self, placement: ExpertPlacement, load_E: Floats):
+        sizes = capacities(placement)
+        self.expert_G: Ints = np.array([e for row in placement.slots for e in row], dtype=np.int64)
+        self.rank_G: Ints = np.repeat(np.arange(len(sizes)), sizes)
+        self.first_slot = np.cumsum([0, *sizes])
+        held = self.expert_G != EMPTY_ROW
+        copies_E = np.bincount(self.expert_G[held], minlength=len(load_E))
+        self.has_replicas = bool((copies_E > 1).any())
+        # EMPTY_ROW indexes the last element: an empty slot weighs nothing, and no rank is said to hold it.
+        self.weight_G: Floats = np.append(load_E / copies_E, 0.0)[self.expert_G]
+        self.load_R: Floats = np.zeros(len(sizes))
+        np.add.at(self.load_R, self.rank_G, self.weight_G)
+        self.holds_RE = np.zeros((len(sizes), len(load_E) + 1), dtype=bool)
+        self.holds_RE[self.rank_G[held], self.expert_G[held]] = True
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest rank over mean; 1 where there is no load."""
+        mean = float(self.load_R.mean())
+        return float(self.load_R.max()) / mean if mean else 1.0
+
+    def exchange(self, i: int, j: int) -> None:
+        """Slots `i` and `j` change what they hold."""
+        p, q = self.rank_G[i], self.rank_G[j]
+        for rank, leaving, coming in ((p, i, j), (q, j, i)):
+            self.holds_RE[rank, self.expert_G[leaving]] = False
+            self.load_R[rank] += self.weight_G[coming] - self.weight_G[leaving]
+        for rank, coming in ((p, j), (q, i)):
+            if self.expert_G[coming] != EMPTY_ROW:
+                self.holds_RE[rank, self.expert_G[coming]] = True
+        self.expert_G[[i, j]] = self.expert_G[[j, i]]
+        self.weight_G[[i, j]] = self.weight_G[[j, i]]
+
+    def placement(self) -> ExpertPlacement:
+        ids = self.expert_G.tolist()
+        return ExpertPlacement(
+            tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
+        )
+
+    def level(
+        self,
+        *,
+        target: float = 1.0,
+        min_gain: float = 0.0,
+        max_moves: int | None = None,
+        node_of_rank: Ints | None = None,
+    ) -> None:
+        """Exchange what lies in two slots, one of them on the busiest rank, for as long as that lowers the busiest
+        rank's load, by the exchange that lowers it most.
+
+        Ends at an imbalance of `target`, when an exchange would gain no more than `min_gain` (a fraction of the mean
+        load of a rank), or before more than `max_moves` experts have moved; an exchange with an empty slot moves one,
+        any other two. With `node_of_rank`, only between ranks of one node.
+        """
+        mean = float(self.load_R.mean())
+        moves_left = len(self.expert_G) ** 2 if max_moves is None else max_moves
+        while mean and self.imbalance > target and moves_left:
+            busiest = int(self.load_R.argmax())
+            start, end = self.first_slot[busiest], self.first_slot[busiest + 1]
+            shift = self.weight_G[start:end, None] - self.weight_G
+            higher = np.maximum(self.load_R[busiest] - shift, self.load_R[self.rank_G] + shift)
+            higher[:, start:end] = np.inf
+            if moves_left == 1:
+                higher[:, self.expert_G != EMPTY_ROW] = np.inf
+            if node_of_rank is not None:
+                higher[:, node_of_rank[self.rank_G] != node_of_rank[busiest]] = np.inf
+            if self.has_replicas:
+                already_there = self.holds_RE[self.rank_G[None], self.expert_G[start:end, None]]
+                already_here = self.holds_RE[busiest, self.expert_G]
+                higher[already_there | already_here] = np.inf
+            i, j = divmod(int(higher.argmin()), len(self.expert_G))
+            gain = float(self.load_R[busiest] - higher[i, j])
+            if gain <= max(min_gain * mean, NO_GAIN * float(self.load_R[busiest])):
+                return
+            moves_left -= 1 if self.expert_G[j] == EMPTY_ROW else 2
+            self.exchange(int(start) + i, j)
+
+
+def even_counts(items: int, room: Sequence[int]) -> list[int]:
+    """Deal `items` out so that counts differ only where there is no more room; the first get one more.
+
+    Raises ValueError where there is too little room.
+    """
+    if items > sum(room):
+        raise ValueError(f"{items} do not fit into {sum(room)} places")
+    counts = [0] * len(room)
+    while items:
+        has_room = [place for place, limit in enumerate(room) if counts[place] < limit]
+        share, more = divmod(items, len(has_room))
+        for place in has_room if share else has_room[:more]:
+            given = min(share or 1, room[place] - counts[place])
+            counts[place] += given
+            items -= given
+    return counts
+
+
+def pack(weights: Sequence[float], room: Sequence[int], copies: Sequence[int] | None = None) -> list[list[int]]:
+    """The items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
+    processing time first, with a limit of items per bin).
+
+    An item with `copies` goes to as many bins, each copy with its part of the weight. Where only bins that have one
+    are left with room, copies after the first are left out.
+    """
+    copies = copies or [1] * len(weights)
+    parts = [weight / n for weight, n in zip(weights, copies, strict=True)]
+    bins: list[list[int]] = [[] for _ in room]
+    open_bins = [(0.0, place) for place, limit in enumerate(room) if limit]
+    for item in sorted(range(len(parts)), key=lambda item: (-parts[item], item)):
+        taken = [heapq.heappop(open_bins) for _ in range(min(copies[item], len(open_bins)))]
+        part = weights[item] / len(taken)
+        for weight, place in taken:
+            bins[place].append(item)
+            if len(bins[place]) < room[place]:
+                heapq.heappush(open_bins, (weight + part, place))
+    return bins
+
+
+def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> ExpertPlacement:
+    """Give the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
+    rows = []
+    for experts, before in zip(experts_R, current.slots, strict=True):
+        here = set(experts)
+        newcomers = iter(sorted(here.difference(before)))
+        rows.append(tuple(e if e in here else next(newcomers, EMPTY_ROW) for e in before))
+    return ExpertPlacement(tuple(rows))
+
+
+def balanced(load_E: Floats, current: ExpertPlacement) -> Board:
+    """Longest processing time first, then exchanges until none helps: one copy each, from scratch."""
+    board = Board(settle(pack(load_E.tolist(), capacities(current)), current), load_E)
+    board.level(min_gain=LITTLE_GAIN)
+    return board

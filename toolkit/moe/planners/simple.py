@@ -1,0 +1,73 @@
+"""Planners of one idea each. All but `swap` begin from scratch, with one copy of every expert."""
+
+from __future__ import annotations
+
+from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.planners.board import Board, balanced, capacities, even_counts, pack, settle
+from toolkit.moe.planners.registry import Load, checked_load, register_planner
+from toolkit.parallel import EMPTY_ROW
+
+
+@register_planner("contiguous")
+def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
+    """Consecutive blocks, whatever the load: what others do, for comparison."""
+    checked_load(load_E, current)
+    ids = iter(range(current.num_experts))
+    counts = even_counts(current.num_experts, capacities(current))
+    return settle([[next(ids) for _ in range(count)] for count in counts], current)
+
+
+@register_planner("round_robin")
+def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
+    """Dealt out like cards, whatever the load: neighbouring ids, often alike, get different ranks."""
+    checked_load(load_E, current)
+    counts = even_counts(current.num_experts, capacities(current))
+    rounds = range(max(counts))
+    order = [rank for turn in rounds for rank, count in enumerate(counts) if turn < count]
+    experts_R: list[list[int]] = [[] for _ in counts]
+    for expert, rank in enumerate(order):
+        experts_R[rank].append(expert)
+    return settle(experts_R, current)
+
+
+@register_planner("lpt")
+def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> ExpertPlacement:
+    """Longest processing time first: the heaviest expert that is left goes to the rank with the least load and a free
+    slot (Graham 1969). Moves nearly every expert. With `level`, exchanges follow until none lowers the busiest rank."""
+    load = checked_load(load_E, current)
+    if level:
+        return balanced(load, current).placement()
+    return settle(pack(load.tolist(), capacities(current)), current)
+
+
+@register_planner("swap")
+def swap(
+    load_E: Load,
+    current: ExpertPlacement,
+    *,
+    target: float = 1.0,
+    min_gain: float = 0.005,
+    max_moves: int | None = None,
+) -> ExpertPlacement:
+    """The few exchanges that help most, from where experts are now: never worse than `current`, replicas kept.
+
+    Ends at an imbalance of `target`, when an exchange would lower it by no more than `min_gain`, or when `max_moves`
+    experts have moved (an exchange of two experts moves two, a move into a spare slot one).
+    """
+    board = Board(current, checked_load(load_E, current))
+    board.level(target=target, min_gain=min_gain, max_moves=max_moves)
+    return board.placement()
+
+
+def place_new_expert(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
+    """`current` with one expert more, under the next id, on the rank with a spare slot that has fewest experts; ties go
+    to the least load, then to the lowest rank. Raises ValueError where no slot is spare."""
+    load_R = Board(current, checked_load(load_E, current)).load_R
+    spare = [rank for rank, row in enumerate(current.slots) if EMPTY_ROW in row]
+    if not spare:
+        raise ValueError(f"no rank has a spare slot for expert {current.num_experts}")
+    experts_R = [len(row) - row.count(EMPTY_ROW) for row in current.slots]
+    rank = min(spare, key=lambda r: (experts_R[r], load_R[r], r))
+    row = list(current.slots[rank])
+    row[row.index(EMPTY_ROW)] = current.num_experts
+    return ExpertPlacement((*current.slots[:rank], tuple(row), *current.slots[rank + 1 :]))
