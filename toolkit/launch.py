@@ -196,7 +196,7 @@ def start_processes(config: RunConfig) -> int:
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> tuple[int, list[str]]:
     """Wait for all ranks, or for the grace that follows a failure; the first failure's code, and a line about it."""
     code, cause, deadline = EXIT_DONE, list[str](), float("inf")
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
         if code == EXIT_DONE:
             code, cause = _first_failure(ranks, received)
             deadline = time.monotonic() + GRACE_S.get(code, DEFAULT_GRACE_S) if code else deadline
@@ -249,17 +249,22 @@ def _drain(inbox: int) -> list[str]:
 def report(message: str, label: str = "error: ") -> None:
     """One line on stderr, however many ranks say it."""
     line = label + " ".join(message.split()) + "\n"
+    _on_stop_signals(signal.SIG_IGN)  # this process is leaving already
     with contextlib.suppress(KeyError, OSError):
         os.write(int(os.environ[REPORT_PIPE]), line.encode())
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # Another launcher ends all ranks as soon as one leaves: let the first one speak. If this one still runs after
         # that time, then it alone has something to say.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        _on_stop_signals(signal.SIG_DFL)
         time.sleep(DEFAULT_GRACE_S)
     sys.stderr.write(line)
     sys.stderr.flush()
+
+
+def _on_stop_signals(handler: signal.Handlers) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
 
 
 def stop_before_training(number: int, _frame: FrameType | None) -> NoReturn:
@@ -269,6 +274,7 @@ def stop_before_training(number: int, _frame: FrameType | None) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End this process with `code`. With an error it does not wait for ranks that may be gone."""
+    _on_stop_signals(signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
