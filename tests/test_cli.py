@@ -1,0 +1,149 @@
+"""The command line: presets, flags, help, and how quickly it answers."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import run_recipe
+from toolkit import cli, launch
+from toolkit.config import RunConfig
+from toolkit.errors import Preempted, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    widths: tuple[int, ...] = (8, 8)
+    """Hidden units of each layer."""
+
+
+def full() -> Config:
+    """The published run."""
+    return Config(epochs=5)
+
+
+def tiny() -> Config:
+    """A moment."""
+    return replace(full(), epochs=1, lr=0.1)
+
+
+PRESETS = {"full": full, "tiny": tiny}
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_no_word_means_the_first_preset():
+    assert cli.parse(PRESETS, []) == full()
+
+
+def test_the_first_word_picks_a_preset_and_flags_change_it():
+    assert cli.parse(PRESETS, ["tiny", "--epochs", "3"]) == replace(tiny(), epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("typed", "changed"),
+    [
+        ("--batch-size 32", {"batch_size": 32}),
+        ("--batch_size 32", {"batch_size": 32}),
+        ("--batch-size=32", {"batch_size": 32}),
+        ("--lr 1e-4 --lr 2e-4", {"lr": 2e-4}),
+        ("--cpu", {"cpu": True}),
+        ("--no-cpu", {"cpu": False}),
+        ("--max-steps none", {"max_steps": None}),
+        ("--max-steps None", {"max_steps": None}),
+        ("--tracker none", {"tracker": "none"}),
+        ("--resume", {"resume": "yes"}),
+        ("--resume --epochs 2", {"resume": "yes", "epochs": 2}),
+        ("--resume no", {"resume": "no"}),
+        ("--run-dir some/where", {"run_dir": Path("some/where")}),
+        ("--widths 1 2 3 --epochs 1", {"widths": (1, 2, 3), "epochs": 1}),
+    ],
+)
+def test_flags_are_read_as_people_write_them(typed: str, changed: dict[str, Any]):
+    assert cli.parse(PRESETS, typed.split()) == replace(full(), **changed)
+
+
+def test_groups_are_reached_by_a_dot():
+    config = cli.parse(PRESETS, ["--optimizer.weight_decay", "0.5", "--schedule.name", "constant"])
+    assert (config.optimizer.weight_decay, config.schedule.name) == (0.5, "constant")
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--widths a b", "--widths a b: take an integer, or several with spaces between."),
+        ("--width 3", "unknown flag --width: did you mean --widths?"),
+        ("--beta1 3", "unknown flag --beta1: did you mean --optimizer.beta1?"),
+        ("tinny", "unknown preset 'tinny': did you mean tiny?"),
+        ("large", "unknown preset 'large': take full or tiny."),
+    ],
+)
+def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
+    with pytest.raises(UserError) as refusal:
+        cli.parse(PRESETS, typed.split())
+    assert str(refusal.value) == says
+
+
+def test_help_teaches_presets_and_flags_without_loading_torch():
+    done = run_recipe("mnist_moe", "--help", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0
+    for word in ("python recipes/mnist_moe.py", "debug", "Seconds", "--experts", "--optimizer.weight-decay"):
+        assert word in done.stdout
+    assert "toolkit.errors" in imported
+    assert not {"torch", "accelerate", "transformers"} & imported
+
+
+@pytest.mark.usefixtures("restored_signals")
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [
+        (None, 0, ""),
+        (UserError("no good."), 2, "error: no good.\n"),
+        (UserError("two\n lines"), 2, "error: two lines\n"),
+        (Preempted("stopped at step 3."), 75, "stopped at step 3.\n"),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C.\n"),
+    ],
+)
+def test_every_outcome_has_its_exit_code(
+    outcome: BaseException | None,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def main(config: Config) -> None:  # noqa: ARG001
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py"])
+    with pytest.raises(SystemExit) as left:
+        cli.run_recipe(main, PRESETS)
+    assert (left.value.code, capsys.readouterr().err) == (code, said)
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def main(config: Config) -> None:  # noqa: ARG001
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(SystemExit) as left:
+        cli.run_recipe(main, PRESETS)
+    err = capsys.readouterr().err
+    assert left.value.code == 1
+    assert "Traceback" in err
+    assert "RuntimeError: boom" in err

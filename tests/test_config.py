@@ -1,0 +1,50 @@
+"""Settings are checked when they are made, and become plain JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import NOT_OF_THE_TRAJECTORY, MoERunConfig, OptimizerConfig, RunConfig, to_dict
+from toolkit.errors import UserError
+
+
+@pytest.mark.parametrize("field", ["lr"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_is_a_positive_finite_number(field: str, value: float):
+    with pytest.raises(UserError, match=f"--{field} {value}: take a positive number"):
+        RunConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["eps", "weight_decay", "max_grad_norm", "beta1", "beta2"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_the_optimizer_takes_finite_numbers(field: str, value: float):
+    with pytest.raises(UserError, match=f"--optimizer.{field.replace('_', '-')} "):
+        OptimizerConfig(**{field: value})
+
+
+def test_a_batch_must_divide_and_the_message_says_into_what():
+    RunConfig(batch_size=12, num_processes=3, gradient_accumulation_steps=2)
+    with pytest.raises(UserError, match=r"divide by 3 process.* times 2 accumulation .*use 12"):
+        RunConfig(batch_size=13, num_processes=3, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(("world", "experts", "ep_size"), [(1, 8, 1), (2, 8, 2), (4, 6, 2), (3, 8, 1), (8, 4, 4)])
+def test_experts_are_spread_over_as_many_processes_as_divide_both(world: int, experts: int, ep_size: int):
+    assert MoERunConfig(experts=experts).ep_size_in(world) == ep_size
+    assert MoERunConfig(experts=experts, parallel_strategy="data_parallel").ep_size_in(world) == 1
+
+
+def test_a_config_is_plain_json_and_frozen():
+    config = RunConfig(run_dir=Path("runs/a"))
+    assert json.loads(json.dumps(to_dict(config)))["run_dir"] == "runs/a"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 2.0
+
+
+def test_the_fields_that_may_change_between_a_run_and_its_continuation_exist():
+    assert {field.name for field in dataclasses.fields(RunConfig)} >= NOT_OF_THE_TRAJECTORY
