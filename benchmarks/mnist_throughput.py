@@ -49,7 +49,7 @@ def child(preset: str, data_dir: str, folder: str, profile: bool) -> None:
         spent.update(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, samples=trainer.state.samples)
         return result
 
-    Trainer.fit = timed_fit  # type: ignore[method-assign]
+    Trainer.fit = timed_fit  # type: ignore[method-assign, assignment]
     if profile:
         config = replace(config, max_steps=400)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

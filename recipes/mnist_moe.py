@@ -59,7 +59,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
     """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
     hidden = config.expert_hidden_size
     if config.experts == 0:
-        block = tk.MLP(config.dim, 2 * hidden, config.dim)
+        block: nn.Module = tk.MLP(config.dim, 2 * hidden, config.dim)
     else:
         block = tk.make_moe(
             config.dim,

@@ -32,9 +32,7 @@ def warmup_cosine(*, max_steps: int, warmup_steps: int = 0, final: float = 0.0) 
     return multiplier
 
 
-def warmup_stable_decay(
-    *, max_steps: int, warmup_steps: int = 0, decay_steps: int, final: float = 0.0
-) -> Schedule:
+def warmup_stable_decay(*, max_steps: int, warmup_steps: int = 0, decay_steps: int, final: float = 0.0) -> Schedule:
     """Linear warm-up, a plateau at 1, then a straight line down to `final` over the last `decay_steps`."""
 
     def multiplier(step: int) -> float:

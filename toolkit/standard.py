@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 
@@ -24,7 +26,7 @@ class MLP(nn.Sequential):
 
     def __init__(self, *widths: int):
         layers: list[nn.Module] = []
-        for width_in, width_out in zip(widths, widths[1:], strict=False):
+        for width_in, width_out in pairwise(widths):
             layers += [nn.Linear(width_in, width_out), nn.ReLU()]
         super().__init__(*layers[:-1])
 

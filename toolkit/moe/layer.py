@@ -36,7 +36,7 @@ class MoE(nn.Module):
         """The last forward's routing, for the losses that need it."""
         # Not a buffer: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
         self.load_E = torch.zeros(router.num_experts, dtype=torch.int64)
-        """Routed copies per expert on this rank, counted over all training forwards and never reset: take differences."""
+        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
         self.last_load_E = self.load_E
         """The same, of the last forward alone."""
 

@@ -41,6 +41,7 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         # Near-equal scores at first: early choices should follow the data, not the draw of these weights.
         nn.init.normal_(self.weight, std=0.1 * dim**-0.5)
+        self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(num_experts) if bias_balancing else None)
 
     def forward(self, x_TD: Tensor) -> Routing:
