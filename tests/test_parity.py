@@ -1,6 +1,6 @@
 """Many processes equal one: the same losses, gradients, norms and weights, step by step.
 
-Twenty AdamW steps over 2.5 epochs whose last batch is short (so that some ranks get an empty micro-batch), clipped, with
+Twenty AdamW steps over 2.5 epochs whose last batch is short (so some ranks get an empty micro-batch), clipped, with
 balance and z-loss, against one process with the same seed. Each world runs all of its cases in one launch.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers import run_distributed

@@ -245,12 +245,16 @@ def bytes_moved(moves: Iterable[Move], bytes_per_expert: int) -> int:
     return bytes_per_expert * sum(move.travels for move in moves)
 
 
-def bytes_on_busiest_rank(moves: Iterable[Move], bytes_per_expert: int) -> int:
-    """The most bytes that one rank sends, or that one receives, whichever is more: links work both ways at once."""
+def bytes_on_busiest_rank(parts: Iterable[tuple[Sequence[Move], int]]) -> int:
+    """The most bytes that one rank sends, or that one receives, whichever is more: links work both ways at once.
+
+    `parts`: moves, and what each of them carries.
+    """
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
-    for move in moves:
-        if move.travels:
-            sent[move.source_rank] += bytes_per_expert
-            received[move.rank] += bytes_per_expert
+    for moved, bytes_per_expert in parts:
+        for move in moved:
+            if move.travels:
+                sent[move.source_rank] += bytes_per_expert
+                received[move.rank] += bytes_per_expert
     return max([*sent.values(), *received.values()], default=0)
