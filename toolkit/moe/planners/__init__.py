@@ -1,6 +1,5 @@
 """Planners: pure functions from a load and the present placement to a better placement, by name."""
 
-from toolkit.moe.planners.guard import MigrationGuard, Prices
 from toolkit.moe.planners.locality import affinity, node_aware
 from toolkit.moe.planners.registry import PLANNERS, Planner, planner_named, register_planner
 from toolkit.moe.planners.replicas import replicate
@@ -8,9 +7,7 @@ from toolkit.moe.planners.simple import contiguous, lpt, place_new_expert, round
 
 __all__ = [
     "PLANNERS",
-    "MigrationGuard",
     "Planner",
-    "Prices",
     "affinity",
     "contiguous",
     "lpt",

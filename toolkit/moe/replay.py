@@ -1,0 +1,71 @@
+"""Loads of the past under placements that were not there: what a planner would have done, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.moe.guard import MigrationGuard
+from toolkit.moe.imbalance import max_over_mean, shares
+from toolkit.moe.placement import ExpertPlacement, moves
+from toolkit.moe.planners.registry import Planner
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The course of one layer."""
+
+    load_TR: NDArray[np.float64]
+    """Rows per step and rank, where copies share equally."""
+    placements: tuple[ExpertPlacement, ...]
+    """In force from step 0, `every`, 2 * `every`, and so on."""
+    every: int
+
+    @property
+    def imbalance_T(self) -> NDArray[np.float64]:
+        """Max over mean of each step."""
+        return max_over_mean(self.load_TR)
+
+    @property
+    def experts_moved(self) -> list[int]:
+        """Copies that left their rank at each change of window."""
+        pairs = zip(self.placements, self.placements[1:], strict=False)
+        return [sum(move.travels for move in moves(old, new)) for old, new in pairs]
+
+
+def replay(
+    load_TE: NDArray[Any],
+    start: ExpertPlacement,
+    planner: Planner | None,
+    *,
+    every: int,
+    guard: MigrationGuard | None = None,
+    memory: float = 0.0,
+    **options: Any,
+) -> Replay:
+    """Run through `load_TE`, int64 (steps, E), and plan after each `every` steps; None plans nothing.
+
+    The planner sees the window's mean load, mixed with what it saw before by `memory` (0: this window alone).
+    """
+    placement, placements, loads_TR = start, [start], []
+    smooth = None
+    for first in range(0, len(load_TE), every):
+        window_TE = load_TE[first : first + every]
+        loads_TR.append(window_TE @ shares(placement))
+        if planner is None or first + every >= len(load_TE):
+            placements.append(placement)
+            continue
+        load_E = window_TE.mean(0)
+        smooth = load_E if smooth is None else memory * smooth + (1 - memory) * load_E
+        back = guard.review(load_E, placement) if guard else None
+        if back is not None:
+            placement = back
+        else:
+            plan = planner(smooth, placement, **options)
+            if guard is None or guard.accepts(placement, plan, steps=every):
+                placement = plan
+        placements.append(placement)
+    return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)

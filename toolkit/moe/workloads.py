@@ -1,0 +1,126 @@
+"""Made-up loads with known faults, for planners to be tried on: what a router might do, one trouble at a time.
+
+Each is a pure function of its arguments to an int64 array (steps, S, E): how many routed copies each source rank has
+for each expert. A source's copies are drawn independently, so a token may choose an expert twice: loads are all that
+these are good for. The set W0 to W7 follows the proposal of Megatron-LM's pull request 7488.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What all workloads have in common."""
+
+    steps: int = 200
+    ranks: int = 8
+    experts: int = 64
+    copies: int = 4096
+    """Routed copies of one source rank in one step (tokens times top-k)."""
+    heat: float = 6.0
+    """How many times as much a hot expert gets as another."""
+    seed: int = 0
+
+    @property
+    def hot(self) -> int:
+        """Hot experts: as many as a rank has when all have equally many."""
+        return max(1, self.experts // self.ranks)
+
+
+def _draw(sizes: Sizes, weights: Floats, copies_S: Ints | None = None) -> Ints:
+    """Copies by `weights`, which broadcast to (steps, S, E), from as many as each source has."""
+    shape = (sizes.steps, sizes.ranks, sizes.experts)
+    weights = np.broadcast_to(weights, shape)
+    copies = np.full(sizes.ranks, sizes.copies) if copies_S is None else copies_S
+    rng = np.random.default_rng(sizes.seed)
+    return rng.multinomial(np.broadcast_to(copies, shape[:2]), weights / weights.sum(-1, keepdims=True))
+
+
+def _heated(sizes: Sizes, hot: Ints) -> Floats:
+    weights = np.ones(sizes.experts)
+    weights[hot] = sizes.heat
+    return weights
+
+
+def balanced(sizes: Sizes) -> Ints:
+    """Every expert alike: the control that nothing should improve on."""
+    return _draw(sizes, np.ones(sizes.experts))
+
+
+def hot_experts(sizes: Sizes) -> Ints:
+    """A random set of experts is hot."""
+    ids = np.random.default_rng([sizes.seed, 1]).permutation(sizes.experts)
+    return _draw(sizes, _heated(sizes, ids[: sizes.hot]))
+
+
+def hot_rank(sizes: Sizes) -> Ints:
+    """As many hot experts, all in one consecutive block: the first rank's, where blocks are dealt out."""
+    return _draw(sizes, _heated(sizes, np.arange(sizes.hot)))
+
+
+def spread_heat(sizes: Sizes) -> Ints:
+    """As many hot experts, far from each other: the same heat that a contiguous placement already copes with."""
+    return _draw(sizes, _heated(sizes, np.arange(sizes.hot) * (sizes.experts // sizes.hot)))
+
+
+def ragged_sources(sizes: Sizes) -> Ints:
+    """Experts alike, but sources are not: the first sends most, the last an R-th of that."""
+    parts = 1 / np.arange(1, sizes.ranks + 1)
+    return _draw(sizes, np.ones(sizes.experts), (parts / parts.sum() * sizes.ranks * sizes.copies).astype(np.int64))
+
+
+def zero_tokens(sizes: Sizes) -> Ints:
+    """A consecutive block of experts and each fifth one get nothing, and the last source has nothing to send."""
+    weights = np.ones(sizes.experts)
+    weights[: sizes.hot] = 0
+    weights[::5] = 0
+    if not weights.any():
+        weights[-1] = 1
+    copies = np.full(sizes.ranks, sizes.copies)
+    copies[-1] = 0
+    return _draw(sizes, weights, copies)
+
+
+def rotating_hotspot(sizes: Sizes, *, period: int = 50) -> Ints:
+    """A consecutive block is hot, and the next one after `period` steps: old plans are stale."""
+    blocks = max(1, sizes.experts // sizes.hot)
+    first = np.arange(sizes.steps) // period % blocks * sizes.hot
+    weights = np.stack([_heated(sizes, np.arange(f, f + sizes.hot)) for f in first])
+    return _draw(sizes, weights[:, None])
+
+
+def burst(sizes: Sizes, *, length: int = 10) -> Ints:
+    """Balanced, but for `length` steps in the middle in which the first block is hot: not worth a plan."""
+    weights = np.ones((sizes.steps, 1, sizes.experts))
+    start = sizes.steps // 2
+    weights[start : start + length, :, : sizes.hot] = sizes.heat
+    return _draw(sizes, weights)
+
+
+def drifting(sizes: Sizes, *, skew: float = 0.6, sigma: float = 0.05) -> Ints:
+    """Zipf weights of exponent `skew` in random order, whose logarithms walk at random by `sigma` a step."""
+    rng = np.random.default_rng([sizes.seed, 2])
+    start = -skew * np.log(rng.permutation(sizes.experts) + 1.0)
+    walk = rng.normal(0.0, sigma, (sizes.steps, sizes.experts)).cumsum(0)
+    return _draw(sizes, np.exp(start + walk)[:, None])
+
+
+WORKLOADS: dict[str, Callable[[Sizes], Ints]] = {
+    "W0": balanced,
+    "W1": hot_experts,
+    "W2": hot_rank,
+    "W3": spread_heat,
+    "W4": ragged_sources,
+    "W5": zero_tokens,
+    "W6": rotating_hotspot,
+    "W7": burst,
+}
