@@ -13,9 +13,6 @@ from toolkit.moe.imbalance import shares
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.traffic import migration_cost
 
-MORE = 1 + 1e-9
-"""Differences below this factor are rounding."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
@@ -46,58 +43,88 @@ class Prices:
 
 class MigrationGuard:
     """Stands between a planner and the experts of one layer. After each window of steps call `review`, and carry out
-    the return that it may order; then ask `accepts` about a new plan, and carry it out if so.
+    the return that it may order; else ask `accepts` about a new plan, and carry it out if so.
 
-    A window's load is the mean number of rows per expert and step (E), over all ranks of the shard group.
+    A plan is made for the load of the past, so its predicted gain is discounted by what earlier proposals, accepted or
+    not, would have gained in the window after them. Before the first proposal has proved itself nothing moves. And it
+    counts only as far as the plan would have gained in each of the last `patience` windows, so that a burst is no
+    reason to move.
+
+    A change must save `margin` times what it costs.
     """
 
-    def __init__(self, prices: Prices, *, patience: int = 2, remember: int = 2, margin: float = 1.0):
-        self.prices, self.patience, self.remember, self.margin = prices, patience, remember, margin
+    def __init__(self, prices: Prices, *, patience: int = 2, memory: float = 0.5, margin: float = 1.5):
+        self.prices, self.patience, self.memory, self.margin = prices, patience, memory, margin
         self._windows: list[NDArray[np.float64]] = []
-        self._replaced: list[tuple[ExpertPlacement, int]] = []
-        """Former placements, latest last, each with the windows in a row in which it would have been better."""
+        self._proposal: tuple[ExpertPlacement, ExpertPlacement] | None = None
+        self._predicted = self._realised = 0.0
+        self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
+        """Former placements, latest last, with what each would have saved in the last windows."""
 
-    def review(self, load_E: NDArray[Any], current: ExpertPlacement) -> ExpertPlacement | None:
-        """Take note of a window. The placement to go back to, where one of the last `remember` that were replaced would
-        have been better than `current` in each of the last `patience` windows; else None."""
+    @property
+    def trust(self) -> float:
+        """The part of predicted gains that came true, lately; 0 before anything is known."""
+        return min(1.0, max(0.0, self._realised / self._predicted)) if self._predicted > 0 else 0.0
+
+    def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
+        """Take note of a window, of which `load_E` is the mean number of rows per expert and step, over all ranks.
+
+        Returns the placement to go back to, where one of the last `patience` that were replaced would have been better
+        than `current` in each of the last `patience` windows, and the return pays within `steps`; else None.
+        """
         load = np.asarray(load_E, dtype=np.float64)
-        self._windows = [*self._windows, load][-self.patience :]
-        now = self.prices.step_seconds(load, current)
-        judged = []
-        for former, windows in self._replaced:
-            would_be = self.prices.step_seconds(load, former)
-            judged.append((would_be, former, windows + 1 if would_be * MORE < now else 0))
-        self._replaced = [(former, windows) for _, former, windows in judged]
-        better = [(would_be, former) for would_be, former, windows in judged if windows >= self.patience]
+        if self._proposal is not None:
+            predicted = self._gain(self._windows[-1], *self._proposal)
+            # No more than was predicted: luck in one window says nothing about the next plan.
+            realised = min(predicted, self._gain(load, *self._proposal))
+            self._predicted = self.memory * self._predicted + predicted
+            self._realised = self.memory * self._realised + realised
+        self._windows, self._proposal = [*self._windows, load][-self.patience :], None
+        for former, savings in self._replaced:
+            savings[:] = [*savings, self._gain(load, current, former)][-self.patience :]
+        better = [
+            (min(savings), former)
+            for former, savings in self._replaced
+            if len(savings) == self.patience and min(savings) > 0 and self._pays(min(savings), current, former, steps)
+        ]
         if not better:
             return None
         self._replaced = []
-        return min(better, key=lambda pair: pair[0])[1]
+        return max(better, key=lambda pair: pair[0])[1]
 
     def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
-        """Whether `plan` pays for its migration within `steps`, the steps until the next plan.
-
-        The gain per step is the least that it would have gained in the last `patience` windows: what helps against the
-        latest window alone is a plan for the past. An accepted plan is taken for carried out.
-        """
-        gain = self.gain_seconds(current, plan) * steps
-        if plan == current or gain <= self.margin * self.prices.migration_seconds(current, plan):
+        """Whether `plan` pays for its migration within `steps`, the steps until the next plan. An accepted plan is
+        taken for carried out."""
+        if not self._windows or plan == current:
             return False
-        self._replaced = [*self._replaced, (current, 0)][-self.remember :]
+        self._proposal = (current, plan)
+        gain = min(self._gain(load, current, plan) for load in self._windows)
+        if not self._pays(self.trust * gain, current, plan, steps):
+            return False
+        formers = [*(former for former, _ in self._replaced), current][-self.patience :]
+        self._replaced = [(former, []) for former in formers]
         return True
 
-    def gain_seconds(self, current: ExpertPlacement, plan: ExpertPlacement) -> float:
-        """Predicted gain per step; 0 before the first window."""
-        step = self.prices.step_seconds
-        return min((step(load, current) - step(load, plan) for load in self._windows), default=0.0)
+    def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
+        """Seconds per step."""
+        return self.prices.step_seconds(load_E, current) - self.prices.step_seconds(load_E, plan)
+
+    def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:
+        return gain * steps > self.margin * self.prices.migration_seconds(current, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
         return {
             "windows": [load.tolist() for load in self._windows],
-            "replaced": [[former.to_dict(), windows] for former, windows in self._replaced],
+            "proposal": None if self._proposal is None else [side.to_dict() for side in self._proposal],
+            "predicted": self._predicted,
+            "realised": self._realised,
+            "replaced": [[former.to_dict(), list(savings)] for former, savings in self._replaced],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        proposal = state["proposal"]
         self._windows = [np.array(load) for load in state["windows"]]
-        self._replaced = [(ExpertPlacement.from_dict(former), windows) for former, windows in state["replaced"]]
+        self._proposal = proposal and (ExpertPlacement.from_dict(proposal[0]), ExpertPlacement.from_dict(proposal[1]))
+        self._predicted, self._realised = state["predicted"], state["realised"]
+        self._replaced = [(ExpertPlacement.from_dict(former), list(savings)) for former, savings in state["replaced"]]

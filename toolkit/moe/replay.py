@@ -60,7 +60,7 @@ def replay(
             continue
         load_E = window_TE.mean(0)
         smooth = load_E if smooth is None else memory * smooth + (1 - memory) * load_E
-        back = guard.review(load_E, placement) if guard else None
+        back = guard.review(load_E, placement, steps=every) if guard else None
         if back is not None:
             placement = back
         else:

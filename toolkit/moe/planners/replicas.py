@@ -11,22 +11,43 @@ from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.planners.board import LITTLE_GAIN, Board, capacities, even_counts, pack, settle
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 
+CLOSE = 1.01
+"""An imbalance after packing at which no other division of spare slots is tried."""
 
-def copies_for(weights: Sequence[float], spare: int, most: int) -> list[int]:
+
+def copies_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
     """Copies per expert: each of `spare` slots goes to the expert whose copies bear most, up to `most` copies each.
 
-    No other way of giving out the slots makes the heaviest copy lighter. Experts without load get one copy.
+    No other way of giving out the slots makes the heaviest copy lighter. With `at_once`, experts whose copies bear no
+    more than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one copy.
     """
     copies = [1] * len(weights)
     heap = [(-weight, expert) for expert, weight in enumerate(weights) if weight > 0 and most > 1]
     heapq.heapify(heap)
     while spare and heap:
-        _, expert = heapq.heappop(heap)
-        copies[expert] += 1
-        spare -= 1
+        weight, expert = heapq.heappop(heap)
+        given = min(1 if -weight > hot else at_once, spare, most - copies[expert])
+        copies[expert] += given
+        spare -= given
         if copies[expert] < most:
             heapq.heappush(heap, (-weights[expert] / copies[expert], expert))
     return copies
+
+
+def _pack_with_copies(weights: Sequence[float], room: Sequence[int], spare: int) -> list[list[int]]:
+    """The best packing among four ways to divide spare slots. Halves of alike experts often leave no even packing
+    where thirds do."""
+    mean = sum(weights) / len(room)
+    best, lowest = [], float("inf")
+    for at_once in (1, 2, 3, 4):
+        copies = copies_for(weights, spare, sum(limit > 0 for limit in room), at_once=at_once, hot=0.9 * mean)
+        packed = pack(weights, room, copies)
+        highest = max(sum(weights[item] / copies[item] for item in items) for items in packed)
+        if highest < lowest:
+            best, lowest = packed, highest
+        if lowest <= CLOSE * mean:
+            break
+    return best
 
 
 @register_planner("replicate")
@@ -54,8 +75,7 @@ def replicate(
         weights = [float(load[e]) for e in experts]
         room_here = [room[rank] for rank in ranks]
         spare_here = int((sum(room_here) - len(experts)) * share)
-        copies = copies_for(weights, spare_here, sum(limit > 0 for limit in room_here))
-        for rank, items in zip(ranks, pack(weights, room_here, copies), strict=True):
+        for rank, items in zip(ranks, _pack_with_copies(weights, room_here, spare_here), strict=True):
             experts_R[rank] = [experts[item] for item in items]
     board = Board(settle(experts_R, current), load)
     board.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
