@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from toolkit.moe.expert_loop import ExpertLoop
-from toolkit.moe.grouped_mm import cast_as_autocast_would, grouped_mm
+from toolkit.moe.feed_forward import GroupedFeedForward
+from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.parallel import ShardGroups, mark_sharded
 from toolkit.seeding import generator
 
@@ -54,12 +54,12 @@ class GroupedExperts(nn.Module):
     def forward(self, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
         """`x_ND` holds slot 0's rows first, then slot 1's, and so on; `rows_per_slot` (int64, S) says how many."""
         x_ND, up, down = cast_as_autocast_would(x_ND, self.up, self.down)
-        if x_ND.device.type == "cpu":
-            return ExpertLoop.apply(x_ND, up, down, rows_per_slot.tolist())
-        return self.grouped(x_ND, up, down, rows_per_slot)
+        if accepts(x_ND, up) and accepts(x_ND, down):
+            return GroupedFeedForward.apply(x_ND, up, down, rows_per_slot.cumsum(0).int())
+        return self.step_by_step(x_ND, up, down, rows_per_slot)
 
-    def grouped(self, x_ND: Tensor, up: Tensor, down: Tensor, rows_per_slot: Tensor) -> Tensor:
-        """The same as two grouped products, which need no host sync."""
+    def step_by_step(self, x_ND: Tensor, up: Tensor, down: Tensor, rows_per_slot: Tensor) -> Tensor:
+        """The same for every type and width, with autograd's own backward."""
         hidden = grouped_mm(x_ND, up.transpose(1, 2), rows_per_slot)
         if self.activation == "swiglu":
             gate, hidden = hidden.chunk(2, dim=-1)

@@ -23,7 +23,7 @@ def grouped_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tenso
     float32, bfloat16, float16); elsewhere slots are padded to a common length and multiplied as a batch.
     """
     x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
-    if _grouped_mm_accepts(x_ND, weight_SDF):
+    if accepts(x_ND, weight_SDF):
         product = torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0).int())
         return _ContiguousGradient.apply(product)
     return _padded_mm(x_ND, weight_SDF, rows_per_slot)
@@ -41,7 +41,11 @@ class _ContiguousGradient(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-def _grouped_mm_accepts(x_ND: Tensor, weight_SDF: Tensor) -> bool:
+def accepts(x_ND: Tensor, weight_SDF: Tensor) -> bool:
+    """Whether `torch.nn.functional.grouped_mm` takes these operands."""
+    # Its shape function, which a compiler asks, knows bfloat16 alone.
+    if torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16:
+        return False
     if x_ND.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x_ND.dtype != weight_SDF.dtype:
         return False
     return all(size * x_ND.element_size() % 16 == 0 for size in weight_SDF.shape[1:])
