@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.moe.guard import MigrationGuard
+from toolkit.moe.guard import MigrationGuard, Prices
 from toolkit.moe.imbalance import max_over_mean, shares
 from toolkit.moe.placement import ExpertPlacement, moves
 from toolkit.moe.planners.registry import Planner
@@ -69,3 +69,21 @@ def replay(
                 placement = plan
         placements.append(placement)
     return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)
+
+
+def worst_span(load_TE: NDArray[Any], run: Replay, prices: Prices) -> float:
+    """Seconds with plans over seconds without, in the worst span of two plans: migrations are included, and without
+    plans what was in force before the two stays. At most 1 where planning was never worse than doing nothing."""
+
+    def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
+        return float((loads @ shares(placement)).max(1).sum()) * prices.seconds_per_row
+
+    worst = 0.0
+    for before, first, second, start in zip(
+        run.placements, run.placements[1:], run.placements[2:], range(run.every, len(load_TE), run.every), strict=False
+    ):
+        span_TE = load_TE[start : start + 2 * run.every]
+        spent = compute(span_TE[: run.every], first) + compute(span_TE[run.every :], second)
+        spent += prices.migration_seconds(before, first) + prices.migration_seconds(first, second)
+        worst = max(worst, spent / compute(span_TE, before))
+    return worst

@@ -101,12 +101,18 @@ class Board:
                 already_there = self.holds_RE[self.rank_G[None], self.expert_G[start:end, None]]
                 already_here = self.holds_RE[busiest, self.expert_G]
                 higher[already_there | already_here] = np.inf
-            i, j = divmod(int(higher.argmin()), len(self.expert_G))
-            gain = float(self.load_R[busiest] - higher[i, j])
+            lowest = float(higher.min())
+            gain = float(self.load_R[busiest]) - lowest
             if gain <= max(min_gain * mean, NO_GAIN * float(self.load_R[busiest])):
                 return
-            moves_left -= 1 if self.expert_G[j] == EMPTY_ROW else 2
-            self.exchange(int(start) + i, j)
+            i, j = np.nonzero(higher == lowest)
+            i += start
+            if len(i) > 1:
+                # An empty slot first, as that moves one expert only; then the lowest ids.
+                first = np.lexsort((self.expert_G[i], self.expert_G[j]))[0]
+                i, j = i[first:], j[first:]
+            moves_left -= 1 if self.expert_G[j[0]] == EMPTY_ROW else 2
+            self.exchange(int(i[0]), int(j[0]))
 
 
 def even_counts(items: int, room: Sequence[int]) -> list[int]:
