@@ -69,6 +69,7 @@ class Trainer:
         """The run's final numbers; callbacks add to them, `fit` returns them."""
         self.stop_reason: str | None = None
         self._recorded: dict[str, Any] = {}
+        self._line_is_due = False
         self.callbacks = list(callbacks)
         self._hooks = {
             name: [getattr(c, name) for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)]
@@ -87,7 +88,7 @@ class Trainer:
             while self.state.step < self.max_steps and self.stop_reason is None:
                 self.train_step(next(steps))
                 self.hooks("on_step_end")
-                if self.at_log_step:
+                if self.at_log_step or self._line_is_due:
                     self.emit()
             self.hooks("on_fit_end")
         except BaseException as error:
@@ -152,6 +153,7 @@ class Trainer:
         metrics = {f"{name}/{key}": value for key, value in sums.compute().items()}
         for key, value in metrics.items():
             self.record(key, value)
+        self._line_is_due = True
         self.hooks("on_evaluate_end", name, metrics)
         return metrics
 
@@ -173,7 +175,8 @@ class Trainer:
     @property
     def at_log_step(self) -> bool:
         """Whether the step that just ended closes a line of metrics: the one moment that waits for the device."""
-        return self.state.step % self.log_every == 0 or self.state.step == self.max_steps
+        step = self.state.step
+        return step % self.log_every == 0 or step % self.batches.steps_per_epoch == 0 or step == self.max_steps
 
     # --- metrics and state ------------------------------------------------------------------------------------
 
@@ -188,7 +191,7 @@ class Trainer:
         parallel.refuse_late_parameters(self.raw_model, self.parameters)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.sums.reset()
-        recorded, self._recorded = self._plain_records(), {}
+        recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False
         self.run.log(
             {"train/epoch": self.state.step / self.batches.steps_per_epoch, **means, **recorded}, self.state.step
         )
