@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.planners.board import Floats, capacities
-from toolkit.moe.planners.registry import Load, checked_load
+from toolkit.moe.planners.registry import Load, as_floats, checked_load
 from toolkit.moe.planners.replicas import copies_for
 
 
@@ -53,7 +53,7 @@ class ExpertImbalance:
 
 
 def expert_imbalance(load_E: Load) -> ExpertImbalance:
-    load = np.asarray(load_E, dtype=np.float64)
+    load = as_floats(load_E)
     mean = float(load.mean())
     if not mean:
         return ExpertImbalance(0.0, 0.0, 1.0, len(load))

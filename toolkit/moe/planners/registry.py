@@ -45,9 +45,14 @@ def planner_named(name: str) -> Planner:
     return PLANNERS[name]
 
 
+def as_floats(load_E: Load) -> NDArray[np.float64]:
+    """Counters of a device, too."""
+    return np.asarray(load_E.cpu() if isinstance(load_E, Tensor) else load_E, dtype=np.float64)
+
+
 def checked_load(load_E: Load, current: ExpertPlacement) -> NDArray[np.float64]:
     """`load_E` as float64 (E); raises ValueError unless it has a finite number, at least 0, for each expert."""
-    load = np.asarray(load_E, dtype=np.float64)
+    load = as_floats(load_E)
     if load.shape != (current.num_experts,):
         raise ValueError(f"load has shape {load.shape}, but the placement has {current.num_experts} experts")
     if not (np.isfinite(load).all() and (load >= 0).all()):

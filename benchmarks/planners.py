@@ -1,0 +1,190 @@
+"""What planners reach and what they cost, on made-up loads.
+
+    python benchmarks/planners.py                 all four tables, about a minute
+    python benchmarks/planners.py cost            milliseconds per plan
+    python benchmarks/planners.py balance         imbalance beside the bound for the slots given, W0 to W7
+    python benchmarks/planners.py drift           swaps beside planning from scratch, on load that drifts
+    python benchmarks/planners.py guard           plans beside doing nothing, over each span of two plans
+
+Imbalance is max / mean of rows per rank; `bound` is `toolkit.moe.imbalance.lower_bound`. Writes
+benchmarks/results/planners_<table>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import write_report
+from toolkit.moe.guard import MigrationGuard, Prices
+from toolkit.moe.imbalance import lower_bound, rank_imbalance
+from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.moe.planners import PLANNERS, lpt, planner_named, replicate, swap
+from toolkit.moe.replay import replay, worst_span
+from toolkit.moe.workloads import WORKLOADS, Sizes, drifting
+
+SEEDS = 5
+EVERY = 20
+"""Steps between plans."""
+EXPERT = 3 * 2048 * 1024
+"""Parameters of an expert of the guard's table."""
+PRICES = Prices(seconds_per_row=1e-6, bytes_per_second=25e9, weight_bytes=2 * EXPERT, optimizer_bytes=12 * EXPERT)
+"""A GPU that needs a microsecond per row and a link of 200 Gbit/s; bf16 weights, float32 moments and master weights."""
+
+Row = dict[str, Any]
+
+
+def start(name: str, experts: int, ranks: int) -> ExpertPlacement:
+    placement = contiguous(experts, ranks)
+    return with_spare_slots(placement, 1) if name == "replicate" else placement
+
+
+def cost() -> None:
+    """256 experts on 64 ranks, in eights to a node; the median and the slowest of loads, each the median of 9 runs."""
+    experts, ranks = 256, 64
+    rng = np.random.default_rng(0)
+    nodes = [rank // 8 for rank in range(ranks)]
+    together = rng.integers(0, 100, (experts, experts))
+    given: dict[str, dict[str, Any]] = {
+        "affinity": {"together_EE": together + together.T},
+        "node_aware": {"node_of_rank": nodes, "source_load_RE": rng.integers(0, 9, (ranks, experts))},
+    }
+    loads = [rng.permutation(np.arange(1, experts + 1.0) ** -skew) for skew in (0.3, 0.6, 1.0)]
+    loads += [np.exp(rng.normal(0, sigma, experts)) for sigma in (0.3, 1.0)] + [rng.poisson(1000, experts) * 1.0]
+    loads += [WORKLOADS[name](Sizes(steps=5, ranks=ranks, experts=experts)).sum((0, 1)) * 1.0 for name in WORKLOADS]
+    contenders: list[tuple[str, str, dict[str, Any]]] = [(name, name, given.get(name, {})) for name in PLANNERS]
+    contenders.append(("replicate, 8 nodes", "replicate", {"node_of_rank": nodes}))
+    rows = []
+    for label, name, options in contenders:
+        planner, current = planner_named(name), start(name, experts, ranks)
+        milliseconds = [_milliseconds(partial(planner, load, current, **options)) for load in loads]
+        rows.append(
+            {
+                "planner": label,
+                "median ms": round(statistics.median(milliseconds), 2),
+                "slowest load, ms": round(max(milliseconds), 2),
+            }
+        )
+    write_report("planners_cost", rows, experts=experts, ranks=ranks, loads=len(loads))
+
+
+def _milliseconds(function: Callable[[], object]) -> float:
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
+
+
+def balance() -> None:
+    """Plans for the load that they are then judged by: how well experts are packed. The worst of the seeds."""
+    rows: list[Row] = []
+    for experts, ranks in ((64, 8), (128, 8), (256, 64)):
+        for name, workload in WORKLOADS.items():
+            found: list[list[float]] = []
+            for seed in range(SEEDS):
+                sizes = Sizes(steps=EVERY, ranks=ranks, experts=experts, copies=32768 // ranks, seed=seed)
+                load = workload(sizes).sum((0, 1))
+                current, spare = start("", experts, ranks), start("replicate", experts, ranks)
+                bound, spare_bound = lower_bound(load, current), lower_bound(load, spare, replicas=True)
+                from_scratch, swapped = (rank_imbalance(load, plan(load, current)) for plan in (lpt, swap))
+                copied = rank_imbalance(load, replicate(load, spare))
+                found.append(
+                    [
+                        rank_imbalance(load, current),
+                        bound,
+                        from_scratch / bound,
+                        swapped / bound,
+                        copied,
+                        copied / spare_bound,
+                    ]
+                )
+            worst = [round(x, 4) for x in np.max(found, axis=0).tolist()]
+            titles = ["contiguous", "bound", "lpt / bound", "swap / bound", "replicate", "replicate / its bound"]
+            rows.append(
+                {"experts, ranks": f"{experts}, {ranks}", "workload": name, **dict(zip(titles, worst, strict=True))}
+            )
+    write_report("planners_balance", rows, seeds=SEEDS)
+
+
+def drift() -> None:
+    """Imbalance that came about, not what plans promised: means over steps after the first plan, and over seeds."""
+    rows: list[Row] = []
+    contenders: dict[str, tuple[Any, dict[str, Any]]] = {
+        "contiguous": (None, {}),
+        "lpt, packing alone": (lpt, {"level": False}),
+        "lpt": (lpt, {}),
+        "swap": (swap, {}),
+        "swap, 8 moves at most": (swap, {"max_moves": 8}),
+        "swap until 1.03": (swap, {"target": 1.03}),
+    }
+    for experts, ranks in ((64, 8), (128, 8)):
+        for sigma in (0.02, 0.05, 0.1):
+            loads = [
+                drifting(Sizes(steps=400, experts=experts, ranks=ranks, seed=seed), sigma=sigma).sum(1)
+                for seed in range(SEEDS)
+            ]
+            for label, (planner, options) in contenders.items():
+                runs = [replay(load, start("", experts, ranks), planner, every=EVERY, **options) for load in loads]
+                rows.append(
+                    {
+                        "experts, ranks": f"{experts}, {ranks}",
+                        "sigma per step": sigma,
+                        "planner": label,
+                        "imbalance": round(float(np.mean([run.imbalance_T[EVERY:].mean() for run in runs])), 3),
+                        "moved per plan": round(float(np.mean([run.experts_moved[1:] for run in runs])), 1),
+                    }
+                )
+    write_report("planners_drift", rows, seeds=SEEDS, every=EVERY, skew=0.6)
+
+
+def guard() -> None:
+    """Seconds with plans over seconds without, in the worst span of two plans, migrations included."""
+    workloads = dict(WORKLOADS)
+    for sigma in (0.02, 0.05, 0.1):
+        workloads[f"drift {sigma}"] = lambda sizes, sigma=sigma: drifting(sizes, sigma=sigma)  # type: ignore[misc]
+    rows: list[Row] = []
+    for name, workload in workloads.items():
+        loads = [workload(Sizes(steps=400, seed=seed)).sum(1) for seed in range(SEEDS)]
+        for label in ("swap", "lpt", "replicate"):
+            row: Row = {"workload": name, "planner": label}
+            for guarded in (False, True):
+                runs = [
+                    replay(
+                        load,
+                        start(label, 64, 8),
+                        planner_named(label),
+                        every=EVERY,
+                        guard=MigrationGuard(PRICES) if guarded else None,
+                    )
+                    for load in loads
+                ]
+                suffix = ", guarded" if guarded else ""
+                row[f"imbalance{suffix}"] = round(float(np.mean([run.imbalance_T.mean() for run in runs])), 3)
+                row[f"moved{suffix}"] = round(float(np.mean([sum(run.experts_moved) for run in runs])))
+                spans = [worst_span(load, run, PRICES) for load, run in zip(loads, runs, strict=True)]
+                row[f"worst span{suffix}"] = round(max(spans), 3)
+            rows.append(row)
+    write_report("planners_guard", rows, seeds=SEEDS, every=EVERY, experts=64, ranks=8)
+
+
+TABLES = {"cost": cost, "balance": balance, "drift": drift, "guard": guard}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=TABLES, help="default: all")
+    chosen = parser.parse_args().table
+    for table in [chosen] if chosen else TABLES:
+        TABLES[table]()
