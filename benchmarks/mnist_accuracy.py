@@ -1,8 +1,8 @@
 """Test accuracy on MNIST: the mixture beside a dense network of equal active parameters, same schedule, same seeds.
 
-    python benchmarks/mnist_accuracy.py --data-dir DIR            3 seeds, 1 and 5 epochs, about ten minutes on a CPU
+    python benchmarks/mnist_accuracy.py --data-dir DIR        3 seeds, 1 and 5 epochs, about ten minutes on a CPU
 
-Writes a table and benchmarks/results/mnist_accuracy.json. Each run is what `recipes/mnist_moe.py` does with that preset.
+Writes a table and benchmarks/results/mnist_accuracy.json. Each run is `recipes/mnist_moe.py` with that preset.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/mnist_throughput.py --data-dir DIR
 
-Runs `recipes/mnist_moe.py` for a few epochs on one thread and on two, each in a fresh process, and profiles a stretch of
-training steps on one thread. Samples per CPU-second count the CPU time of all threads.
+Runs `recipes/mnist_moe.py` for a few epochs on one thread and on two, each in a fresh process, and profiles a
+stretch of training steps on one thread. Samples per CPU-second count the CPU time of all threads.
 """
 
 from __future__ import annotations

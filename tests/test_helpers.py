@@ -31,7 +31,7 @@ def test_every_rank_answers():
 
 
 def test_a_failing_rank_fails_the_call_with_its_traceback():
-    with pytest.raises(AssertionError, match="rank 1 of 2 raised:(.|\n)*rank one is unwell"):
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 raised:(.|\n)*rank one is unwell"):
         run_distributed(fail_on_rank_one, 2)
 
 
