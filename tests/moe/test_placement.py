@@ -142,6 +142,7 @@ def test_carrying_out_moves_turns_the_old_placement_into_the_new(data: st.DataOb
     for move in moves(old, new):
         assert rows[move.source_rank, move.source_slot] == move.expert
         assert (move.source_rank, move.source_slot) != (move.rank, move.slot)
+        assert move.travels == (move.expert not in old.slots[move.rank])
         after[move.rank, move.slot] = move.expert
     for rank, row in enumerate(new.slots):
         for slot, expert in enumerate(row):

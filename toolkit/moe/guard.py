@@ -85,7 +85,7 @@ class MigrationGuard:
         better = [
             (min(savings), former)
             for former, savings in self._replaced
-            if len(savings) == self.patience and min(savings) > 0 and self._pays(min(savings), current, former, steps)
+            if len(savings) == self.patience and self._pays(min(savings), current, former, steps)
         ]
         if not better:
             return None
