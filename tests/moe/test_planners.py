@@ -122,10 +122,10 @@ def test_swaps_by_hand():
     assert swap([8, 5, 1, 2], ExpertPlacement(((0, 1), (3, 2)))).slots == ((0, 2), (3, 1))
     # 13 is 1.625 times the mean; 9, after one exchange, 1.125 times.
     assert swap([8, 5, 1, 2], blocks(4, 2), target=1.63) == blocks(4, 2)
-    # Loads 10, 9 and 1: exchanging 5 with 1 gives 6, 9, 5, which is 1.35 times the mean, and the next 6, 7, 7.
+    # Loads 10, 9 and 1: exchanging 5 with 1 gives 6, 9, 5, which is 1.35 times the mean, and the next 8 at best.
     thrice = [5, 5, 6, 3, 1, 0]
     assert rank_imbalance(thrice, swap(thrice, blocks(6, 3), target=1.4)) == pytest.approx(1.35)
-    assert rank_imbalance(thrice, swap(thrice, blocks(6, 3))) < 1.1
+    assert rank_imbalance(thrice, swap(thrice, blocks(6, 3))) == pytest.approx(1.2)
     # An empty slot takes an expert alone, for one move instead of two.
     spare = ExpertPlacement(((0, 1), (2, EMPTY_ROW)))
     assert swap([3, 3, 3], spare, max_moves=1) == spare
