@@ -20,8 +20,9 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.models import MLP
 from toolkit.moe import RouterPenalty, WholeStepBalance, make_moe
+from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.optim import build_optimizer
-from toolkit.parallel import ShardGroups, is_owned, make_shard_groups, replicas_agree, sharding_of
+from toolkit.parallel import EMPTY_ROW, ShardGroups, is_owned, make_shard_groups, replicas_agree, sharding_of
 from toolkit.run import start_run
 from toolkit.schedules import warmup_cosine
 from toolkit.tasks import Classification
@@ -30,22 +31,34 @@ from toolkit.trainer import Trainer
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 """122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""
 
-CASES = [(1, 1, 4)]
-CASES += [(2, ep_size, accumulation) for ep_size in (1, 2) for accumulation in (1, 4)]
-CASES += [(4, ep_size, accumulation) for ep_size in (1, 2, 4) for accumulation in (1, 4)]
-"""(processes, ep_size, accumulation): ep_size 1 copies the experts, 2 on 4 processes makes two groups."""
+CASES = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
+CASES += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
+CASES += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
+CASES += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
+"""(processes, ep_size, accumulation, placement): ep_size 1 copies the experts, 2 on 4 processes makes two groups."""
+
+
+def place(name: str, ranks: int) -> ExpertPlacement:
+    """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest dealt out; two empty slots a rank."""
+    order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3)).tolist()
+    if name == "shuffled":
+        return ExpertPlacement.from_slot_of_expert(order, ranks)
+    if name == "uneven":
+        return ExpertPlacement((tuple(order[:5]), *(tuple(order[5 + r :: ranks - 1]) for r in range(ranks - 1))))
+    blocks = contiguous(EXPERTS, ranks)
+    return with_spare_slots(blocks, 2) if name == "spare" else blocks
 
 
 class TwoLayers(nn.Module):
     """Two mixtures with a shared expert between dense layers."""
 
-    def __init__(self, groups: ShardGroups, balance: str):
+    def __init__(self, groups: ShardGroups, placement: ExpertPlacement, balance: str):
         super().__init__()
         torch.manual_seed(0)
-        biased = balance == "bias"
+        spread: dict[str, Any] = {"groups": groups, "placement": placement, "bias_balancing": balance == "bias"}
         self.stem = nn.Linear(12, 16)
-        self.first = make_moe(16, 24, EXPERTS, 2, groups=groups, bias_balancing=biased, shared_expert=MLP(16, 8, 16))
-        self.second = make_moe(16, 12, EXPERTS, 3, groups=groups, activation="swiglu", bias_balancing=biased, seed=1)
+        self.first = make_moe(16, 24, EXPERTS, 2, **spread, shared_expert=MLP(16, 8, 16))
+        self.second = make_moe(16, 12, EXPERTS, 3, **spread, activation="swiglu", seed=1)
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,23 +93,26 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
         if sharding is None:
             rows[name] = value
         else:
-            rows |= {f"{name}/{row_id}": row for row_id, row in zip(sharding.row_ids, value, strict=True)}
+            held = zip(sharding.row_ids, value, strict=True)
+            rows |= {f"{name}/{row_id}": row for row_id, row in held if row_id != EMPTY_ROW}
     return rows
 
 
-def train(folder: Path, ep_size: int, accumulation: int, dtype: torch.dtype, balance: str) -> dict[str, Any]:
+def train(
+    folder: Path, ep_size: int, accumulation: int, placement: str, dtype: torch.dtype, balance: str
+) -> dict[str, Any]:
     config = MoERunConfig(
         batch_size=BATCH,
         gradient_accumulation_steps=accumulation,
         cpu=True,
         log_every=1,
         tracker="none",
-        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}",
+        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}",
         optimizer=OptimizerConfig(weight_decay=0.1),
     )
     with start_run("parity", config) as run:
         groups = make_shard_groups(ep_size)
-        model = TwoLayers(groups, balance).to(dtype)
+        model = TwoLayers(groups, place(placement, ep_size), balance).to(dtype)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
             input=torch.randn(SAMPLES, 12, dtype=dtype, generator=draws),
@@ -129,7 +145,7 @@ def train(folder: Path, ep_size: int, accumulation: int, dtype: torch.dtype, bal
         }
 
 
-def train_all(folder: Path, cases: list[tuple[int, int, torch.dtype, str]]) -> list[dict[str, Any]]:
+def train_all(folder: Path, cases: list[tuple[int, int, str, torch.dtype, str]]) -> list[dict[str, Any]]:
     return [train(folder, *case) for case in cases]
 
 
@@ -139,11 +155,12 @@ DTYPES = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
-    """What each rank recorded, by (processes, ep_size, accumulation, dtype, balance)."""
+    """What each rank recorded, by (processes, ep_size, accumulation, placement, dtype, balance)."""
     folder, found = tmp_path_factory.mktemp("parity"), {}
     for world in (1, 2, 4):
-        cases = [(ep, acc, dtype, "loss") for w, ep, acc in [(1, 1, 1), *CASES] if w == world for dtype in DTYPES]
-        cases += [(world, 1, torch.float64, "bias")]
+        reference = (1, 1, 1, "blocks")
+        cases = [(*case, dtype, "loss") for w, *case in [reference, *CASES] if w == world for dtype in DTYPES]
+        cases += [(world, 1, "blocks", torch.float64, "bias")]
         for case, *ranks in zip(cases, *run_distributed(train_all, world, folder, cases, timeout_s=300), strict=True):
             found[(world, *case)] = ranks
     return found
@@ -174,10 +191,10 @@ def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tol
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-processes-ep{}-accumulation{}".format(*case))
-def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int, int, int], dtype: torch.dtype):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-processes-ep{}-accumulation{}-{}".format(*case))
+def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int, int, int, str], dtype: torch.dtype):
     tolerance = DTYPES[dtype]
-    (reference,) = traces[(1, 1, 1, dtype, "loss")]
+    (reference,) = traces[(1, 1, 1, "blocks", dtype, "loss")]
     ranks = traces[(*case, dtype, "loss")]
     for rank in ranks:
         assert relative_difference(rank["losses"], reference["losses"]) < tolerance
@@ -188,19 +205,19 @@ def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int,
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: tuple[int, int, int]):
-    processes, ep_size, _ = case
+def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: tuple[int, int, int, str]):
+    processes, ep_size, _, placement = case
     ranks = traces[(*case, torch.float32, "loss")]
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         assert rank["agree"], "copies or replicas drifted apart"
         assert len(rank["owned"]) == (4 if ep_size > 1 else 0)
-        held = {name for name in rank["weights"] if name.startswith("first.experts.up/")}
-        assert len(held) == EXPERTS // ep_size
+        held = {int(name.rpartition("/")[2]) for name in rank["weights"] if name.startswith("first.experts.up/")}
+        assert held == set(place(placement, ep_size).experts_on(number % ep_size)) - {EMPTY_ROW}
     assert len(ranks) == processes
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Any, world: int):
-    (reference,) = traces[(1, 1, 1, torch.float64, "bias")]
-    ranks = traces[(world, world, 1, torch.float64, "bias")]
+    (reference,) = traces[(1, 1, 1, "blocks", torch.float64, "bias")]
+    ranks = traces[(world, world, 1, "blocks", torch.float64, "bias")]
     assert_equal_rows(gathered(ranks, "weights"), reference["weights"], 1e-10)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, sort_by_slot
+from toolkit.moe.placement import ExpertPlacement
 from toolkit.parallel import make_shard_groups
 
 DIM, EXPERTS, TOP_K = 5, 8, 2
@@ -155,7 +156,9 @@ SLOT_OF_EXPERT = [3, 0, 6, 1, 7, 2, 4, 5]
 
 def every_case_on_one_rank() -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAllDispatcher(torch.tensor(SLOT_OF_EXPERT), make_shard_groups(world))
+    dispatcher = AllToAllDispatcher(
+        ExpertPlacement.from_slot_of_expert(SLOT_OF_EXPERT, world), make_shard_groups(world)
+    )
     slots = EXPERTS // world
     mine = [SLOT_OF_EXPERT.index(slot) for slot in range(rank * slots, (rank + 1) * slots)]
     return {

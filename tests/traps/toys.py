@@ -40,8 +40,8 @@ class ToyMixture(nn.Module):
             router = TopKRouter(DIM, EXPERTS, TOP_K)
             self.head = nn.Linear(DIM, CLASSES)
         experts = GroupedExperts(DIM, HIDDEN, expert_ids=placement.experts_on(groups.ep_rank), groups=groups)
-        slots = torch.tensor(slot_of_expert)
-        dispatcher = LocalDispatcher(EXPERTS) if groups.ep_size == 1 else AllToAllDispatcher(slots, groups)
+        alone = groups.ep_size == 1
+        dispatcher = LocalDispatcher(EXPERTS, placement) if alone else AllToAllDispatcher(placement, groups)
         self.moe = MoE(router, experts, dispatcher, placement)
         self.double()
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.moe.placement import ExpertPlacement
 from toolkit.parallel import ShardGroups
 
 
@@ -139,6 +140,12 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
+def _slots_of_single_copies(placement: ExpertPlacement) -> Tensor:
+    if placement.has_replicas:
+        raise ValueError(f"experts with several live copies cannot be trained yet:\n{placement}")
+    return torch.tensor(placement.slot_of_expert)
+
+
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     result = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
@@ -146,38 +153,50 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
 
 
 class LocalDispatcher:
-    """All experts live here; slot numbers are expert ids."""
+    """All experts live here. Without a placement, slot numbers are expert ids."""
 
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
+    def __init__(self, num_experts: int, placement: ExpertPlacement | None = None):
+        self.num_slots = num_experts
+        self.slot_of_expert: Tensor | None = None
+        if placement is not None and placement.slots != (tuple(range(num_experts)),):
+            self.num_slots, self.slot_of_expert = placement.stride, _slots_of_single_copies(placement)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
-        order = sort_by_slot(expert_ids_TK, self.num_experts)
-        return _Spread.apply(x_TD, order), DispatchPlan(order.rows_per_slot, order.rows_per_slot, order)
+        if self.slot_of_expert is None:
+            order = sort_by_slot(expert_ids_TK, self.num_slots)
+            return _Spread.apply(x_TD, order), DispatchPlan(order.rows_per_slot, order.rows_per_slot, order)
+        self.slot_of_expert = self.slot_of_expert.to(x_TD.device)
+        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], self.num_slots)
+        plan = DispatchPlan(order.rows_per_slot, order.rows_per_slot[self.slot_of_expert], order)
+        return _Spread.apply(x_TD, order), plan
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
         return _WeightedSum.apply(rows, weights_TK, plan.order)
 
 
 class AllToAllDispatcher:
-    """Experts live on the ranks of a shard group: `slot_of_expert` (int64, E) counts slots through all its ranks."""
+    """Experts live on the ranks of a shard group, where `placement` says: in any order, uneven, with spare slots."""
 
-    def __init__(self, slot_of_expert: Tensor, groups: ShardGroups):
-        self.slot_of_expert, self.groups = slot_of_expert, groups
-        self.slots = len(slot_of_expert) // groups.ep_size
+    def __init__(self, placement: ExpertPlacement, groups: ShardGroups):
+        if placement.ranks != groups.ep_size:
+            raise ValueError(f"a placement on {placement.ranks} rank(s) for shard groups of {groups.ep_size}")
+        self.slot_of_expert, self.groups = _slots_of_single_copies(placement), groups
+        self.stride = placement.stride
+        self.slots = len(placement.slots[groups.ep_rank])
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
         peers, group = self.groups.ep_size, self.groups.shard_group
         self.slot_of_expert = self.slot_of_expert.to(x_TD.device)
-        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], peers * self.slots)
-        to_peers_PS = order.rows_per_slot.view(peers, self.slots)
+        # Every rank counts as many slots as the one that has most, so that all exchange equally many counts.
+        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], peers * self.stride)
+        to_peers_PS = order.rows_per_slot.view(peers, self.stride)
         from_peers_PS = torch.empty_like(to_peers_PS)
         dist.all_to_all_single(from_peers_PS, to_peers_PS, group=group)
         # The one host sync of the layer: an all-to-all takes its sizes from the host.
         sent, received = torch.stack([to_peers_PS.sum(1), from_peers_PS.sum(1)]).tolist()
         rows = _AllToAll.apply(_Spread.apply(x_TD, order), sent, received, group)
         # Rows arrive peer by peer, in slot order within a peer: bring them into slot order.
-        slot_PS = torch.arange(self.slots, device=rows.device).repeat(peers)
+        slot_PS = torch.arange(self.stride, device=rows.device).repeat(peers)
         slot_R = torch.repeat_interleave(slot_PS, from_peers_PS.flatten(), output_size=len(rows))
         received_order = sort_by_slot(slot_R.unsqueeze(1), self.slots)
         rows = _Permute.apply(rows, received_order.copy_N, received_order.place_TK.flatten())

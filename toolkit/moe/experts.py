@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.moe.feed_forward import GroupedFeedForward
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.parallel import ShardGroups, mark_sharded
+from toolkit.parallel import EMPTY_ROW, ShardGroups, mark_sharded
 from toolkit.seeding import generator
 
 Activation = Literal["relu", "swiglu"]
@@ -23,8 +23,8 @@ Activation = Literal["relu", "swiglu"]
 class GroupedExperts(nn.Module):
     """S feed-forward experts `down(act(up(x)))` of hidden width F, without biases.
 
-    `expert_ids` says which expert each slot holds. An expert's initial weights depend on (seed, id) alone, so they
-    are the same wherever it lives and however many ranks there are.
+    `expert_ids` says which expert each slot holds, `EMPTY_ROW` where it is empty. An expert's initial
+    weights depend on (seed, id) alone, so they are the same wherever it lives and however many ranks there are.
     """
 
     def __init__(
@@ -45,6 +45,10 @@ class GroupedExperts(nn.Module):
         self.up = nn.Parameter(torch.empty(slots, up_dim, dim))
         self.down = nn.Parameter(torch.empty(slots, hidden_dim, dim))
         for slot, expert_id in enumerate(expert_ids):
+            if expert_id == EMPTY_ROW:
+                self.up.data[slot].zero_()
+                self.down.data[slot].zero_()
+                continue
             draws = generator(seed, "expert", expert_id)
             nn.init.normal_(self.up.data[slot], std=(2 / dim) ** 0.5, generator=draws)
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)

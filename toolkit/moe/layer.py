@@ -67,14 +67,17 @@ def make_moe(
     top_k: int,
     *,
     groups: ShardGroups | None = None,
+    placement: ExpertPlacement | None = None,
     activation: Activation = "relu",
     bias_balancing: bool = False,
     shared_expert: nn.Module | None = None,
     seed: int = 0,
 ) -> MoE:
-    """A layer whose experts are spread over `groups` in equal contiguous blocks."""
+    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks."""
     groups = groups or ShardGroups()
-    placement = contiguous(num_experts, groups.ep_size)
+    placement = placement or contiguous(num_experts, groups.ep_size)
+    if placement.num_experts != num_experts:
+        raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(
         dim,
         hidden_dim,
@@ -84,9 +87,9 @@ def make_moe(
         seed=seed,
     )
     if groups.ep_size == 1:
-        dispatcher: TokenDispatcher = LocalDispatcher(num_experts)
+        dispatcher: TokenDispatcher = LocalDispatcher(num_experts, placement)
     else:
-        dispatcher = AllToAllDispatcher(torch.tensor(placement.slot_of_expert), groups)
+        dispatcher = AllToAllDispatcher(placement, groups)
     router = TopKRouter(dim, num_experts, top_k, bias_balancing=bias_balancing)
     return MoE(router, experts, dispatcher, placement, shared_expert)
 
