@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from toolkit.moe.experts import Activation
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.run import _keep_freed_memory
+from toolkit.run import keep_freed_memory
 
 DIM, TOP_K = 256, 2
 MOST_TIMES_DENSE = {8: 1.15, 16: 1.15, 64: 1.5}
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 64])
     args = parser.parse_args()
 
-    _keep_freed_memory()
+    keep_freed_memory()
     rows = []
     for threads in args.threads:
         for experts in args.experts:

@@ -218,7 +218,7 @@ def start_run(name: str, config: RunConfig) -> Run:
         raise
     _seed(config.seed)
     if run.device.type == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
         # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
         # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
         torch.set_flush_denormal(True)
@@ -274,7 +274,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(value)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Have glibc keep freed gradient buffers instead of returning them to the kernel.
 
     By default each large buffer is unmapped when it is freed, and zeroed and faulted in again, page by page, in the
