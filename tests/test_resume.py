@@ -1,5 +1,6 @@
 """Stop a run anywhere, give the same command again: nothing of it can be told from a run that was never stopped."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -128,7 +129,10 @@ def test_the_recipe_continues_under_the_same_command(tmp_path):
         f"sys.argv = ['recipes/mnist_moe.py', *{command('run')!r}]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    stopped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as `run_recipe`: more threads add up in another order
+    stopped = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=120
+    )
     assert stopped.returncode == 75, stopped.stderr
     assert stopped.stderr == "stopped by SIGTERM at step 17; run the same command again to continue.\n"
     continued = run_recipe("mnist_moe", *command("run"))
