@@ -20,19 +20,22 @@ if TYPE_CHECKING:
 class Config(tk.MoERunConfig):
     """Everything that decides a run; the fields that are shared with other recipes are inherited."""
 
-    dim: int = 256
+    dim: int = 384
     """Width of the stem and of what the experts read and write."""
+    blank_pixels: float = 0.0
+    """Fraction of each training image that is hidden, other pixels each time."""
     shared_expert: bool = False
     """Add an expert that sees every image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         tk.require(self.dim >= 1, "dim", self.dim, "take one or more")
+        tk.require(0 <= self.blank_pixels < 1, "blank_pixels", self.blank_pixels, "take a fraction below 1")
 
 
 def full() -> Config:
     """The published run: five epochs of MNIST."""
-    return Config(epochs=5, lr=2e-3)
+    return Config(epochs=5, lr=2e-3, blank_pixels=0.2)
 
 
 def debug() -> Config:
@@ -71,7 +74,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
             shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
             seed=config.seed,
         )
-    pixels = tk.Pixels(mean=data.mean, std=data.std)
+    pixels = tk.Pixels(mean=data.mean, std=data.std, blank=config.blank_pixels)
     return tk.ResidualClassifier(pixels, block, num_pixels=28 * 28, dim=config.dim, num_classes=data.num_classes)
 
 
@@ -89,6 +92,7 @@ def main(config: Config) -> dict[str, Any]:
             model,
             train=data.train,
             test=data.test,
+            augment=tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=round(255 * data.mean), seed=config.seed),
             callbacks=[tk.WholeStepBalance(penalty), tk.BiasBalancing(model), tk.ExpertLoad(model)],
         )
         return run.finish(trainer.fit())

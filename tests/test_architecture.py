@@ -187,3 +187,18 @@ def test_importing_the_toolkit_loads_nothing_heavy():
 def test_every_public_name_can_be_imported():
     code = "import toolkit; [getattr(toolkit, name) for name in toolkit.__all__]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_public_names_that_types_see_are_those_that_programs_get():
+    import toolkit
+
+    tree = ast.parse((ROOT / "toolkit" / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        node.module: sorted(name.name for name in node.names)
+        for node in ast.walk(guarded)
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == {module: sorted(names) for module, names in toolkit._HOMES.items()}
+    for name in toolkit.__all__:
+        assert getattr(toolkit, name) is not None

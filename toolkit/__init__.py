@@ -25,7 +25,15 @@ _HOMES = {
     "toolkit.schedules": ["build_schedule"],
     "toolkit.standard": ["standard_trainer"],
     "toolkit.callbacks": ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"],
-    "toolkit.data": ["BatchOrder", "EvalBatches", "ImageData", "TensorTable", "TrainBatches", "load_images"],
+    "toolkit.data": [
+        "BlankPixels",
+        "BatchOrder",
+        "EvalBatches",
+        "ImageData",
+        "TensorTable",
+        "TrainBatches",
+        "load_images",
+    ],
     "toolkit.tasks": ["Classification"],
     "toolkit.models": ["MLP", "Pixels", "ResidualClassifier"],
     "toolkit.moe": [
@@ -60,7 +68,7 @@ if TYPE_CHECKING:
     from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
     from toolkit.cli import run_recipe
     from toolkit.config import CheckpointConfig, MoERunConfig, OptimizerConfig, RunConfig, ScheduleConfig, require
-    from toolkit.data import BatchOrder, EvalBatches, ImageData, TensorTable, TrainBatches, load_images
+    from toolkit.data import BatchOrder, BlankPixels, EvalBatches, ImageData, TensorTable, TrainBatches, load_images
     from toolkit.errors import Preempted, UserError
     from toolkit.models import MLP, Pixels, ResidualClassifier
     from toolkit.moe import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
-from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.batches import Augment, EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer
 from toolkit.run import Run
@@ -26,11 +26,13 @@ def standard_trainer(
     *,
     train: TensorTable,
     test: TensorTable,
+    augment: Augment | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
     """AdamW on the config's schedule; evaluates and saves each epoch, resumes, and can be preempted.
 
-    `callbacks` run before the usual ones, so what they record is on the line that is printed.
+    `augment` changes training batches, see `toolkit.data.BlankPixels`. `callbacks` run before the usual ones, so what
+    they record is on the line that is printed.
     """
     config = run.config
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
@@ -39,6 +41,7 @@ def standard_trainer(
         batch_size=config.batch_size,
         seed=config.seed,
         accumulation=config.gradient_accumulation_steps,
+        augment=augment,
         **where,
     )
     max_steps = min(

@@ -1,7 +1,8 @@
 """What a run trains on: tables of tensors, and the order in which their rows are used."""
 
 from toolkit.data.batches import BatchOrder, EvalBatches, TrainBatches
+from toolkit.data.blanking import BlankPixels
 from toolkit.data.images import ImageData, load_images
 from toolkit.data.table import TensorTable
 
-__all__ = ["BatchOrder", "EvalBatches", "ImageData", "TensorTable", "TrainBatches", "load_images"]
+__all__ = ["BatchOrder", "BlankPixels", "EvalBatches", "ImageData", "TensorTable", "TrainBatches", "load_images"]

@@ -9,7 +9,7 @@ a rank gets an empty one. (`docs/log.md`, "Why the loader is ours".)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader
 from toolkit.data.table import TensorTable
 from toolkit.seeding import generator
 from toolkit.task import Batch
+
+Augment = Callable[[Batch, Tensor], Batch]
+"""Changes a training batch, given the visit (epoch * samples + row) of each of its samples."""
 
 
 def split(rows: Tensor, parts: int, part: int) -> Tensor:
@@ -81,8 +84,10 @@ class TrainBatches:
         world_size: int = 1,
         device: torch.device | str = "cpu",
         num_workers: int = 0,
+        augment: Augment | None = None,
     ):
         self.table = table
+        self.augment = augment
         self.order = BatchOrder(num_samples=len(table), batch_size=batch_size, seed=seed)
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.device = torch.device(device)
@@ -94,13 +99,16 @@ class TrainBatches:
 
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
-        for batch in self.order.batches(start_step):
+        for step, batch in enumerate(self.order.batches(start_step), start_step):
+            if self.augment is not None:  # which needs to know visits, not rows
+                batch = batch + step // self.steps_per_epoch * len(self.table)
             for micro in range(self.accumulation):
                 yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
 
     def steps(self, start_step: int) -> Iterator[list[Batch]]:
         """Lists of this rank's micro-batches, from `start_step` on, without end."""
-        micro_batches = fetch(self.table, self.rows(start_step), self.device, self.num_workers)
+        table = self.table if self.augment is None else _Augmented(self.table, self.augment)
+        micro_batches = fetch(table, self.rows(start_step), self.device, self.num_workers)
         while True:
             yield [next(micro_batches) for _ in range(self.accumulation)]
 
@@ -141,7 +149,22 @@ class _Rows(torch.utils.data.Sampler[Tensor]):
         return self.rows
 
 
-def fetch(table: TensorTable, rows: Iterator[Tensor], device: torch.device, num_workers: int) -> Iterator[Batch]:
+class _Augmented:
+    """A table that is asked for visits (epoch * samples + row) instead of rows."""
+
+    def __init__(self, table: TensorTable, augment: Augment):
+        self.table, self.augment = table, augment
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, visits: Tensor) -> Batch:
+        return self.augment(self.table[visits % len(self.table)], visits)
+
+
+def fetch(
+    table: TensorTable | _Augmented, rows: Iterator[Tensor], device: torch.device, num_workers: int
+) -> Iterator[Batch]:
     """The batches at `rows`, on `device`. Worker processes fetch ahead; without them a gather is done in line."""
     if num_workers == 0 and device.type == "cpu":
         return (table[index] for index in rows)
