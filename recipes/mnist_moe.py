@@ -35,7 +35,7 @@ class Config(tk.MoERunConfig):
 
 def full() -> Config:
     """The published run: five epochs of MNIST."""
-    return Config(epochs=5, lr=2e-3, blank_pixels=0.2)
+    return Config(epochs=5, lr=2e-3, blank_pixels=0.1)
 
 
 def debug() -> Config:

@@ -193,7 +193,7 @@ class MoERunConfig(RunConfig):
     """Processes that share one set of experts; None means as many as divide both processes and experts."""
     balance: Literal["loss", "bias", "none"] = "loss"
     """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
-    balance_weight: float = 0.01
+    balance_weight: float = 0.007
     """Weight of the balance loss."""
     z_weight: float = 0.0
     """Weight of the router's z-loss."""
