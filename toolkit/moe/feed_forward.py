@@ -1,7 +1,7 @@
 """All feed-forward experts of a rank as one autograd node over grouped matrix products.
 
-Left to autograd, the same products pass a dozen times over their intermediate results. One node passes over them half as
-often: it writes both halves of a gradient where they belong, and works in place on what nobody needs any more.
+Left to autograd, the same products pass a dozen times over their intermediate results. One node passes over them half
+as often: it writes both halves of a gradient where they belong, and works in place on what nobody needs any more.
 """
 
 from __future__ import annotations
