@@ -4,9 +4,10 @@
 
 Forward and backward of the whole layer on a CPU in float32: router, dispatch, experts, combine; gradients of the input
 and of every weight, freshly allocated (`set_to_none`), for a random output gradient. SwiGLU, dim 256, hidden 512,
-top-2, 2,048 tokens: the dense floor is one SwiGLU network with hidden 1,024. Ours and Mixtral's hold the same weights,
-and have to agree in output and gradients before anything is timed. A second job is the MNIST layer: 64 tokens, ReLU,
-hidden 256.
+top-2, 2,048 tokens: the dense floor is one SwiGLU network with hidden 1,024; beside it stands one with hidden 512 that
+gets each token twice, which is the same FLOPs and as many rows as a mixture has to move. Ours and Mixtral's hold the
+same weights, and have to agree in output and gradients before anything is timed. A second job is the MNIST layer: 64
+tokens, ReLU, hidden 256.
 
 All contenders run in one process, in rounds in which each has its turn; figures are medians over rounds of the ratio to
 the dense floor in the same round. With one thread the clock is the process's CPU time, which other programs on the
@@ -58,6 +59,18 @@ class Dense(nn.Module):
             return self.down(hidden.relu())
         gate, hidden = hidden.chunk(2, dim=-1)
         return self.down(F.silu(gate) * hidden)
+
+
+class DensePerCopy(nn.Module):
+    """The same FLOPs over as many rows as a mixture has: each token goes `TOP_K` times through a narrower network."""
+
+    def __init__(self, hidden_dim: int, activation: Activation):
+        super().__init__()
+        self.network = Dense(hidden_dim, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.network(x.repeat(TOP_K, 1, 1))
+        return rows.sum(0, keepdim=True)
 
 
 def mixtral(ours: MoE, implementation: str) -> nn.Module:
@@ -156,7 +169,11 @@ def measure(
     """One row per contender; the first round is not counted."""
     torch.set_num_threads(threads)
     step, ours = Step(tokens), make_moe(DIM, hidden_dim, experts, TOP_K, activation=activation)
-    contenders: dict[str, nn.Module] = {"dense": Dense(TOP_K * hidden_dim, activation), "ours": ours}
+    contenders: dict[str, nn.Module] = {
+        "dense": Dense(TOP_K * hidden_dim, activation),
+        "dense, a row per copy": DensePerCopy(hidden_dim, activation),
+        "ours": ours,
+    }
     if activation == "swiglu":
         contenders |= enter(ours, step, threads)
     repeats = max(1, 1024 // tokens)

@@ -53,6 +53,12 @@ def test_a_run_without_a_folder_gets_a_new_one_named_by_recipe_and_time(tmp_path
     assert run.checkpoints == run.folder / "checkpoints"
 
 
+def test_other_data_than_asked_for_is_said_at_once(tmp_path, capsys):
+    with start_run("toy", config(run_dir=tmp_path / "r")) as run:
+        run.describe(dataset="digits", dataset_notice="MNIST could not be reached.")
+        assert "MNIST could not be reached." in capsys.readouterr().out.splitlines()
+
+
 def test_a_run_leaves_its_config_code_results_and_summary(tmp_path):
     with start_run("toy", config(run_dir=tmp_path / "r", lr=0.5)) as run:
         run.describe(dataset="rule", dataset_notice="made up", ep_size=2)

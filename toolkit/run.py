@@ -105,8 +105,13 @@ class Run:
     # --- what a run says --------------------------------------------------------------------------------------
 
     def describe(self, **facts: Any) -> None:
-        """Add plain facts about the run to results.json, the summary and the trackers' config."""
+        """Add plain facts about the run to results.json, the summary and the trackers' config.
+
+        A `dataset_notice` is said at once: nobody should train on other data than they think.
+        """
         self.facts |= mask(facts)
+        if facts.get("dataset_notice"):
+            self.say(facts["dataset_notice"])
 
     def say(self, text: str) -> None:
         """One line on the console of the main process."""

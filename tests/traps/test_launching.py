@@ -9,14 +9,17 @@ import pytest
 
 from tests.helpers import ROOT
 
+# One write per line: ranks share their output, and a print is two writes where nothing buffers it.
 PLAIN = """
+import os
 from accelerate import Accelerator
 accelerator = Accelerator()
-print(f"world {accelerator.num_processes} rank {accelerator.process_index}", flush=True)
+os.write(1, f"world {accelerator.num_processes} rank {accelerator.process_index}\\n".encode())
 """
 
 OURS = '''
 """Says what world it is in."""
+import os
 from dataclasses import dataclass
 import toolkit as tk
 
@@ -32,7 +35,7 @@ def main(config):
     if config.seed == 13:
         raise tk.UserError("--seed 13: take a luckier number.")
     with tk.start_run("worlds", config) as run:
-        print(f"world {run.world_size} rank {run.rank}", flush=True)
+        os.write(1, f"world {run.world_size} rank {run.rank}\\n".encode())
 
 if __name__ == "__main__":
     tk.run_recipe(main, {"full": full}, __doc__)
