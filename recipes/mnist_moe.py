@@ -86,13 +86,15 @@ def main(config: Config) -> dict[str, Any]:
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_experts(model, groups))
         balance_weight = config.balance_weight if config.balance == "loss" else 0.0
         penalty = tk.RouterPenalty(model, balance_weight=balance_weight, z_weight=config.z_weight)
+        blank, grey = config.blank_pixels, round(255 * data.mean)
+        augment = tk.BlankPixels(blank, shape=(28, 28), grey=grey, seed=config.seed) if blank else None
         trainer = tk.standard_trainer(
             run,
             tk.Classification(penalty=penalty),
             model,
             train=data.train,
             test=data.test,
-            augment=tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=round(255 * data.mean), seed=config.seed),
+            augment=augment,
             callbacks=[tk.WholeStepBalance(penalty), tk.BiasBalancing(model), tk.ExpertLoad(model)],
         )
         return run.finish(trainer.fit())

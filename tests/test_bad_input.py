@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +84,6 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--num-processes 0", "--num-processes 0: take one or more"),
     ("--num-processes 3 --cpu", "it must divide by 3"),
 ]
-
-
-@pytest.fixture
-def restored_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("restored_signals")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import run_recipe
-from toolkit import cli, launch
+from toolkit import cli
 from toolkit.config import RunConfig
 from toolkit.errors import Preempted, UserError
 
@@ -34,14 +32,6 @@ def tiny() -> Config:
 
 
 PRESETS = {"full": full, "tiny": tiny}
-
-
-@pytest.fixture
-def restored_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_no_word_means_the_first_preset():

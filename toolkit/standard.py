@@ -44,9 +44,9 @@ def standard_trainer(
         augment=augment,
         **where,
     )
-    max_steps = min(
-        config.epochs * batches.steps_per_epoch, config.max_steps or config.epochs * batches.steps_per_epoch
-    )
+    max_steps = config.epochs * batches.steps_per_epoch
+    if config.max_steps is not None:
+        max_steps = min(max_steps, config.max_steps)
     optimizer = build_optimizer(model, lr=config.lr, config=config.optimizer)
     if config.compile:
         model.compile()

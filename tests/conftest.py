@@ -1,0 +1,17 @@
+"""Fixtures of several folders."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from toolkit import launch
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """The handlers that a recipe's command line sets are undone after the test."""
+    before = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
