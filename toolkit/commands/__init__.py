@@ -1,0 +1,70 @@
+"""The `toolkit` command: one sub-command per module, imported when it is asked for.
+
+    toolkit checkpoint inspect runs/mnist_moe/2026-11-21
+
+Each module has `main(argv) -> int`, which takes the words behind its name and returns the exit code: 0 done, 2 bad
+input or a finding (one line on stderr for a `UserError`). Its arguments are read by `toolkit.commands.arguments`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from toolkit.version import __version__
+
+
+class Command(NamedTuple):
+    """Where a sub-command is, and what `toolkit --help` says about it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard or export a checkpoint"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sub-command that `argv` (None: the command line) names; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+    except UserError as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by Ctrl-C.\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # toolkit ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    return code
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return EXIT_DONE
+    if words[0] == "--version":
+        sys.stdout.write(f"{__version__}\n")
+        return EXIT_DONE
+    name, *rest = words
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.5)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"take one of {', '.join(COMMANDS)}."
+        raise UserError(f"unknown command {name!r}: {remedy}")
+    return importlib.import_module(COMMANDS[name].module).main(rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: toolkit COMMAND ...", "", *lines, "", "toolkit COMMAND --help tells more.", ""])

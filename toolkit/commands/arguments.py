@@ -1,0 +1,36 @@
+"""What sub-commands read their arguments with: `argparse`, whose complaints are a `UserError` of one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from toolkit.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An `argparse` parser that raises UserError instead of printing its usage and leaving."""
+
+    def __init__(self, prog: str, description: str | None = None, **settings: object):
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)  # type: ignore[arg-type]
+
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = list(self._option_string_actions)
+            nearest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1, cutoff=0.5)
+            remedy = f"did you mean {nearest[0]}?" if nearest else f"see {self.prog} --help."
+            raise UserError(f"unexpected {unknown[0]!r}: {remedy}")
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice is None:
+            raise UserError(f"{message}: see {self.prog} --help.")
+        choices = [word.strip(" '") for word in choice[2].split(",")]
+        nearest = difflib.get_close_matches(choice[1], choices, n=1, cutoff=0.5)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"take one of {', '.join(choices)}."
+        raise UserError(f"unknown {choice[1]!r}: {remedy}")
