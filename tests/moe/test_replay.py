@@ -31,17 +31,6 @@ def test_a_plan_is_in_force_from_the_window_after_the_one_it_was_made_for():
     assert run.experts_moved == [2, 0]
 
 
-def test_a_planner_with_a_memory_sees_a_mixture():
-    seen = []
-
-    def watch(load_E: np.ndarray, current: ExpertPlacement) -> ExpertPlacement:
-        seen.append(load_E.tolist())
-        return current
-
-    replay(LOADS_TE, BLOCKS, watch, every=2, memory=0.5)
-    assert seen == [[4, 4, 1, 1], [4, 2.5, 2.5, 1]]
-
-
 def test_the_worst_span_of_two_plans_by_hand():
     prices = Prices(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=100)
     run = Replay(np.zeros((5, 2)), (BLOCKS, CROSSED, CROSSED), every=2)

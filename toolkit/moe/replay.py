@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from toolkit.moe.guard import MigrationGuard, Prices
 from toolkit.moe.imbalance import max_over_mean, shares
 from toolkit.moe.placement import ExpertPlacement, moves
+from toolkit.moe.plan import plan_layer
 from toolkit.moe.planners.registry import Planner
 
 
@@ -39,34 +40,21 @@ class Replay:
 def replay(
     load_TE: NDArray[Any],
     start: ExpertPlacement,
-    planner: Planner | None,
+    planner: str | Planner | None,
     *,
     every: int,
     guard: MigrationGuard | None = None,
-    memory: float = 0.0,
     **options: Any,
 ) -> Replay:
-    """Run through `load_TE`, int64 (steps, E), and plan after each `every` steps; None plans nothing.
-
-    The planner sees the window's mean load, mixed with what it saw before by `memory` (0: this window alone).
-    """
+    """Run through `load_TE`, int64 (steps, E), and plan after each `every` steps, for the mean load of those; None
+    plans nothing."""
     placement, placements, loads_TR = start, [start], []
-    smooth = None
     for first in range(0, len(load_TE), every):
         window_TE = load_TE[first : first + every]
         loads_TR.append(window_TE @ shares(placement))
-        if planner is None or first + every >= len(load_TE):
-            placements.append(placement)
-            continue
-        load_E = window_TE.mean(0)
-        smooth = load_E if smooth is None else memory * smooth + (1 - memory) * load_E
-        back = guard.review(load_E, placement, steps=every) if guard else None
-        if back is not None:
-            placement = back
-        else:
-            plan = planner(smooth, placement, **options)
-            if guard is None or guard.accepts(placement, plan, steps=every):
-                placement = plan
+        if planner is not None and first + every < len(load_TE):
+            plan = plan_layer(planner, window_TE.mean(0), placement, guard=guard, steps=every, **options)
+            placement = plan or placement
         placements.append(placement)
     return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)
 
