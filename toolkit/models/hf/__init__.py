@@ -1,0 +1,15 @@
+"""transformers as a host: its mixtures of experts, built, watched, placed and saved. Needs transformers to be called,
+not to be imported."""
+
+from toolkit.models.hf.anatomy import GlobalRouterPenalty, RouterWatch, experts_modules, routers
+from toolkit.models.hf.build import causal_lm
+from toolkit.models.hf.upcycle import upcycle
+
+__all__ = [
+    "GlobalRouterPenalty",
+    "RouterWatch",
+    "causal_lm",
+    "experts_modules",
+    "routers",
+    "upcycle",
+]

@@ -1,0 +1,89 @@
+"""A causal language model of transformers, with random weights from a configuration or with saved ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def causal_lm(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    experts_implementation: str | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """From a configuration: random weights, from torch's generator, so seed it alike on all ranks.
+    From a folder or a Hub name: its weights; what lies in the cache is not asked for again.
+
+    `experts_implementation`: eager, batched_mm or grouped_mm; None leaves the choice to transformers.
+    `options` go to transformers. Raises UserError for what cannot be found, reached or understood.
+    """
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+    options |= {"dtype": dtype}
+    if experts_implementation is not None:
+        options["experts_implementation"] = experts_implementation
+    if isinstance(source, PreTrainedConfig):
+        try:
+            return AutoModelForCausalLM.from_config(source, **options)
+        except (ValueError, KeyError) as error:
+            raise _refused(f"a {type(source).__name__}", error) from error
+    folder = _folder_of(source)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise _refused(str(source), error) from error
+
+
+def _refused(source: str, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:200].rstrip(". ")
+    return UserError(f"model {source} cannot be built ({reason}): use a causal language model that transformers knows.")
+
+
+def _folder_of(source: str | os.PathLike[str]) -> str:
+    """A folder of files, downloaded where they are neither here nor in the cache."""
+    name, path = os.fspath(source), Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"model folder {name} has no config.json: give one that save_pretrained wrote, or a Hub name."
+            )
+        return name
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    try:
+        return snapshot_download(name, allow_patterns=wanted, local_files_only=True)
+    except HFValidationError:
+        raise UserError(f"model {name!r} is neither a folder nor a Hub name such as owner/model.") from None
+    except LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            raise UserError(
+                f"model {name!r} is neither a folder nor in the Hub's cache, and HF_HUB_OFFLINE forbids to download "
+                "it: give a local folder, or unset HF_HUB_OFFLINE."
+            ) from None
+    try:
+        HfApi().model_info(name, timeout=10)  # one question, because a download would retry for minutes
+        return snapshot_download(name, allow_patterns=wanted)
+    except (OSError, HfHubHTTPError) as error:
+        raise UserError(
+            f"model {name!r} cannot be downloaded ({type(error).__name__}): "
+            "check its name and the network, or give a local folder."
+        ) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "requests"):
+            raise
+        raise UserError(
+            f"model {name!r} cannot be downloaded ({type(error).__name__}): "
+            "check its name and the network, or give a local folder."
+        ) from error
