@@ -3,10 +3,11 @@
     checkpoints/step-00000100/
         *.safetensors    weights and optimizer states, see `toolkit.tensor_files`
         state.json       step, metric sums, callbacks, results, the configuration
-        manifest.json    format, step, world, who wrote which rows, size and SHA-256 of every file
+        manifest.json    format, step, world, where rows were and who wrote them, size and SHA-256 of every file
 
 How a folder gets written, so that it is complete or not there, is in `toolkit.manifest`. Safetensors and JSON only:
-loading runs no code.
+loading runs no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; a loop of one's own `save_tensors` and
+`load_tensors`, which need no `Run` and write the same.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from toolkit.errors import UserError
 from toolkit.tensor_files import (
     FileContents,
     SavedTensors,
+    describe_places,
     describe_tensor,
     files_to_write,
     list_rows,
@@ -67,36 +69,73 @@ def save_checkpoint(
     """
     step = state["step"]
     final = folder / f"step-{step:08d}"
-    writing = folder / (manifest.WRITING + final.name)
     if run.agree(lambda: final.exists() and manifest.find_damage(final) is None):
         return final
-    files = files_to_write(model, optimizer, run)
-    config = _trajectory(run)
-    content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
-    needed = sum(_together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
     try:
-        _on_main(run, lambda: _make_room(writing, needed))
-        reports = _together(lambda: _write(writing, files, content if run.is_main else None))
-        about = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": run.world_size,
-            "config_digest": manifest.digest(config),
-            "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
-            "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
-        }
-        _on_main(run, lambda: _publish(writing, final, about))
+        _on_main(lambda: manifest.sweep(folder))
+        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step)
     except OSError as error:
-        if run.is_main:
-            shutil.rmtree(writing, ignore_errors=True)
-            run.say(
-                f"warning: no checkpoint at step {step}: {error}; {needed:,} bytes needed, {_free(folder):,} free in "
-                f"{folder}; older checkpoints are untouched, training goes on."
-            )
+        run.say(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
         return None
     if run.is_main:
         _prune(folder, step, keep, run)
     return final
+
+
+def save_tensors(
+    folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any] | None = None
+) -> None:
+    """Write `model`, `optimizer` and `extra` (plain JSON values) as the checkpoint `folder`. A collective.
+
+    For loops that have no `Run`. A checkpoint that is there already is replaced once the new one is complete and
+    verified. Raises UserError on every rank, with the former one untouched, where it cannot be written.
+    """
+    final = Path(folder).absolute()
+
+    def prepare() -> None:
+        manifest.recover(final)
+        if final.exists() and not (final / manifest.NAME).exists() and (not final.is_dir() or any(final.iterdir())):
+            raise UserError(f"{folder} holds something that is no checkpoint: save to another folder.")
+
+    try:
+        _on_main(prepare)
+        _save(final, model, optimizer, state=extra or {}, config={}, step=None)
+    except OSError as error:
+        raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
+
+
+def _save(
+    final: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: dict[str, Any],
+    config: dict[str, Any],
+    step: int | None,
+) -> None:
+    """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank."""
+    writing = final.with_name(manifest.WRITING + final.name)
+    placement = describe_places(model)
+    files = files_to_write(model, optimizer)
+    content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
+    needed = sum(_together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
+    try:
+        _on_main(lambda: _make_room(writing, needed))
+        reports = _together(lambda: _write(writing, files, content if _is_main() else None))
+        about = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": len(reports),
+            "config_digest": manifest.digest(config),
+            "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
+            "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
+            "placement": placement,
+        }
+        _on_main(lambda: manifest.publish(writing, final, about))
+    except OSError as error:
+        if _is_main():
+            shutil.rmtree(writing, ignore_errors=True)
+        raise OSError(f"{error}; {needed:,} bytes needed, {_free(final.parent):,} free in {final.parent}") from error
 
 
 def _write(
@@ -114,17 +153,10 @@ def _write(
 
 def _make_room(writing: Path, needed: int) -> None:
     writing.parent.mkdir(parents=True, exist_ok=True)
-    manifest.sweep(writing.parent)
+    shutil.rmtree(writing, ignore_errors=True)
     if needed > _free(writing.parent):
         raise OSError("the disk is full")
     writing.mkdir()
-
-
-def _publish(writing: Path, final: Path, about: dict[str, Any]) -> None:
-    manifest.publish(writing, final, about)
-    if damage := manifest.find_damage(final):
-        manifest.remove(final)
-        raise OSError(f"{damage} when read back")
 
 
 def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
@@ -167,18 +199,63 @@ def step_of(path: Path) -> int:
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: Run,
+    adopt: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
     """Put the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
 
     A collective. Raises UserError on every rank, before any tensor is touched, where the checkpoint is of another
-    format, configuration or model.
+    format, configuration or model. `adopt` is given the state after that and before tensors are read, so that it may
+    say where rows belong.
     """
-    about, saved = run.agree(lambda: _read(path))
+    remedy = "use the settings it was made with, or another --run-dir"
+    return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy, adopt=adopt)
+
+
+def load_tensors(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    adopt: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Verify what `save_tensors` (or a `Trainer`) wrote, and put it into `model` and `optimizer`; returns its `extra`.
+
+    A collective. Raises UserError on every rank where it is missing, damaged or does not fit. `adopt` as above.
+    """
+    path = Path(folder).absolute()
+
+    def check() -> None:
+        manifest.recover(path)
+        if damage := manifest.find_damage(path):
+            raise UserError(f"checkpoint {folder} cannot be loaded: {damage}: use another.")
+
+    _on_main(check)
+    return _load(path, model, optimizer, config=None, remedy="build the model that it was made with", adopt=adopt)
+
+
+def _load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: dict[str, Any] | None,
+    remedy: str,
+    adopt: Callable[[dict[str, Any]], None] | None,
+) -> dict[str, Any]:
+    """`config`: what it must have been made with, where that is known."""
+    about, saved = _on_main(lambda: _read(path))
     with SavedTensors() as tensors:
 
         def compare() -> tuple[list[str], set[str]]:
             tensors.open(path, about["files"])
-            return _differences(saved, model, optimizer, tensors, run), {weight for weight, _ in targets(model)}
+            lines = [] if config is None else _differences(saved["config"], config)
+            return lines + _misfits(saved, model, optimizer, tensors), {weight for weight, _ in targets(model)}
 
         try:
             answers = _together(compare)
@@ -192,10 +269,9 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
         ]
         if lines := list(dict.fromkeys(lines)):
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-            raise UserError(
-                f"checkpoint {path} does not fit this run: {lines[0]}{more}: "
-                "use the settings it was made with, or another --run-dir."
-            )
+            raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
+        if adopt is not None:
+            adopt(saved["training"])
         load_model(model, tensors)
         load_optimizer(model, optimizer, tensors)
     if saved["optimizer"]["scaler"] is not None:
@@ -208,21 +284,25 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if about["format"] != FORMAT:
         raise UserError(
             f"checkpoint {path} has format {about['format']} and this version reads format {FORMAT}: "
-            "use the version that wrote it, or another --run-dir."
+            "use the version that wrote it, or another folder."
         )
     return about, manifest.read_json(path / STATE)
 
 
-def _differences(
-    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors, run: Run
-) -> list[str]:
-    """What keeps this rank from using the checkpoint, each as half a sentence."""
-    then, now = saved["config"], _trajectory(run)
-    lines = [
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What was configured otherwise, each as half a sentence."""
+    return [
         f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
         for field in sorted(then | now)
         if then.get(field) != now.get(field)
     ]
+
+
+def _misfits(
+    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors
+) -> list[str]:
+    """What keeps this rank's model and optimizer from using the checkpoint, each as half a sentence."""
+    lines = []
     then, now = saved["optimizer"], _describe(optimizer)
     if then["name"] != now["name"]:
         lines.append(f"it was made with the optimizer {then['name']} and this run has {now['name']}")
@@ -259,25 +339,44 @@ def _gather(value: T) -> list[T]:
     return values
 
 
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _together(work: Callable[[], T]) -> list[T]:
-    """What `work` gave on every rank. Where it failed on one, all of them raise: OSError if the disk was the cause."""
+    """What `work` gave on every rank.
+
+    Where it failed on one, all of them raise: UserError as it was, OSError if the disk was the cause, else
+    RuntimeError.
+    """
     result, failure = None, None
     try:
         result = work()
     except Exception as error:
         failure = error
-    said = None if failure is None else (isinstance(failure, (OSError, SafetensorError)), str(failure))
+    said = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
     outcomes = _gather((result, said))
     failures = [(*said, rank) for rank, (_, said) in enumerate(outcomes) if said is not None]
     if failures:
-        by_disk, message, rank = min(failures)  # a bug comes before a full disk, which may be its consequence
-        where = f" on rank {rank}" if len(outcomes) > 1 else ""
-        raise (OSError if by_disk else RuntimeError)(message + where) from failure
+        kind, message, rank = min(failures)
+        where = f" on rank {rank}" if len(outcomes) > 1 and _KINDS[kind] is not UserError else ""
+        raise _KINDS[kind](message + where) from failure
     return [result for result, _ in outcomes]  # type: ignore[misc]
 
 
-def _on_main(run: Run, work: Callable[[], None]) -> None:
-    _together(lambda: work() if run.is_main else None)
+_KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
+"""A bug comes before a full disk, which may be its consequence."""
+
+
+def _kind(failure: Exception) -> type[Exception]:
+    if isinstance(failure, UserError):
+        return UserError
+    return OSError if isinstance(failure, (OSError, SafetensorError)) else RuntimeError
+
+
+def _on_main(work: Callable[[], T]) -> T:
+    """What `work` gave on the main process, which alone does it."""
+    return _together(lambda: work() if _is_main() else None)[0]  # type: ignore[return-value]
 
 
 def _free(folder: Path) -> int:

@@ -44,14 +44,21 @@ def read_json(file: Path) -> Any:
 
 
 def publish(writing: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Add the manifest to the sealed files in `writing`, and give the folder its `final` name."""
+    """Add the manifest to the sealed files in `writing`, read all of it back, and give the folder its `final` name.
+
+    What had that name is deleted after that; a kill between the two leaves `recover` something to find. Raises OSError
+    where something else is read than was written.
+    """
     write_json(writing / NAME, manifest | {"digest": digest(manifest)})
     seal(writing / NAME)
     _sync_folder(writing)
-    if final.exists():  # it does not verify, or nobody would write it anew
-        remove(final)
+    if damage := find_damage(writing):
+        raise OSError(f"{damage} when read back")
+    hidden = _hide(final) if final.exists() else None
     writing.rename(final)
     _sync_folder(final.parent)
+    if hidden is not None:
+        shutil.rmtree(hidden)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -87,10 +94,20 @@ def find_damage(folder: Path) -> str | None:
 
 def remove(folder: Path) -> None:
     """Delete `folder` so that it is never seen half deleted."""
+    shutil.rmtree(_hide(folder))
+
+
+def _hide(folder: Path) -> Path:
     hidden = folder.with_name(REMOVING + folder.name)
     shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
+    return folder.rename(hidden)
+
+
+def recover(final: Path) -> None:
+    """Give `final` its name where a kill came between hiding its predecessor and that."""
+    writing = final.with_name(WRITING + final.name)
+    if not final.exists() and (writing / NAME).exists() and find_damage(writing) is None:
+        writing.rename(final)
 
 
 def sweep(parent: Path) -> None:

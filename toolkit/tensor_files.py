@@ -5,8 +5,9 @@
     experts-00000.safetensors   rows with stable ids, from each rank that owns some: "<parameter>/<id>" and
     experts-00001.safetensors   "<parameter>/<id>/<state>"; each keeps its row dimension of 1
 
-A rank reads its rows by id from whichever file has them, so what one number of processes or one placement saved,
-another can load.
+Of a row that has copies, the owner's is saved. A rank reads its rows by id from whichever file has them, so what one
+number of processes or one placement saved, another can load. Parameters that are spread as a `DTensor`, as FSDP2
+does, are copied parameters here: they are gathered one at a time, and taken apart likewise.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.parallel import EMPTY_ROW, Sharding, sharding_of
-
-if TYPE_CHECKING:
-    from toolkit.run import Run
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
 
@@ -36,31 +35,46 @@ FileContents = dict[str, dict[str, Tensor]]
 # --- out of a model ----------------------------------------------------------------------------------------------
 
 
-def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> FileContents:
-    """What this rank writes."""
-    copied: dict[str, Tensor] = dict(_buffers(model)) if run.is_main else {}
-    moments: dict[str, Tensor] = {}
-    rows: dict[str, Tensor] = {}
+def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileContents:
+    """What this rank writes. A collective, because of tensors that are spread."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows_file = ROWS.format(rank=rank)
+    files: FileContents = {MODEL: dict(_buffers(model)) if rank == 0 else {}, OPTIMIZER: {}, rows_file: {}}
     states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
         state = {key: value for key, value in states.get(parameter, {}).items() if value is not None}
         sharding = sharding_of(parameter)
-        if sharding is None and run.is_main:
-            copied[name] = parameter
-            moments |= {f"{name}.{key}": value for key, value in state.items()}
-        elif sharding is not None and _writes(sharding, run):
-            for row, row_id in _held(sharding):
-                rows[f"{name}/{row_id}"] = parameter[row : row + 1]
+        if sharding is None:
+            moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
+            for file, key, value in [(MODEL, name, parameter), *moments]:
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                if rank == 0:
+                    files[file][key] = whole.cpu()  # now, so that no device ever holds two that were gathered
+        elif _writes(sharding, rank):
+            for row, row_id in _owned(sharding):
+                files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
                 for key, value in state.items():
                     # What the rows of a stack share, such as Adam's step, goes with each, as rows may be dealt anew.
                     each = value[row : row + 1] if value.ndim else value.clone()
-                    rows[f"{name}/{row_id}/{key}"] = each
-    files = {MODEL: copied, OPTIMIZER: moments, ROWS.format(rank=run.rank): rows}
+                    files[rows_file][f"{name}/{row_id}/{key}"] = each
     return {
-        file: {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
+        file: {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         for file, tensors in files.items()
-        if tensors or (run.is_main and file == MODEL)
+        if tensors or (rank == 0 and file == MODEL)
     }
+
+
+def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Parameter -> its rows' ids, in the order of slots, on each rank of a shard group. A collective."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shardings = {name: s for name, parameter in model.named_parameters() if (s := sharding_of(parameter)) is not None}
+    mine = {name: (sharding.groups.ep_size, list(sharding.row_ids)) for name, sharding in shardings.items()}
+    everyones: list[Any] = [mine]
+    if world > 1:
+        everyones = [None] * world
+        dist.all_gather_object(everyones, mine)
+    # All shard groups hold the same, and the first one is the first ranks.
+    return {name: {"slots": [rank[name][1] for rank in everyones[:size]]} for name, (size, _) in mine.items()}
 
 
 def list_rows(files: FileContents) -> dict[str, dict[str, list[int]]]:
@@ -84,10 +98,15 @@ def _held(sharding: Sharding) -> Iterator[tuple[int, int]]:
     return ((row, row_id) for row, row_id in enumerate(sharding.row_ids) if row_id != EMPTY_ROW)
 
 
-def _writes(sharding: Sharding, run: Run) -> bool:
-    """Whether this rank is the one, of those that hold the same rows, that saves them."""
+def _owned(sharding: Sharding) -> Iterator[tuple[int, int]]:
+    """(row, stable id) of the rows that this rank steps, where others may have copies."""
+    return ((row, row_id) for row, row_id in enumerate(sharding.row_ids) if sharding.owns[row])
+
+
+def _writes(sharding: Sharding, rank: int) -> bool:
+    """Whether this rank's shard group is the one, of those that hold the same rows, that saves them."""
     if sharding.groups.ep_size == 1:
-        return run.is_main
+        return rank == 0
     replicas = sharding.groups.replica_group
     return replicas is None or dist.get_rank(replicas) == 0
 
@@ -119,6 +138,11 @@ class SavedTensors:
     def known(self) -> set[str]:
         """Every weight that something is said about."""
         return {*self.weights, *self.states}
+
+    def rows_of(self, parameter: str) -> list[int]:
+        """The ids of the rows of `parameter`."""
+        pattern = re.compile(re.escape(parameter) + r"/(\d+)")
+        return sorted(int(match[1]) for match in map(pattern.fullmatch, self.weights) if match)
 
     def describe(self, weight: str) -> str:
         """Type and shape, without reading the tensor."""
@@ -168,7 +192,15 @@ def load_model(model: nn.Module, tensors: SavedTensors) -> None:
     """Copy this rank's weights into `model`, in place."""
     with torch.no_grad():
         for weight, target in targets(model):
-            target.copy_(tensors.weight(weight))
+            value = tensors.weight(weight)
+            target.copy_(_spread_like(target, value) if isinstance(target, DTensor) else value)
+
+
+def _spread_like(target: DTensor, whole: Tensor) -> DTensor:
+    """This rank's part of `whole`, cut without asking other ranks, which have read the same."""
+    part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    assert isinstance(part, DTensor)
+    return part
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> None:
@@ -183,19 +215,25 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 
 def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> dict[str, Tensor]:
-    """The optimizer's state of one parameter: as saved, or put together from its rows."""
+    """The optimizer's state of one parameter: as saved, or put together from the rows that this rank owns."""
     sharding = sharding_of(parameter)
     if sharding is None:
-        return tensors.state(name)
-    state: dict[str, Tensor] = {}
-    for row, row_id in _held(sharding):
+        state = tensors.state(name)
+        if isinstance(parameter, DTensor):
+            state = {key: _spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
+        return state
+    state = {}
+    rows = {row_id: row for row, row_id in _owned(sharding)}
+    # Who owns nothing now may do so after the next migration, so it needs what rows share, and room for the others.
+    for row_id in rows or tensors.rows_of(name)[:1]:
         for key, value in tensors.state(f"{name}/{row_id}").items():
             if value.ndim == 0:
                 # Rows that come from several stacks may differ in age: the oldest has the least bias to correct.
                 state[key] = torch.maximum(state.get(key, value), value)
-            else:
-                whole = state.setdefault(key, value.new_zeros(parameter.shape[0], *value.shape[1:]))
-                whole[row] = value[0]
+                continue
+            whole = state.setdefault(key, value.new_zeros(parameter.shape[0], *value.shape[1:]))
+            if row_id in rows:
+                whole[rows[row_id]] = value[0]
     return state
 
 
