@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from toolkit.moe.placement import ExpertPlacement
@@ -30,3 +33,17 @@ def placements_with_loads(draw: st.DrawFn, *, replicas: bool = True) -> tuple[Ex
     loads = st.one_of(st.integers(0, 5), st.integers(0, 100_000), st.floats(0, 1e6, allow_subnormal=False))
     experts = placement.num_experts
     return placement, [float(load) for load in draw(st.lists(loads, min_size=experts, max_size=experts))]
+
+
+def random_placement(rng: random.Random, slots: Sequence[int], experts: int) -> ExpertPlacement:
+    """`experts` anywhere on ranks with so many `slots`; about half of the slots left over hold copies."""
+    places = [(rank, slot) for rank, size in enumerate(slots) for slot in range(size)]
+    rng.shuffle(places)
+    rows = [[EMPTY_ROW] * size for size in slots]
+    for expert, (rank, slot) in enumerate(places[:experts]):
+        rows[rank][slot] = expert
+    for rank, slot in places[experts:]:
+        wanted = rng.randrange(experts)
+        if rng.random() < 0.5 and wanted not in rows[rank]:
+            rows[rank][slot] = wanted
+    return ExpertPlacement(tuple(tuple(row) for row in rows))

@@ -1,0 +1,260 @@
+"""Experts move while training: weights and optimizer rows are carried from one placement to another, in place.
+
+A schedule of rounds says what each rank sends, receives and copies; every rank computes the same one. In a round
+
+    park      a slot's rows step aside into the one row buffer that each rank has, so that the slot is free
+    exchange  rows travel, all tensors of all moves at once, straight into slots that nobody needs to read any more
+    settle    rows that arrived for a slot which was itself sent in this round go from the row buffer into the slot
+
+so two experts that trade places need one round, and no rank ever holds more than one expert twice.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from toolkit.errors import UserError
+from toolkit.moe.placement import ExpertPlacement, Place, moves, owner_moves
+from toolkit.moe.rounds import Round, Transfer, schedule
+from toolkit.moe.stack import ExpertStack
+from toolkit.moe.traffic import MigrationCost
+from toolkit.parallel import EMPTY_ROW, ShardGroups
+from toolkit.tensor_files import unwrapped
+
+
+@dataclass(frozen=True)
+class MigrationReport:
+    """What one migration did, counted while it was done."""
+
+    cost: MigrationCost
+    """What the ranks of this shard group sent each other; each group sends as much. `traffic.migration_cost` predicts
+    it exactly."""
+    bytes_sent: int
+    """By this rank."""
+    staging_bytes: int
+    """Memory this rank took for the time of the migration: at most the rows of one expert."""
+    rounds: int
+    seconds: float
+    """On this rank, until it knew what the others sent."""
+
+
+@torch.no_grad()
+def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | None = None) -> MigrationReport:
+    """Carry the rows of `stack` to where `new` has them, and switch to it. A collective of each shard group.
+
+    Call it between an optimizer step and the next backward: gradients of the stack are dropped. Every copy gets the
+    weights; optimizer rows go from owner to owner. Slots that `new` leaves empty are zeroed, as are the optimizer rows
+    of all but owners. Storages stay, so whatever refers to the parameters or the optimizer's state still does.
+
+    Raises ValueError, on every rank alike, where `new` has other slots or experts than the stack, or ranks disagree on
+    it, and UserError for optimizer state that cannot be told apart by expert.
+    """
+    started = time.perf_counter()
+    old, groups = stack.placement, stack.groups
+    _check(old, new)
+    weights, states = _rows_of_weights(stack), _rows_of_states(stack, optimizer)
+    _agree(stack, new, weights | states)
+    payloads = [
+        _Payload(list(weights.values()), schedule(moves(old, new)), groups),
+        _Payload(list(states.values()), schedule(owner_moves(old, new)) if states else [], groups),
+    ]
+    _carry(payloads)
+    for slot, expert in enumerate(new.slots[groups.ep_rank]):
+        here = Place(groups.ep_rank, slot)
+        if expert == EMPTY_ROW:
+            payloads[0].zero(slot)
+        if expert == EMPTY_ROW or new.owner(expert) != here:
+            payloads[1].zero(slot)
+    for parameter in stack.parameters.values():
+        parameter.grad = None
+    stack.place(new)
+    return MigrationReport(
+        cost=_total(payloads, groups, next(iter(weights.values())).device),
+        bytes_sent=sum(payload.bytes_sent for payload in payloads),
+        staging_bytes=sum(buffer.nbytes for payload in payloads for buffer in payload.buffer),
+        rounds=max(len(payload.rounds) for payload in payloads),
+        seconds=time.perf_counter() - started,
+    )
+
+
+# --- what has rows -----------------------------------------------------------------------------------------------
+
+
+def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
+    before, after = [len(row) for row in old.slots], [len(row) for row in new.slots]
+    if before != after:
+        raise ValueError(f"experts cannot migrate from {before} slots per rank to {after}: the slots must be the same")
+    if old.num_experts != new.num_experts:
+        raise ValueError(f"a placement of {new.num_experts} experts for a stack of {old.num_experts}")
+
+
+def _rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
+    """Name -> (S, ...)."""
+    return {name: _with_contiguous_rows(name, parameter) for name, parameter in stack.parameters.items()}
+
+
+def _rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """ "<parameter>.<state>" -> (S, ...): moments, master weights, whatever the optimizer keeps by row.
+
+    Scalars, such as Adam's step, and tensors of one row, such as Adafactor's mean over all rows, belong to the stack.
+    """
+    rows: dict[str, Tensor] = {}
+    if optimizer is None:
+        return rows
+    all_states = unwrapped(optimizer).state
+    for name, parameter in stack.parameters.items():
+        for key, value in all_states.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            if value.shape[0] == parameter.shape[0]:
+                rows[f"{name}.{key}"] = _with_contiguous_rows(f"{name}.{key}", value)
+            elif value.shape[0] != 1:
+                raise UserError(
+                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} where the experts are "
+                    f"{parameter.shape[0]} rows, so it cannot move with them: use an optimizer such as AdamW whose "
+                    "state has a row per expert, or no replanning."
+                )
+    return rows
+
+
+def _with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:
+    if len(tensor) and not tensor[0].is_contiguous():
+        raise ValueError(f"the rows of {name!r} are not contiguous, so they cannot be received in place")
+    return tensor.detach()
+
+
+def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) -> None:
+    """Raise ValueError where ranks would run different schedules: they would wait for each other for ever.
+
+    It also is the collective that NCCL wants before the first exchange in which not all ranks take part.
+    """
+    group = stack.groups.shard_group
+    if group is None:
+        return
+    layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]
+    digest = zlib.crc32(repr((stack.placement.slots, new.slots, layout)).encode())
+    device = next(iter(rows.values())).device
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    highest, negated_lowest = extremes.tolist()
+    if highest != -negated_lowest:
+        raise ValueError("ranks disagree on the placement to migrate to, or on which optimizer states the experts have")
+
+
+# --- the journey -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Payload:
+    """Tensors whose rows travel by the same schedule, and what was counted on the way."""
+
+    tensors: list[Tensor]
+    rounds: list[Round]
+    groups: ShardGroups
+    buffer: list[Tensor] = field(default_factory=list)
+    """One row of each tensor, once needed."""
+    sends: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    receivers: set[int] = field(default_factory=set)
+
+    def park(self, now: Round) -> None:
+        for rank, slot in now.parked:
+            if rank == self.groups.ep_rank:
+                _copy(self._buffer(), self._rows(slot))
+
+    def exchange(self, now: Round) -> list[dist.P2POp]:
+        """What this rank sends and receives; both sides list the transfers between them in the same order."""
+        operations = []
+        for transfer in now.transfers:
+            move = transfer.move
+            if move.travels and move.source_rank == self.groups.ep_rank:
+                rows = self._origin(transfer)
+                operations += [self._operation(dist.isend, row, move.rank) for row in rows]
+                self.sends += 1
+                self.bytes_sent += sum(row.nbytes for row in rows)
+                self.receivers.add(move.rank)
+            elif move.travels and move.rank == self.groups.ep_rank:
+                rows = self._goal(transfer)
+                operations += [self._operation(dist.irecv, row, move.source_rank) for row in rows]
+                self.bytes_received += sum(row.nbytes for row in rows)
+        return operations
+
+    def copy_within(self, now: Round) -> None:
+        """Moves that do not leave this rank."""
+        for transfer in now.transfers:
+            if transfer.move.rank == self.groups.ep_rank and not transfer.move.travels:
+                _copy(self._goal(transfer), self._origin(transfer))
+
+    def settle(self, now: Round) -> None:
+        for transfer in now.transfers:
+            if transfer.move.rank == self.groups.ep_rank and transfer.into_buffer:
+                _copy(self._rows(transfer.move.slot), self.buffer)
+
+    def zero(self, slot: int) -> None:
+        for row in self._rows(slot):
+            row.zero_()
+
+    def _origin(self, transfer: Transfer) -> list[Tensor]:
+        return self.buffer if transfer.from_buffer else self._rows(transfer.move.source_slot)
+
+    def _goal(self, transfer: Transfer) -> list[Tensor]:
+        return self._buffer() if transfer.into_buffer else self._rows(transfer.move.slot)
+
+    def _rows(self, slot: int) -> list[Tensor]:
+        return [tensor[slot] for tensor in self.tensors]
+
+    def _buffer(self) -> list[Tensor]:
+        if not self.buffer:
+            self.buffer = [torch.empty_like(tensor[0]) for tensor in self.tensors]
+        return self.buffer
+
+    def _operation(self, op: Callable[..., Any], row: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, row, group=self.groups.shard_group, group_peer=peer)
+
+
+def _copy(goal: list[Tensor], origin: list[Tensor]) -> None:
+    for row, source in zip(goal, origin, strict=True):
+        row.copy_(source)
+
+
+def _carry(payloads: list[_Payload]) -> None:
+    """Run the rounds of all payloads side by side."""
+    nothing = Round((), ())
+    for rounds in zip_longest(*(payload.rounds for payload in payloads), fillvalue=nothing):
+        due = list(zip(payloads, rounds, strict=True))
+        for payload, now in due:
+            payload.park(now)
+        operations = [operation for payload, now in due for operation in payload.exchange(now)]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for payload, now in due:
+            payload.copy_within(now)
+        for work in works:
+            work.wait()
+        for payload, now in due:
+            payload.settle(now)
+
+
+def _total(payloads: list[_Payload], groups: ShardGroups, device: torch.device) -> MigrationCost:
+    """What all ranks of the shard group counted."""
+    weights, states = payloads
+    counts_RC = torch.zeros(groups.ep_size, 5, dtype=torch.int64, device=device)
+    received = weights.bytes_received + states.bytes_received
+    peers = len(weights.receivers | states.receivers)
+    counted = [weights.sends, weights.bytes_sent, states.bytes_sent, received, peers]
+    counts_RC[groups.ep_rank] = torch.tensor(counted, device=device)
+    if groups.shard_group is not None:
+        dist.all_reduce(counts_RC, group=groups.shard_group)
+    experts, weight_bytes, optimizer_bytes, _, pairs = counts_RC.sum(0).tolist()
+    busiest = int(torch.maximum(counts_RC[:, 1] + counts_RC[:, 2], counts_RC[:, 3]).max())
+    return MigrationCost(experts, weight_bytes, optimizer_bytes, busiest, pairs)
