@@ -47,4 +47,4 @@ def test_a_config_is_plain_json_and_frozen():
 
 
 def test_the_fields_that_may_change_between_a_run_and_its_continuation_exist():
-    assert {field.name for field in dataclasses.fields(RunConfig)} >= NOT_OF_THE_TRAJECTORY
+    assert {field.name for field in dataclasses.fields(MoERunConfig)} >= NOT_OF_THE_TRAJECTORY

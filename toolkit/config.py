@@ -159,6 +159,8 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "checkpoint",
         "data_dir",
         "compile",
+        "parallel_strategy",
+        "ep_size",
     }
 )
 """Fields that may differ between a run and its continuation, because they do not decide what is learned."""
