@@ -34,18 +34,23 @@ SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 CASES = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
 CASES += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
 CASES += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
+CASES += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
 CASES += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
 """(processes, ep_size, accumulation, placement): ep_size 1 copies the experts, 2 on 4 processes makes two groups."""
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
-    """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest dealt out; two empty slots a rank."""
+    """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest dealt out; two empty slots a rank;
+    or the last expert's first copy on rank 0, experts 0 and 1 on every rank, and an empty slot."""
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3)).tolist()
     if name == "shuffled":
         return ExpertPlacement.from_slot_of_expert(order, ranks)
     if name == "uneven":
         return ExpertPlacement((tuple(order[:5]), *(tuple(order[5 + r :: ranks - 1]) for r in range(ranks - 1))))
     blocks = contiguous(EXPERTS, ranks)
+    if name == "copies":
+        rows = [(*row, *(e for e in (0, 1) if e not in row), EMPTY_ROW) for row in blocks.slots]
+        return ExpertPlacement(((*rows[0][:-1], EXPERTS - 1), *rows[1:]))
     return with_spare_slots(blocks, 2) if name == "spare" else blocks
 
 
@@ -93,8 +98,11 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
         if sharding is None:
             rows[name] = value
         else:
-            held = zip(sharding.row_ids, value, strict=True)
-            rows |= {f"{name}/{row_id}": row for row_id, row in held if row_id != EMPTY_ROW}
+            for row_id, row, owns in zip(sharding.row_ids, value, sharding.owns, strict=True):
+                if what == "grad" and row_id != EMPTY_ROW and not owns:
+                    assert not row.any(), "the gradient of a copy counts at its owner"
+                elif row_id != EMPTY_ROW:
+                    rows[f"{name}/{row_id}"] = row
     return rows
 
 
@@ -167,10 +175,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str,
 
 
 def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> dict[str, Tensor]:
-    """The rows of all ranks in one dictionary."""
+    """The rows of all ranks in one dictionary; those that several ranks have are equal."""
     rows: dict[str, Tensor] = {}
     for rank in ranks:
-        rows |= rank[key] if step is None else rank[key][step]
+        for name, row in (rank[key] if step is None else rank[key][step]).items():
+            assert name not in rows or torch.equal(rows[name], row), f"copies of {name} differ"
+            rows[name] = row
     return rows
 
 

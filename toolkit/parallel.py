@@ -9,6 +9,8 @@ of experts: it sees parameters whose *rows* have owners.
 | overwrites every rank's parameters with those of rank 0    | `prepare` puts owned parameters on DDP's ignore list    |
 | averages gradients over ranks                              | `average_sharded_gradients`: rows already hold the sum  |
 |                                                            | over their group's batches, so add replicas, divide by W|
+| keeps equal parameters equal                               | `refresh_copies`: a row with several copies has one     |
+|                                                            | owner, who gets their gradients, steps, and sends it    |
 | clips by the norm of local gradients                       | `clip_grad_norm_`: copied part once, owned part summed  |
 | saves rank 0's model and optimizer                         | `toolkit.checkpoint` saves each row under its stable id |
 | forgets parameters that are added later                    | `refuse_late_parameters`                                |
@@ -18,8 +20,9 @@ Each line is a test in `tests/traps/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -85,13 +88,57 @@ class Sharding:
     row_ids: tuple[int, ...]
     """The stable id of what each row along dimension 0 holds, or `EMPTY_ROW`."""
     groups: ShardGroups
+    rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
+    """The row ids of every rank of the shard group, where some ranks have copies of others' rows; else None."""
+
+    @cached_property
+    def owner_of(self) -> dict[int, int]:
+        """The rank of the shard group that steps each row: the lowest that has a copy. Empty where none is copied."""
+        owners: dict[int, int] = {}
+        for rank, ids in enumerate(self.rows_of_ranks or ()):
+            for row_id in ids:
+                owners.setdefault(row_id, rank)
+        return owners
+
+    @cached_property
+    def owns(self) -> tuple[bool, ...]:
+        """Whether each row holds something that this rank steps and saves."""
+        here = self.groups.ep_rank
+        return tuple(i != EMPTY_ROW and self.owner_of.get(i, here) == here for i in self.row_ids)
+
+    @cached_property
+    def copied(self) -> tuple[list[list[int]], list[list[int]]]:
+        """For each rank of the shard group, by row id: rows here that it owns, and rows here of which it has a copy."""
+        ranks, here = self.rows_of_ranks or (), self.groups.ep_rank
+        row_of = {row_id: row for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW}
+        borrowed: list[list[int]] = [[] for _ in ranks]
+        lent: list[list[int]] = [[] for _ in ranks]
+        for row_id in sorted(row_of):
+            owner = self.owner_of.get(row_id, here)
+            if owner != here:
+                borrowed[owner].append(row_of[row_id])
+                continue
+            for rank, ids in enumerate(ranks):
+                if rank != here and row_id in ids:
+                    lent[rank].append(row_of[row_id])
+        return borrowed, lent
 
 
-def mark_sharded(parameter: nn.Parameter, *, row_ids: Sequence[int], groups: ShardGroups) -> None:
-    """Declare that the rows of `parameter` belong to this rank (and its replicas) under the stable ids `row_ids`."""
+def mark_sharded(
+    parameter: nn.Parameter,
+    *,
+    row_ids: Sequence[int],
+    groups: ShardGroups,
+    rows_of_ranks: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Declare that the rows of `parameter` belong to this rank (and its replicas) under the stable ids `row_ids`.
+
+    `rows_of_ranks` says what every rank of the shard group has, and is needed where rows have copies there.
+    """
     if len(row_ids) != parameter.shape[0]:
         raise ValueError(f"{len(row_ids)} row ids for a parameter with {parameter.shape[0]} rows")
-    parameter.sharding = Sharding(tuple(row_ids), groups)  # type: ignore[attr-defined]
+    everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
+    parameter.sharding = Sharding(tuple(row_ids), groups, everywhere)  # type: ignore[attr-defined]
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
@@ -146,24 +193,66 @@ def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None
 
 
 @torch.no_grad()
-def average_sharded_gradients(parameters: Iterable[Tensor], world_size: int) -> None:
-    """Make the gradients of owned parameters the mean over all ranks' batches, as DDP's are.
+def average_sharded_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
+    """Make the gradients of owned parameters the mean over all ranks' batches, as DDP's are. A collective.
 
     The backward of the all-to-all already *added up* the contributions of the shard group's batches, where DDP takes
     the *mean* over the world. So: add the replicas' gradients (they saw the other batches), then divide by the number
-    of batches, which is the world size, never by the number of replicas.
+    of batches, which is the world size, never by the number of replicas. Of a row that has copies in the shard group
+    the owner gets the sum, and the others zero.
     """
+    gather_copied_gradients(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return
     torch._foreach_div_(grads, float(world_size))
-    sharding = sharding_of(next(iter(parameters)))
+    sharding = sharding_of(parameters[0])
     if sharding is None or sharding.groups.replica_group is None:
         return
     flat = torch._utils._flatten_dense_tensors(grads)
     dist.all_reduce(flat, group=sharding.groups.replica_group)
     for grad, summed in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
         grad.copy_(summed)
+
+
+@torch.no_grad()
+def gather_copied_gradients(parameters: Iterable[Tensor]) -> None:
+    """Add the gradients of a row's copies to its owner's, and set those of the others to zero. A collective."""
+    for parameter, sharding in _with_copies(parameters):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        borrowed, lent = sharding.copied
+        received = _exchange_rows(grad, borrowed, lent, sharding)
+        grad.index_fill_(0, _flat(borrowed, grad), 0)
+        parameter.grad = grad.index_add_(0, _flat(lent, grad), received)
+
+
+@torch.no_grad()
+def refresh_copies(parameters: Iterable[Tensor]) -> None:
+    """Give the copies of a row the weights that its owner has after its step. A collective."""
+    for parameter, sharding in _with_copies(parameters):
+        borrowed, lent = sharding.copied
+        received = _exchange_rows(parameter.detach(), lent, borrowed, sharding)
+        parameter.index_copy_(0, _flat(borrowed, parameter), received)
+
+
+def _with_copies(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Sharding]]:
+    for parameter in parameters:
+        sharding = sharding_of(parameter)
+        if sharding is not None and sharding.rows_of_ranks is not None:
+            yield parameter, sharding
+
+
+def _exchange_rows(rows: Tensor, sent: list[list[int]], received: list[list[int]], sharding: Sharding) -> Tensor:
+    """Send the rows listed for each rank of the shard group; returns what came, by rank."""
+    result = rows.new_empty(sum(map(len, received)), *rows.shape[1:])
+    out = rows.index_select(0, _flat(sent, rows))
+    sizes = [len(each) for each in received], [len(each) for each in sent]
+    dist.all_to_all_single(result, out, *sizes, group=sharding.groups.shard_group)
+    return result
+
+
+def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
+    return torch.tensor([row for each in lists for row in each], dtype=torch.int64, device=like.device)
 
 
 @torch.no_grad()

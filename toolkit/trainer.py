@@ -1,7 +1,7 @@
 """The training loop. Read `fit`, then `train_step`; the rest is where their parts come from.
 
 The trainer knows parameters, not models: it never hears of experts. That some parameters are owned by one rank is
-handled by three functions of `toolkit.parallel`.
+handled by four functions of `toolkit.parallel`.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Trainer:
         norm = parallel.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.hooks("on_before_optimizer_step")
         self.update()
+        parallel.refresh_copies(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
         self.state.step += 1
@@ -218,8 +219,8 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`. A collective; raises UserError where it does not fit."""
-        self.load_state_dict(
-            checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
+        checkpoint.load_checkpoint(
+            folder, model=self.raw_model, optimizer=self.optimizer, run=self.run, adopt=self.load_state_dict
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, sort_by_slot
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.parallel import make_shard_groups
 
 DIM, EXPERTS, TOP_K = 5, 8, 2
@@ -53,7 +53,7 @@ def test_edges_of_the_order(
 def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
     """t0 -> experts 2, 0; t1 -> experts 0, 1. Rows: t0 t1 | t1 | t0. Expert e multiplies by e + 1."""
     x_TD = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
-    dispatcher = LocalDispatcher(3)
+    dispatcher = LocalDispatcher(contiguous(3, 1))
     rows, plan = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]))
     assert rows.tolist() == [[1, 2], [10, 20], [10, 20], [1, 2]]
     assert plan.rows_per_slot.tolist() == plan.load_E.tolist() == [2, 1, 1]
@@ -71,7 +71,7 @@ def test_gradients_of_tokens_rows_and_weights_are_exact(tokens: int, top_k: int)
     weights_TK = torch.rand(tokens, top_k, dtype=torch.float64, generator=generator, requires_grad=True)
     ids_TK = torch.rand(tokens, 6, generator=generator).topk(top_k).indices
     factor_N1 = torch.rand(tokens * top_k, 1, dtype=torch.float64, generator=generator, requires_grad=True)
-    dispatcher = LocalDispatcher(6)
+    dispatcher = LocalDispatcher(contiguous(6, 1))
 
     def trip(x_TD: Tensor, weights_TK: Tensor, factor_N1: Tensor) -> Tensor:
         rows, plan = dispatcher.dispatch(x_TD, ids_TK)
@@ -87,7 +87,7 @@ def test_gradients_of_tokens_rows_and_weights_are_exact(tokens: int, top_k: int)
 
 def test_an_expanded_output_gradient_is_taken() -> None:
     x_TD = torch.randn(3, 4, requires_grad=True)
-    dispatcher = LocalDispatcher(2)
+    dispatcher = LocalDispatcher(contiguous(2, 1))
     rows, plan = dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 0], [0, 1]]))
     dispatcher.combine(rows, plan, torch.full((3, 2), 0.5)).sum().backward()
     torch.testing.assert_close(x_TD.grad, torch.ones(3, 4))
@@ -99,7 +99,7 @@ def test_an_expanded_output_gradient_is_taken() -> None:
 def test_rows_in_bfloat16_are_weighted_by_float32_weights_that_get_a_float32_gradient() -> None:
     rows = torch.randn(4, 8).bfloat16().requires_grad_()
     weights_TK = torch.tensor([[0.3, 0.7], [0.6, 0.4]], requires_grad=True)
-    dispatcher = LocalDispatcher(2)
+    dispatcher = LocalDispatcher(contiguous(2, 1))
     _, plan = dispatcher.dispatch(torch.randn(2, 8), torch.tensor([[0, 1], [1, 0]]))
     y_TD = dispatcher.combine(rows, plan, weights_TK)
     y_TD.float().sum().backward()
@@ -175,7 +175,7 @@ def test_ranks_together_compute_what_one_process_computes(world: int) -> None:
         tolerance = 1e-12 if dtype == torch.float64 else 1e-6
         ranks = [result[case, dtype] for result in results]
         inputs = zip(*(draw(case, rank, world, dtype) for rank in range(world)), strict=True)
-        expected = train(LocalDispatcher(EXPERTS), *map(torch.cat, inputs), expert_weights(dtype))
+        expected = train(LocalDispatcher(contiguous(EXPERTS, 1)), *map(torch.cat, inputs), expert_weights(dtype))
         by_slot = torch.cat([rank["experts"] for rank in ranks])
         actual = {name: torch.cat([rank[name] for rank in ranks]) for name in ("y", "x", "weights")}
         actual["experts"] = by_slot[SLOT_OF_EXPERT]

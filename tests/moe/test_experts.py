@@ -9,7 +9,6 @@ from torch.nn.functional import silu
 
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.layer import make_moe
-from toolkit.parallel import ShardGroups, sharding_of
 
 COUNTS = {"ragged": [3, 0, 5, 1], "one expert takes all": [0, 9, 0, 0], "no rows": [0, 0, 0, 0]}
 both_paths = pytest.mark.parametrize("stepwise", [False, True], ids=["as called", "step by step"])
@@ -17,7 +16,7 @@ both_activations = pytest.mark.parametrize("activation", ["relu", "swiglu"])
 
 
 def make_experts(activation: Activation, dim: int = 8, hidden_dim: int = 12, slots: int = 4) -> GroupedExperts:
-    return GroupedExperts(dim, hidden_dim, expert_ids=range(slots), groups=ShardGroups(), activation=activation)
+    return GroupedExperts(dim, hidden_dim, expert_ids=range(slots), activation=activation)
 
 
 def compute(experts: GroupedExperts, x_ND: Tensor, rows_per_slot: Tensor, stepwise: bool) -> Tensor:
@@ -125,21 +124,12 @@ def test_under_autocast_they_compute_in_bfloat16_and_keep_float32_gradients(
 
 
 def test_initial_weights_depend_on_the_expert_and_not_on_where_it_lives() -> None:
-    groups = ShardGroups()
-    all_of_them = GroupedExperts(4, 6, expert_ids=[0, 1, 2, 3], groups=groups, seed=7)
-    some = GroupedExperts(4, 6, expert_ids=[3, 1], groups=groups, seed=7)
+    all_of_them = GroupedExperts(4, 6, expert_ids=[0, 1, 2, 3], seed=7)
+    some = GroupedExperts(4, 6, expert_ids=[3, 1], seed=7)
     assert torch.equal(some.up, all_of_them.up[[3, 1]])
     assert torch.equal(some.down, all_of_them.down[[3, 1]])
-    assert not torch.equal(some.up, GroupedExperts(4, 6, expert_ids=[3, 1], groups=groups, seed=8).up)
+    assert not torch.equal(some.up, GroupedExperts(4, 6, expert_ids=[3, 1], seed=8).up)
     assert not torch.equal(some.up[0], some.up[1])
-
-
-def test_their_rows_are_marked_with_the_ids_of_the_experts() -> None:
-    experts = GroupedExperts(4, 6, expert_ids=[5, 2], groups=ShardGroups())
-    for parameter in experts.parameters():
-        sharding = sharding_of(parameter)
-        assert sharding is not None
-        assert sharding.row_ids == (5, 2)
 
 
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.

@@ -14,11 +14,11 @@ from toolkit.callbacks.base import Callback
 from toolkit.config import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.router import TopKRouter
+from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ShardGroups, make_shard_groups
 from toolkit.run import Run
 from toolkit.schedules import Schedule, constant
@@ -39,10 +39,9 @@ class ToyMixture(nn.Module):
             self.stem = nn.Linear(DIM, DIM)
             router = TopKRouter(DIM, EXPERTS, TOP_K)
             self.head = nn.Linear(DIM, CLASSES)
-        experts = GroupedExperts(DIM, HIDDEN, expert_ids=placement.experts_on(groups.ep_rank), groups=groups)
-        alone = groups.ep_size == 1
-        dispatcher = LocalDispatcher(EXPERTS, placement) if alone else AllToAllDispatcher(placement, groups)
-        self.moe = MoE(router, experts, dispatcher, placement)
+        experts = GroupedExperts(DIM, HIDDEN, expert_ids=placement.experts_on(groups.ep_rank))
+        stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
+        self.moe = MoE(router, experts, stack)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,6 +58,12 @@ class DispatchPlan:
 
 
 class TokenDispatcher(Protocol):
+    placement: ExpertPlacement
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """From now on experts live where `placement` says, in as many slots as before."""
+        ...
+
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
         """The rows for this rank's slots in slot order, and the plan to undo it."""
         ...
@@ -140,12 +146,6 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _slots_of_single_copies(placement: ExpertPlacement) -> Tensor:
-    if placement.has_replicas:
-        raise ValueError(f"experts with several live copies cannot be trained yet:\n{placement}")
-    return torch.tensor(placement.slot_of_expert)
-
-
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     result = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
@@ -153,20 +153,25 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
 
 
 class LocalDispatcher:
-    """All experts live here. Without a placement, slot numbers are expert ids."""
+    """All experts live here. Where slot numbers are expert ids, nothing is looked up."""
 
-    def __init__(self, num_experts: int, placement: ExpertPlacement | None = None):
-        self.num_slots = num_experts
-        self.slot_of_expert: Tensor | None = None
-        if placement is not None and placement.slots != (tuple(range(num_experts)),):
-            self.num_slots, self.slot_of_expert = placement.stride, _slots_of_single_copies(placement)
+    def __init__(self, placement: ExpertPlacement):
+        self.place(placement)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """From now on experts live where `placement` says."""
+        if placement.ranks != 1:
+            raise ValueError(f"a placement on {placement.ranks} ranks for a dispatcher of one")
+        self.placement, self.slots = placement, placement.stride
+        blocks = placement.slots[0] == tuple(range(self.slots))
+        self.slot_of_expert = None if blocks else torch.tensor(placement.slot_of_expert)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
         if self.slot_of_expert is None:
-            order = sort_by_slot(expert_ids_TK, self.num_slots)
+            order = sort_by_slot(expert_ids_TK, self.slots)
             return _Spread.apply(x_TD, order), DispatchPlan(order.rows_per_slot, order.rows_per_slot, order)
         self.slot_of_expert = self.slot_of_expert.to(x_TD.device)
-        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], self.num_slots)
+        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], self.slots)
         plan = DispatchPlan(order.rows_per_slot, order.rows_per_slot[self.slot_of_expert], order)
         return _Spread.apply(x_TD, order), plan
 
@@ -175,20 +180,46 @@ class LocalDispatcher:
 
 
 class AllToAllDispatcher:
-    """Experts live on the ranks of a shard group, where `placement` says: in any order, uneven, with spare slots."""
+    """Experts live on the ranks of a shard group, where `placement` says: in any order, uneven, with spare slots.
+
+    Of an expert with several copies a rank takes its own. A rank that has none sends its i-th token for an expert with
+    n copies to copy (rank + i) mod n, so that the split is even and the same whenever it is made.
+    """
 
     def __init__(self, placement: ExpertPlacement, groups: ShardGroups):
-        if placement.ranks != groups.ep_size:
-            raise ValueError(f"a placement on {placement.ranks} rank(s) for shard groups of {groups.ep_size}")
-        self.slot_of_expert, self.groups = _slots_of_single_copies(placement), groups
-        self.stride = placement.stride
-        self.slots = len(placement.slots[groups.ep_rank])
+        self.groups = groups
+        self.place(placement)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """From now on experts live where `placement` says. To be called on all ranks between the same two forwards."""
+        if placement.ranks != self.groups.ep_size:
+            raise ValueError(f"a placement on {placement.ranks} rank(s) for shard groups of {self.groups.ep_size}")
+        here = self.groups.ep_rank
+        self.placement, self.stride, self.slots = placement, placement.stride, len(placement.slots[here])
+        self.slots_EC, self.copies_E = placement.slots_of_experts(), placement.num_copies()
+        # Empty slots, which never get a row, count for expert 0.
+        self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)
+        if placement.has_replicas:
+            for expert in range(placement.num_experts):
+                if own := placement.copy_on(expert, here):
+                    self.slots_EC[expert, 0], self.copies_E[expert] = here * self.stride + own.slot, 1
+
+    def slots_of(self, expert_ids_TK: Tensor) -> Tensor:
+        """The global slot that each routed copy goes to."""
+        if self.slots_EC.shape[1] == 1:
+            return self.slots_EC[expert_ids_TK, 0]
+        by_expert = sort_by_slot(expert_ids_TK, len(self.copies_E))
+        first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
+        turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
+        return self.slots_EC[expert_ids_TK, turn_TK % self.copies_E[expert_ids_TK]]
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
         peers, group = self.groups.ep_size, self.groups.shard_group
-        self.slot_of_expert = self.slot_of_expert.to(x_TD.device)
+        if self.expert_of_slot.device != x_TD.device:
+            self.slots_EC, self.copies_E = self.slots_EC.to(x_TD.device), self.copies_E.to(x_TD.device)
+            self.expert_of_slot = self.expert_of_slot.to(x_TD.device)
         # Every rank counts as many slots as the one that has most, so that all exchange equally many counts.
-        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], peers * self.stride)
+        order = sort_by_slot(self.slots_of(expert_ids_TK), peers * self.stride)
         to_peers_PS = order.rows_per_slot.view(peers, self.stride)
         from_peers_PS = torch.empty_like(to_peers_PS)
         dist.all_to_all_single(from_peers_PS, to_peers_PS, group=group)
@@ -202,10 +233,13 @@ class AllToAllDispatcher:
         rows = _Permute.apply(rows, received_order.copy_N, received_order.place_TK.flatten())
         return rows, DispatchPlan(
             received_order.rows_per_slot,
-            order.rows_per_slot[self.slot_of_expert],
+            self._load(order.rows_per_slot),
             order,
             Exchange(sent, received, received_order),
         )
+
+    def _load(self, rows_per_slot: Tensor) -> Tensor:
+        return torch.zeros_like(self.copies_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
         exchange = plan.exchange

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.moe.feed_forward import GroupedFeedForward
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.parallel import EMPTY_ROW, ShardGroups, mark_sharded
+from toolkit.parallel import EMPTY_ROW
 from toolkit.seeding import generator
 
 Activation = Literal["relu", "swiglu"]
@@ -33,7 +33,6 @@ class GroupedExperts(nn.Module):
         hidden_dim: int,
         *,
         expert_ids: Sequence[int],
-        groups: ShardGroups,
         activation: Activation = "relu",
         seed: int = 0,
     ):
@@ -52,8 +51,6 @@ class GroupedExperts(nn.Module):
             draws = generator(seed, "expert", expert_id)
             nn.init.normal_(self.up.data[slot], std=(2 / dim) ** 0.5, generator=draws)
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
-        for parameter in (self.up, self.down):
-            mark_sharded(parameter, row_ids=expert_ids, groups=groups)
 
     def forward(self, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
         """`x_ND` holds slot 0's rows first, then slot 1's, and so on; `rows_per_slot` (int64, S) says how many."""

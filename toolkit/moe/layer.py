@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.router import Routing, TopKRouter
+from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ShardGroups
 
 
@@ -25,28 +25,36 @@ class MoE(nn.Module):
         self,
         router: TopKRouter,
         experts: GroupedExperts,
-        dispatcher: TokenDispatcher,
-        placement: ExpertPlacement,
+        expert_stack: ExpertStack,
         shared_expert: nn.Module | None = None,
     ):
         super().__init__()
-        self.router, self.experts, self.dispatcher, self.shared_expert = router, experts, dispatcher, shared_expert
-        self.placement = placement
+        self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
         self.routing: Routing | None = None
         """The last forward's routing, for the losses that need it."""
-        # Not a buffer: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
-        self.load_E = torch.zeros(router.num_experts, dtype=torch.int64)
-        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
-        self.last_load_E = self.load_E
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Where the experts live."""
+        return self.expert_stack.placement
+
+    @property
+    def load_E(self) -> Tensor:
+        """Routed copies per expert on this rank over all training forwards."""
+        return self.expert_stack.load_E
+
+    @property
+    def last_load_E(self) -> Tensor:
         """The same, of the last forward alone."""
+        return self.expert_stack.last_load_E
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD)
-        rows, plan = self.dispatcher.dispatch(x_TD, routing.expert_ids_TK)
+        rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK)
         rows = self.experts(rows, plan.rows_per_slot)
-        y_TD = self.dispatcher.combine(rows, plan, routing.weights_TK)
+        y_TD = self.expert_stack.dispatcher.combine(rows, plan, routing.weights_TK)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         self.record(routing, plan.load_E)
@@ -55,9 +63,7 @@ class MoE(nn.Module):
     def record(self, routing: Routing, load_E: Tensor) -> None:
         """Remember what the losses and statistics need."""
         self.routing = routing
-        self.last_load_E = load_E
-        if self.training and torch.is_grad_enabled():
-            self.load_E = self.load_E.to(load_E.device) + load_E
+        self.expert_stack.count(load_E, training=self.training and torch.is_grad_enabled())
 
 
 def make_moe(
@@ -82,16 +88,12 @@ def make_moe(
         dim,
         hidden_dim,
         expert_ids=placement.experts_on(groups.ep_rank),
-        groups=groups,
         activation=activation,
         seed=seed,
     )
-    if groups.ep_size == 1:
-        dispatcher: TokenDispatcher = LocalDispatcher(num_experts, placement)
-    else:
-        dispatcher = AllToAllDispatcher(placement, groups)
     router = TopKRouter(dim, num_experts, top_k, bias_balancing=bias_balancing)
-    return MoE(router, experts, dispatcher, placement, shared_expert)
+    stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
+    return MoE(router, experts, stack, shared_expert)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

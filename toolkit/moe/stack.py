@@ -1,0 +1,78 @@
+"""One layer's experts as the engine sees them: stacked parameters, where each row lives, and what came by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.moe.placement import ExpertPlacement
+from toolkit.parallel import ShardGroups, mark_sharded
+
+
+def make_dispatcher(placement: ExpertPlacement, groups: ShardGroups) -> TokenDispatcher:
+    """The dispatcher for experts on the ranks of `groups`."""
+    return LocalDispatcher(placement) if groups.ep_size == 1 else AllToAllDispatcher(placement, groups)
+
+
+class ExpertStack:
+    """The parameters of one layer's experts, whose dimension 0 counts this rank's slots.
+
+    Our `MoE` has one, and so has every foreign module that the engine prepares, as its `expert_stack`.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ShardGroups):
+        self.name = ""
+        """The layer's name in the model, once `expert_stacks` has found it."""
+        self.parameters, self.groups = dict(parameters), groups
+        self.dispatcher = make_dispatcher(placement, groups)
+        # Not buffers: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
+        self.load_E = torch.zeros(placement.num_experts, dtype=torch.int64)
+        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
+        self.last_load_E = self.load_E
+        """The same, of the last forward alone."""
+        self._mark()
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        return self.dispatcher.placement
+
+    @property
+    def num_experts(self) -> int:
+        return self.placement.num_experts
+
+    def place(self, new: ExpertPlacement) -> None:
+        """Say that experts live where `new` says, once their rows are there: see `toolkit.moe.migrate`."""
+        if [len(row) for row in new.slots] != [len(row) for row in self.placement.slots]:
+            raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
+        self.dispatcher.place(new)
+        self._mark()
+
+    def count(self, load_E: Tensor, *, training: bool) -> None:
+        """Take note of one forward."""
+        self.last_load_E = load_E
+        if training:
+            self.load_E = self.load_E.to(load_E.device) + load_E
+
+    def _mark(self) -> None:
+        placement, here = self.placement, self.groups.ep_rank
+        for parameter in self.parameters.values():
+            mark_sharded(
+                parameter,
+                row_ids=placement.slots[here],
+                groups=self.groups,
+                rows_of_ranks=placement.slots if placement.has_replicas else None,
+            )
+
+
+def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
+    """The expert stacks of `model` by the name of their layer, in the order of its modules."""
+    stacks: dict[str, ExpertStack] = {}
+    for name, module in model.named_modules():
+        stack = getattr(module, "expert_stack", None)
+        if isinstance(stack, ExpertStack):
+            stack.name = name
+            stacks[name] = stack
+    return stacks
