@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from toolkit.moe.router import TopKRouter
+from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 
 
 def router_with(weight: list[list[float]], top_k: int, bias: list[float] | None = None) -> TopKRouter:
@@ -76,3 +80,160 @@ def test_with_one_expert_per_token_the_weight_is_one() -> None:
 def test_more_choices_than_experts_or_none_are_refused(top_k: int) -> None:
     with pytest.raises(ValueError, match=f"top_k={top_k} must lie between 1 and num_experts=6"):
         TopKRouter(4, 6, top_k)
+
+
+def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """Experts and weights by loops over tokens and experts, in the words of the papers."""
+    ids, weights = [], []
+    for logits in (x_TD.double() @ router.weight.double().T).tolist():
+        if router.score == "softmax":
+            total = sum(math.exp(logit) for logit in logits)
+            scores = [math.exp(logit) / total for logit in logits]
+        else:
+            scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+        bias = [0.0] * len(scores) if router.bias is None else router.bias.tolist()
+        ranked = [score + b for score, b in zip(scores, bias, strict=True)]
+        size = len(scores) // router.groups
+        groups = [range(first, first + size) for first in range(0, len(scores), size)]
+
+        def worth(group: range, ranked: list[float] = ranked) -> float:
+            best = sorted((ranked[e] for e in group), reverse=True)
+            return sum(best[:2]) if router.group_score == "top2" else best[0]
+
+        allowed = [e for group in sorted(groups, key=worth, reverse=True)[: router.top_k_groups] for e in group]
+        chosen = sorted(allowed, key=lambda e: ranked[e], reverse=True)[: router.top_k]
+        total = sum(scores[e] for e in chosen) if router.normalize else 1.0
+        ids.append(chosen)
+        weights.append([router.scaling * scores[e] / total for e in chosen])
+    return ids, weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"normalize": False, "scaling": 16.0},
+        {"score": "sigmoid", "scaling": 2.5},
+        {"score": "sigmoid", "normalize": False, "bias_balancing": True},
+        {"groups": 4, "top_k_groups": 2, "group_score": "max", "normalize": False},
+        {"groups": 4, "top_k_groups": 2, "score": "sigmoid", "scaling": 2.5, "bias_balancing": True},
+        {"groups": 12, "top_k_groups": 5, "group_score": "max"},
+        {"groups": 3, "top_k_groups": 3, "bias_balancing": True},
+    ],
+)
+def test_choices_and_weights_are_those_of_a_loop_over_tokens(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    router, x_TD = TopKRouter(6, 12, 3, **options), torch.randn(40, 6)
+    router.weight.data.normal_()
+    if router.bias is not None:
+        router.bias.normal_(std=0.3)
+    ids, weights = plain_reference(router, x_TD)
+    routing = router(x_TD)
+    assert routing.expert_ids_TK.tolist() == ids
+    torch.testing.assert_close(routing.weights_TK, torch.tensor(weights), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(routing.probs_TE.sum(-1), torch.ones(40))
+
+
+def sorted_by_expert(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids_TK.argsort(-1)
+    return ids_TK.gather(-1, order), weights_TK.gather(-1, order)
+
+
+def assert_same_routing(routing: Routing, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    ours, theirs = (
+        sorted_by_expert(*pair) for pair in [(routing.expert_ids_TK, routing.weights_TK), (ids_TK, weights_TK)]
+    )
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
+def test_it_routes_as_the_deepseek_v3_of_transformers_does() -> None:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    config = theirs.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=32, num_experts_per_tok=4, n_group=8, topk_group=3, routed_scaling_factor=2.5
+    )
+    router = theirs.DeepseekV3TopkRouter(config)
+    router.weight.data.normal_()
+    router.e_score_correction_bias.normal_(std=0.2)
+    options = {"score": "sigmoid", "groups": 8, "top_k_groups": 3, "scaling": 2.5, "bias_balancing": True}
+    ours, x_TD = TopKRouter(16, 32, 4, **options), torch.randn(64, 16)
+    ours.weight.data, ours.bias = router.weight.data, router.e_score_correction_bias
+    _, weights_TK, ids_TK = router(x_TD)
+    assert_same_routing(ours(x_TD), ids_TK, weights_TK)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, not normalised"])
+def test_it_routes_as_the_softmax_families_of_transformers_do(family: str) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    normalize = not family.endswith("not normalised")
+    if family == "mixtral":
+        config = modeling_mixtral.MixtralConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=2)
+        router = modeling_mixtral.MixtralTopKRouter(config)
+    else:
+        config = modeling_qwen3_moe.Qwen3MoeConfig(
+            hidden_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=normalize
+        )
+        router = modeling_qwen3_moe.Qwen3MoeTopKRouter(config)
+    router.weight.data.normal_()
+    ours, x_TD = TopKRouter(16, 8, 2, normalize=normalize), torch.randn(64, 16)
+    ours.weight.data = router.weight.data
+    _, weights_TK, ids_TK = router(x_TD)
+    assert_same_routing(ours(x_TD), ids_TK, weights_TK)
+
+
+def test_jitter_moves_scores_in_training_only_and_is_drawn_where_the_trainer_seeds() -> None:
+    router, x_TD = TopKRouter(8, 4, 2, jitter=0.1), torch.randn(16, 8)
+    router.weight.data.normal_()
+    plain = x_TD @ router.weight.T
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return router(x_TD).logits_TE
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+    # Each of 8 inputs moves by a tenth at most, so a logit by a tenth of the sum of its terms' sizes.
+    assert ((logits(1) - plain).abs() <= 0.1 * (x_TD.abs() @ router.weight.abs().T) + 1e-6).all()
+    router.eval()
+    torch.testing.assert_close(logits(1), plain)
+
+
+def test_forced_balance_gives_experts_turns_and_weights_by_scores() -> None:
+    router, x_TD = TopKRouter(8, 6, 4, force_balanced=True), torch.randn(9, 8)
+    routing = router(x_TD)
+    assert routing.expert_ids_TK[:2].tolist() == [[0, 1, 2, 3], [4, 5, 0, 1]]
+    assert routing.expert_ids_TK.flatten().bincount().tolist() == [6] * 6
+    chosen_TK = routing.probs_TE.gather(1, routing.expert_ids_TK)
+    torch.testing.assert_close(routing.weights_TK, chosen_TK / chosen_TK.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("tokens", "each"), [(10, 5), (3, 2), (0, 0), (1, 1)])
+def test_in_expert_choice_each_expert_takes_its_best_tokens(tokens: int, each: int) -> None:
+    """2 of 4 experts a token: half of the tokens, rounded up, for each expert."""
+    router, x_TD = ExpertChoiceRouter(8, 4, 2), torch.randn(tokens, 8)
+    router.weight.data.normal_()
+    routing = router(x_TD)
+    assert routing.kept_TK is not None
+    assert routing.kept_TK.sum(0).tolist() == [each] * 4
+    for scores_T, kept_T in zip(routing.probs_TE.T, routing.kept_TK.T, strict=True):
+        assert set(scores_T.topk(each).values.tolist()) == set(scores_T[kept_T].tolist())
+    assert torch.equal(routing.weights_TK, routing.probs_TE)
+    assert routing.expert_ids_TK.tolist() == [[0, 1, 2, 3]] * tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": 5}, "groups=5 must divide num_experts=12"),
+        ({"groups": 4, "top_k_groups": 5}, "top_k_groups=5 must lie between 1 and groups=4"),
+        ({"groups": 12, "top_k_groups": 2, "group_score": "max"}, "leave top_k=3 experts"),
+        ({"groups": 12, "top_k_groups": 5}, "'top2' needs two experts"),
+        ({"jitter": 1.0}, "jitter=1.0 must be a fraction below 1"),
+    ],
+)
+def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TopKRouter(6, 12, 3, **options)

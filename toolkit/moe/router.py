@@ -7,9 +7,15 @@ expert, E experts, K experts per token (top-k), S slots (rows) on this rank, N =
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from toolkit.moe.recompute import decide
+
+Score = Literal["softmax", "sigmoid"]
+GroupScore = Literal["top2", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,25 +25,63 @@ class Routing:
     expert_ids_TK: Tensor
     """int64, the experts of each token, best first."""
     weights_TK: Tensor
-    """float32, what each expert's output is multiplied by; they add up to 1 for each token."""
+    """float32, what each expert's output is multiplied by; as a rule they add up to 1 for each token."""
     probs_TE: Tensor
-    """float32, the softmax over all experts, which the losses need."""
+    """float32, the scores of all experts, which the losses need; they add up to 1 for each token."""
     logits_TE: Tensor
     """float32."""
+    kept_TK: Tensor | None = None
+    """bool, which of the choices count; None where all do."""
 
 
 class TopKRouter(nn.Module):
-    """Softmax over experts, the K best of which are kept and renormalised. Scores are always float32.
+    """Scores over experts, the K best of which are kept and renormalised. Scores are always float32.
 
-    With `bias_balancing`, a bias per expert takes part in choosing but not in weighting, and is moved by
-    `toolkit.moe.balance.BiasBalancing` (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    - `score`: softmax over experts, or each expert's own sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 15).
+    - `normalize`: whether a token's weights are made to add up to 1; `scaling` multiplies them afterwards.
+    - `groups`: experts form so many consecutive groups, and a token chooses among the best `top_k_groups` of them. A
+      group is as good as its best two experts together (`top2`, DeepSeek-V3) or its best one (`max`, DeepSeek-V2).
+    - `jitter`: in training the router, and only the router, sees inputs multiplied by uniform noise from 1 - jitter to
+      1 + jitter (Fedus et al. 2021, arXiv 2101.03961, section 2.2). It draws from PyTorch's generator, which the
+      trainer seeds by (seed, step, micro-batch, rank).
+    - `bias_balancing`: a bias per expert takes part in choosing but not in weighting, and is moved by
+      `toolkit.moe.balance.BiasBalancing` (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    - `force_balanced`: experts take turns, whatever the scores say, which still weight them. For measuring speed.
     """
 
-    def __init__(self, dim: int, num_experts: int, top_k: int, *, bias_balancing: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: Score = "softmax",
+        normalize: bool = True,
+        scaling: float = 1.0,
+        groups: int = 1,
+        top_k_groups: int = 1,
+        group_score: GroupScore = "top2",
+        jitter: float = 0.0,
+        bias_balancing: bool = False,
+        force_balanced: bool = False,
+    ):
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
-        self.num_experts, self.top_k = num_experts, top_k
+        if groups < 1 or num_experts % groups:
+            raise ValueError(f"groups={groups} must divide num_experts={num_experts}")
+        size = num_experts // groups
+        if not 1 <= top_k_groups <= groups or top_k > top_k_groups * size:
+            raise ValueError(
+                f"top_k_groups={top_k_groups} must lie between 1 and groups={groups}, and leave top_k={top_k} experts"
+            )
+        if top_k_groups < groups and group_score == "top2" and size < 2:
+            raise ValueError(f"group_score='top2' needs two experts in each of the groups={groups}")
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter={jitter} must be a fraction below 1")
+        self.num_experts, self.top_k, self.score = num_experts, top_k, score
+        self.normalize, self.scaling, self.jitter, self.force_balanced = normalize, scaling, jitter, force_balanced
+        self.groups, self.top_k_groups, self.group_score = groups, top_k_groups, group_score
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         # Near-equal scores at first: early choices should follow the data, not the draw of these weights.
         nn.init.normal_(self.weight, std=0.1 * dim**-0.5)
@@ -45,14 +89,79 @@ class TopKRouter(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if bias_balancing else None)
 
     def forward(self, x_TD: Tensor) -> Routing:
+        logits_TE, scores_TE = self.scores(x_TD)
+        # Choosing leaves no trace in autograd, so a recomputation, which does not choose, leaves the same.
+        ids_TK = decide(lambda: self.choose(scores_TE.detach()))
+        weights_TK = scores_TE.gather(-1, ids_TK)
+        if self.normalize:
+            weights_TK = _to_sum_1(weights_TK, self.score)
+        if self.scaling != 1:
+            weights_TK = weights_TK * self.scaling
+        probs_TE = scores_TE if self.score == "softmax" else _to_sum_1(scores_TE, self.score)
+        return Routing(ids_TK, weights_TK, probs_TE, logits_TE)
+
+    def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, E) logits, and what the score makes of them."""
         with torch.autocast(x_TD.device.type, enabled=False):
             dtype = torch.promote_types(torch.float32, self.weight.dtype)
-            logits_TE = nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype))
-        probs_TE = logits_TE.softmax(dim=-1)
-        if self.bias is None:
-            top_TK, ids_TK = probs_TE.topk(self.top_k, dim=-1)
+            x_TD = x_TD.to(dtype)
+            if self.jitter and self.training:
+                x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits_TE = nn.functional.linear(x_TD, self.weight.to(dtype))
+        return logits_TE, logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """(T, K): the experts of each token, best first."""
+        if self.force_balanced:
+            copies_N = torch.arange(len(scores_TE) * self.top_k, device=scores_TE.device)
+            return (copies_N % self.num_experts).view(-1, self.top_k)
+        if self.bias is not None:
+            scores_TE = scores_TE + self.bias
+        if self.top_k_groups < self.groups:
+            scores_TE = self.within_best_groups(scores_TE)
+        return scores_TE.topk(self.top_k, dim=-1).indices
+
+    def within_best_groups(self, scores_TE: Tensor) -> Tensor:
+        """`scores_TE` with minus infinity outside of each token's best groups."""
+        grouped_TGE = scores_TE.unflatten(-1, (self.groups, -1))
+        if self.group_score == "top2":
+            group_TG = grouped_TGE.topk(2, dim=-1).values.sum(-1)
         else:
-            ids_TK = (probs_TE.detach() + self.bias).topk(self.top_k, dim=-1).indices
-            top_TK = probs_TE.gather(-1, ids_TK)
-        weights_TK = top_TK / top_TK.sum(dim=-1, keepdim=True)
-        return Routing(ids_TK, weights_TK, probs_TE, logits_TE)
+            group_TG = grouped_TGE.amax(-1)
+        best = group_TG.topk(self.top_k_groups, dim=-1).indices
+        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(-1, best, False)
+        return grouped_TGE.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+class ExpertChoiceRouter(TopKRouter):
+    """Each expert takes its best tokens: T * K / E of them, rounded up (Zhou et al. 2022, arXiv 2202.09368).
+
+    Balanced by construction, so no balance loss goes with it. A token may get no expert, or many. An expert
+    chooses among this rank's tokens of the micro-batch, so what a token gets depends on the others there, on later
+    ones of its sequence too: not for causal language models, and not the same on another number of ranks.
+    Weights are the scores, not renormalised.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int, *, score: Score = "softmax", jitter: float = 0.0):
+        super().__init__(dim, num_experts, top_k, score=score, normalize=False, jitter=jitter)
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        """Every expert is listed for each token (K is E here), and `kept_TK` says which of them took it."""
+        logits_TE, scores_TE = self.scores(x_TD)
+        kept_TE = decide(lambda: self.taken(scores_TE.detach()))
+        ids_TE = torch.arange(self.num_experts, device=x_TD.device).expand_as(scores_TE)
+        probs_TE = scores_TE if self.score == "softmax" else _to_sum_1(scores_TE, self.score)
+        return Routing(ids_TE, scores_TE, probs_TE, logits_TE, kept_TE)
+
+    def taken(self, scores_TE: Tensor) -> Tensor:
+        """(T, E) bool: whether the expert takes the token."""
+        tokens = len(scores_TE)
+        each = min(tokens, -(-tokens * self.top_k // self.num_experts))
+        best_CE = scores_TE.topk(each, dim=0).indices
+        return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_CE, True)
+
+
+def _to_sum_1(scores: Tensor, score: Score) -> Tensor:
+    total = scores.sum(dim=-1, keepdim=True)
+    # Sigmoids may all be zero, the best of a softmax may not.
+    return scores / (total if score == "softmax" else total + 1e-20)

@@ -1,0 +1,82 @@
+"""Activation checkpointing that does not decide twice.
+
+A checkpointed region forgets its activations and runs again in the backward. A router that runs again may decide
+otherwise: another kernel, a tie, and tokens go where their gradients do not. So the first forward of a region notes
+what each MoE layer decided (experts, what was dropped, who sends how much to whom), and the second takes it from there:
+rows are sent again, counts are neither exchanged nor counted again.
+
+    y = checkpoint(block, x)      # in place of torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+`decide` and `replaying` are for those who write layers; `toolkit.moe.router` and `toolkit.moe.layer` use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+Recompute = Literal["none", "selective", "full"]
+Decision = TypeVar("Decision")
+
+
+class _Tape:
+    """What was decided in one region, in the order of its forward."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Any] = []
+        self.next: int | None = None
+        """Which decision comes next; None while the first forward makes them."""
+
+    @contextmanager
+    def running(self, *, again: bool) -> Iterator[None]:
+        # Each backward through the region (there may be several) starts from the first decision.
+        self.next = 0 if again else None
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[_Tape | None] = ContextVar("tape", default=None)
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)`, whose activations are recomputed in the backward with the decisions of the forward.
+
+    Random draws are the same both times, as with PyTorch's own. Inside another such region it adds nothing.
+    """
+    if not torch.is_grad_enabled() or _current.get() is not None:
+        return fn(*args, **kwargs)
+    tape = _Tape()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return tape.running(again=False), tape.running(again=True)
+
+    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def replaying() -> bool:
+    """Whether this is a region's second forward."""
+    tape = _current.get()
+    return tape is not None and tape.next is not None
+
+
+def decide(make: Callable[[], Decision]) -> Decision:
+    """What `make` decides; in a region's second forward what it decided in the first.
+
+    A decision holds no tensor with a gradient, or region and graph would keep each other alive.
+    """
+    tape = _current.get()
+    if tape is None:
+        return make()
+    if tape.next is None:
+        tape.decisions.append(make())
+        return tape.decisions[-1]
+    tape.next += 1
+    return tape.decisions[tape.next - 1]
