@@ -18,7 +18,9 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from tests.helpers import run_distributed
 from tests.moe.placements import random_placement
+from toolkit import parallel
 from toolkit.errors import UserError
+from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.stack import ExpertStack
@@ -169,6 +171,67 @@ def test_only_optimizer_rows_travel_when_another_copy_becomes_the_owner() -> Non
     assert first.cost == second.cost
     assert first.cost.weight_bytes == 0 < first.cost.optimizer_bytes
     assert (first.bytes_sent, second.bytes_sent) == (first.cost.bytes, 0)
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def all_gather_object(mine: object) -> list:
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Clipped AdamW steps of a router and six experts, all of which move every so many steps."""
+    groups, rng = make_shard_groups(ep_size), random.Random(5)
+    slots, experts, world = [12 // ep_size if copies else 6 // ep_size] * ep_size, 6, dist.get_world_size()
+    layer = make_moe(8, 16, experts, 2, groups=groups, placement=random_placement(rng, slots, experts))
+    nn.init.normal_(layer.router.weight, generator=torch.Generator().manual_seed(1))
+    optimizer = AdamW(layer.parameters(), lr=0.02)
+    rows = parallel.owned(layer.parameters())
+    losses = []
+    for step in range(12):
+        draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x, y = torch.randn(10, 8, generator=draws), torch.randn(10, 8, generator=draws)
+        loss = (layer(x) - y).square().mean()
+        loss.backward()
+        parallel.average_sharded_gradients(rows, world)
+        for parameter in layer.parameters():
+            if not parallel.is_owned(parameter):
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+        parallel.clip_grad_norm_(list(layer.parameters()), 0.1)
+        optimizer.step()
+        parallel.refresh_copies(rows)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if every and (step + 1) % every == 0:
+            migrate(layer.expert_stack, random_placement(rng, slots, experts), optimizer)
+    owned = {
+        f"{name}/{row_id}": parameter.detach()[row]
+        for name, parameter in layer.expert_stack.parameters.items()
+        for row, row_id in enumerate(parallel.sharding_of(parameter).row_ids)
+        if parallel.sharding_of(parameter).owns[row]
+    }
+    weights = {"router": layer.router.weight.detach()}
+    for part in all_gather_object(owned):
+        weights |= part
+    return losses, weights
+
+
+def compare_with_staying(ep_size: int, copies: bool) -> None:
+    stayed, weights = losses_and_weights(ep_size, None, copies)
+    moved, moved_weights = losses_and_weights(ep_size, 2, copies)
+    assert moved == pytest.approx(stayed, rel=1e-6)
+    assert stayed[-1] != pytest.approx(stayed[0], rel=1e-2), "nothing was learned"
+    assert len(weights) == 2 * 6 + 1
+    torch.testing.assert_close(moved_weights, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("world", "ep_size", "copies"), [(2, 2, False), (4, 2, True), (3, 3, True)])
+def test_migration_every_two_steps_leaves_the_loss_curve_as_it_was(world: int, ep_size: int, copies: bool) -> None:
+    run_distributed(compare_with_staying, world, ep_size, copies)
 
 
 # --- memory ------------------------------------------------------------------------------------------------------

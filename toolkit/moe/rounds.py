@@ -48,7 +48,7 @@ def schedule(moves: Sequence[Move]) -> list[Round]:
     rounds = []
     while pending:
         draft = _Draft(pending, waiting, parked)
-        draft.take_chains([place for place in pending if not waiting[place] or place in parked])
+        draft.take_chains([place for place in pending if not waiting[place]])
         for cycle in draft.cycles():
             draft.take_cycle(cycle)
         rounds.append(draft.finish())
