@@ -151,6 +151,11 @@ class SavedTensors:
         shape = tuple(piece.get_shape())
         return describe_tensor(shape, (piece[:0] if shape else file.get_tensor(key)).dtype)
 
+    def describe_row(self, parameter: str) -> str:
+        """Type and shape of one row."""
+        dtype, _, shape = self.describe(f"{parameter}/{self.rows_of(parameter)[0]}").partition("[1")
+        return f"{dtype}[{shape.removeprefix(', ')}"
+
     def weight(self, weight: str) -> Tensor:
         file, key = self.weights[weight]
         return file.get_tensor(key)

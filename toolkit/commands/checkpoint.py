@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit import manifest
+import torch
+
+from toolkit import manifest, rewrite
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError
+from toolkit.moe.placement import ExpertPlacement, contiguous
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,22 +24,36 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     of = "a checkpoint, or a run folder, whose newest one is taken"
 
-    verify = commands.add_parser("verify", help="compare every file with its digest: exit code 0, or 2 and the file")
-    verify.add_argument("checkpoint", type=Path, help=of)
-    verify.set_defaults(run=lambda args: _verify(args.checkpoint))
+    command = commands.add_parser("inspect", help="what it holds, and where experts were")
+    command.add_argument("checkpoint", type=Path, help=of)
+    command.add_argument("--json", action="store_true", help="the same for programs")
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser("verify", help="compare every file with its digest: exit code 0, or 2 and the file")
+    command.add_argument("checkpoint", type=Path, help=of)
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser("reshard", help="deal its experts out to the files of other ranks")
+    command.add_argument("checkpoint", type=Path, help=of)
+    command.add_argument("out", type=Path, help="the new checkpoint")
+    command.add_argument("--ep-size", type=int, required=True, help="ranks that share one set of experts")
+    command.add_argument(
+        "--placement",
+        default="contiguous",
+        help='contiguous, round_robin, or a file: {"num_experts": 4, "slots": [[0, 3], [1, 2]]}',
+    )
+    command.set_defaults(run=_reshard)
+
+    command = commands.add_parser("export", help="one safetensors file of the weights, experts stacked by id")
+    command.add_argument("checkpoint", type=Path, help=of)
+    command.add_argument("out", type=Path, help="a file *.safetensors, or a folder for model.safetensors")
+    command.add_argument("--dtype", choices=DTYPES, help="type of floating point numbers; as they are without it")
+    command.set_defaults(run=_export)
 
     args = parser.parse_args(argv)
+    args.checkpoint = find_folder(args.checkpoint)
     args.run(args)
     return EXIT_DONE
-
-
-def _verify(given: Path) -> None:
-    folder = find_folder(given)
-    if damage := manifest.find_damage(folder):
-        raise UserError(f"checkpoint {folder} is damaged: {damage}: use an older one.")
-    files = manifest.read_manifest(folder)["files"]
-    total = sum(seal["bytes"] for seal in files.values())
-    sys.stdout.write(f"{folder}: {len(files)} files, {total:,} bytes, all as they were written\n")
 
 
 def find_folder(given: Path) -> Path:
@@ -40,7 +61,8 @@ def find_folder(given: Path) -> Path:
 
     Raises UserError where it is neither. Nothing is verified.
     """
-    if (given / manifest.NAME).exists() or (re.fullmatch(r"step-\d{8,}", given.name) and given.is_dir()):
+    named_as_one = re.fullmatch(r"step-\d{8,}", given.name) is not None
+    if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
         return given
     for parent in (given / "checkpoints", given):
         steps = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
@@ -48,3 +70,77 @@ def find_folder(given: Path) -> Path:
             return max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     what = "holds no checkpoint" if given.exists() else "does not exist"
     raise UserError(f"{given} {what}: give a folder step-<number>, or the run folder above it.")
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def _verify(args: argparse.Namespace) -> None:
+    files = rewrite.read_verified(args.checkpoint)["files"]
+    total = sum(seal["bytes"] for seal in files.values())
+    _say(f"{args.checkpoint}: {len(files)} files, {total:,} bytes, all as they were written")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    try:
+        facts = rewrite.describe(args.checkpoint, manifest.read_manifest(args.checkpoint))
+    except (OSError, ValueError) as error:
+        damage = manifest.find_damage(args.checkpoint) or str(error)
+        raise UserError(f"checkpoint {args.checkpoint} cannot be read: {damage}: use an older one.") from None
+    if args.json:
+        _say(json.dumps(facts))
+        return
+    step = "" if facts["step"] is None else f"step {facts['step']:,}, "
+    _say(f"{args.checkpoint}", f"{step}written by {facts['processes']} process(es), format {facts['format']}", "")
+    width = max(map(len, facts["files"]))
+    _say(*(f"  {name:{width}}  {size:>15,} bytes" for name, size in facts["files"].items()), "")
+    _say(f"{facts['copied_tensors']} tensors that every process has a copy of, parameters and buffers")
+    drawn: dict[str, str] = {}
+    for layer, about in facts["layers"].items():
+        rows = ", ".join(f"{name} {row}" for name, row in about["rows"].items())
+        states = f", each with {', '.join(about['states'])}" if about["states"] else ""
+        _say("", f"{layer or 'model'}: {about['experts']} experts on {len(about['slots'])} rank(s): {rows}{states}")
+        picture = _draw(about["slots"])
+        if picture in drawn:
+            _say(f"  placed as in {drawn[picture]}")
+        else:
+            _say(*(f"  {line}" for line in picture.splitlines()))
+        drawn.setdefault(picture, layer or "model")
+
+
+def _draw(slots: list[list[int]]) -> str:
+    try:
+        return str(ExpertPlacement(tuple(map(tuple, slots))))
+    except ValueError:  # rows that are not numbered through, which only experts are
+        return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(slots))
+
+
+def _reshard(args: argparse.Namespace) -> None:
+    if args.ep_size < 1:
+        raise UserError(f"--ep-size {args.ep_size}: take one or more.")
+    rewrite.reshard(args.checkpoint, args.out, lambda experts: _place(args.placement, experts, args.ep_size))
+    _say(f"{args.out}: written")
+
+
+def _place(name: str, experts: int, ranks: int) -> ExpertPlacement:
+    if name == "contiguous":
+        return contiguous(experts, ranks, slots_per_rank=-(-experts // ranks))
+    if name == "round_robin":
+        return ExpertPlacement(tuple(tuple(range(rank, experts, ranks)) for rank in range(ranks)))
+    try:
+        placement = ExpertPlacement.from_dict(json.loads(Path(name).read_text(encoding="utf-8")))
+    except OSError:
+        raise UserError(f"--placement {name}: take contiguous, round_robin, or a file that can be read.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--placement {name}: it holds no placement ({error}): see --help.") from None
+    if (placement.num_experts, placement.ranks) != (experts, ranks):
+        there = f"{placement.num_experts} experts on {placement.ranks} rank(s)"
+        raise UserError(f"--placement {name}: it puts {there}, not {experts} on {ranks}: write another.")
+    return placement
+
+
+def _export(args: argparse.Namespace) -> None:
+    out = args.out if args.out.suffix == ".safetensors" else args.out / "model.safetensors"
+    rewrite.export(args.checkpoint, out, DTYPES.get(args.dtype))
+    _say(f"{out}: written")
