@@ -3,13 +3,19 @@ not to be imported."""
 
 from toolkit.models.hf.anatomy import GlobalRouterPenalty, RouterWatch, experts_modules, routers
 from toolkit.models.hf.build import causal_lm
+from toolkit.models.hf.host import PlacedExperts, place_experts, placed_experts, replan_callback, use_toolkit_ep
 from toolkit.models.hf.upcycle import upcycle
 
 __all__ = [
     "GlobalRouterPenalty",
+    "PlacedExperts",
     "RouterWatch",
     "causal_lm",
     "experts_modules",
+    "place_experts",
+    "placed_experts",
+    "replan_callback",
     "routers",
     "upcycle",
+    "use_toolkit_ep",
 ]

@@ -24,14 +24,15 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         experts = getattr(module, "num_experts", None)
         rows = {p.shape[0] if p.ndim > 1 else None for p in module.parameters(recurse=False)}
-        if isinstance(experts, int) and rows == {experts} and not _is_router(module):
+        if isinstance(experts, int) and rows == {experts} and _router_rows(module) is None:
             found[name] = module
     return found
 
 
-def _is_router(module: nn.Module) -> bool:
+def _router_rows(module: nn.Module) -> int | None:
+    """How many experts `module` chooses among, if it is a router."""
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -42,7 +43,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, experts in experts_modules(model).items():
         block = model.get_submodule(name.rpartition(".")[0])
-        candidates = [m for m in block.children() if _is_router(m) and m.weight.shape[0] == experts.num_experts]
+        candidates = [m for m in block.children() if _router_rows(m) == experts.num_experts]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
@@ -57,7 +58,7 @@ class RouterWatch:
 
     def __init__(self, name: str, router: nn.Module):
         self.name = name
-        self.num_experts: int = router.weight.shape[0]  # type: ignore[index, assignment, union-attr]
+        self.num_experts = _router_rows(router) or 0
         self.sigmoid = hasattr(router, "e_score_correction_bias")
         self.routing: Routing | None = None
         self.load_E = torch.zeros(self.num_experts, dtype=torch.int64)

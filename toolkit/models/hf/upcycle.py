@@ -22,11 +22,14 @@ from toolkit.seeding import generator
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+# fmt: off
 SHARED_FIELDS = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-    "max_position_embeddings initializer_range rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id "
-    "tie_word_embeddings rope_parameters sliding_window attention_dropout attention_bias"
-).split()
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
+    "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters", "sliding_window", "attention_dropout",
+    "attention_bias",
+)
+# fmt: on
 
 
 def upcycle(
