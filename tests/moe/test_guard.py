@@ -35,8 +35,10 @@ def test_prices_are_those_of_the_busiest_rank():
     assert PRICES.migration_seconds(NOW, NOW) == 0.0
 
 
-def test_nothing_moves_before_a_proposal_has_proved_itself():
+def test_nothing_moves_before_two_proposals_have_proved_themselves():
     judge = guard()
+    assert not judge.accepts(NOW, PLAN, steps=10)
+    assert judge.review(UNEVEN, NOW, steps=10) is None
     assert not judge.accepts(NOW, PLAN, steps=10)
     assert judge.review(UNEVEN, NOW, steps=10) is None
     assert not judge.accepts(NOW, PLAN, steps=10)
@@ -74,12 +76,24 @@ def test_a_burst_is_no_reason_to_move():
 def test_trust_falls_when_gains_do_not_come_true():
     judge = trusting()
     judge.accepts(NOW, PLAN, steps=0)
-    # Memory is a half: 3 s of 3 after 4.5 of 4.5 before it would be 5.25 of 5.25, but only half of it came true.
+    # 1.5 s of 3 came true; then more than was predicted, which does not make good for it.
     judge.review(UNEVEN / 2, NOW, steps=10)
-    assert judge.trust == pytest.approx(3.75 / 5.25)
+    assert judge.trust == 0.5
+    judge.accepts(NOW, PLAN, steps=0)
+    judge.review(UNEVEN, NOW, steps=10)
+    assert judge.trust == 0.5
+    # 8 and 2 under the plan now: 3 s lost.
     judge.accepts(NOW, PLAN, steps=0)
     judge.review(REVERSED, NOW, steps=10)
     assert judge.trust == 0.0
+    for _ in range(2):
+        judge.accepts(NOW, PLAN, steps=0)
+        judge.review(UNEVEN, NOW, steps=10)
+        judge.accepts(NOW, PLAN, steps=0)
+        judge.review(UNEVEN, NOW, steps=10)
+    assert judge.trust == 1.0
+    # Yet while the bad window is among the last six, the plan would have lost in one of them.
+    assert not judge.accepts(NOW, PLAN, steps=10)
 
 
 def test_a_plan_that_was_worse_in_two_windows_is_taken_back():
@@ -102,7 +116,7 @@ def test_one_good_window_saves_a_plan_and_a_return_must_pay_too():
 
 
 def test_a_guard_that_was_saved_decides_like_one_that_was_not():
-    loads = drifting(Sizes(steps=400, ranks=4, experts=16, heat=4.0), sigma=0.1).sum(1).reshape(20, 20, 16).mean(1)
+    loads = drifting(Sizes(steps=400, ranks=4, experts=16, heat=4.0), sigma=0.03).sum(1).reshape(20, 20, 16).mean(1)
     prices = Prices(seconds_per_row=1e-3, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)
     kept, saved = MigrationGuard(prices), MigrationGuard(prices)
     placement, decisions = contiguous(16, 4), []
@@ -145,13 +159,15 @@ def test_nor_on_load_that_drifts_moderately(sigma: float):
         assert sum(run.experts_moved) > 0
 
 
-@pytest.mark.parametrize("workload", sorted(set(WORKLOADS) - {"W6"}))
-def test_nor_are_guarded_planners_that_move_nearly_everything_unless_the_hotspot_rotates(workload: str):
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_nor_are_guarded_planners_that_move_nearly_everything(workload: str):
     load_TE = WORKLOADS[workload](Sizes(steps=400)).sum(1)
     spare = with_spare_slots(contiguous(64, 8), 1)
     for planner, start in ((lpt, contiguous(64, 8)), (replicate, spare)):
         run = replay(load_TE, start, planner, every=EVERY, guard=MigrationGuard(CLUSTER))
         assert worst_span(load_TE, run, CLUSTER) <= ROUNDING
+        if workload in ("W2", "W6"):
+            assert run.imbalance_T.mean() < replay(load_TE, start, None, every=EVERY).imbalance_T.mean() / 1.5
 
 
 def test_without_the_guard_the_same_planners_are_worse_than_nothing():

@@ -45,26 +45,27 @@ class MigrationGuard:
     """Stands between a planner and the experts of one layer. After each window of steps call `review`, and carry out
     the return that it may order; else ask `accepts` about a new plan, and carry it out if so.
 
-    A plan is made for the load of the past, so its predicted gain is discounted by what earlier proposals, accepted or
-    not, would have gained in the window after them. Before the first proposal has proved itself nothing moves. And it
-    counts only as far as the plan would have gained in each of the last `patience` windows, so that a burst is no
-    reason to move.
+    A plan is made for the load of the past, so its predicted gain is discounted by what became of the predictions for
+    the last `patience` proposals, accepted or not: before so many have been tried nothing moves. And it counts only as
+    far as the plan would have gained in each of the last `history` windows, so that neither a burst nor a hotspot that
+    wanders is a reason to move; only a plan that serves all the places where it was is worth it.
 
-    A change must save `margin` times what it costs.
+    A change must save `margin` times what it costs. It is taken back where it was worse in `patience` windows running.
     """
 
-    def __init__(self, prices: Prices, *, patience: int = 2, memory: float = 0.5, margin: float = 1.5):
-        self.prices, self.patience, self.memory, self.margin = prices, patience, memory, margin
+    def __init__(self, prices: Prices, *, history: int = 6, patience: int = 2, margin: float = 1.5):
+        self.prices, self.history, self.patience, self.margin = prices, history, patience, margin
         self._windows: list[NDArray[np.float64]] = []
         self._proposal: tuple[ExpertPlacement, ExpertPlacement] | None = None
-        self._predicted = self._realised = 0.0
+        self._came_true: list[float] = []
+        """The parts of predicted gains that the windows after the last proposals bore out."""
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
         """Former placements, latest last, with what each would have saved in the last windows."""
 
     @property
     def trust(self) -> float:
-        """The part of predicted gains that came true, lately; 0 before anything is known."""
-        return min(1.0, max(0.0, self._realised / self._predicted)) if self._predicted > 0 else 0.0
+        """The part of a predicted gain that can be counted on: the least that came true of the last predictions."""
+        return max(0.0, min(self._came_true)) if len(self._came_true) == self.patience else 0.0
 
     def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
         """Take note of a window, of which `load_E` is the mean number of rows per expert and step, over all ranks.
@@ -75,11 +76,11 @@ class MigrationGuard:
         load = np.asarray(load_E, dtype=np.float64)
         if self._proposal is not None:
             predicted = self._gain(self._windows[-1], *self._proposal)
-            # No more than was predicted: luck in one window says nothing about the next plan.
-            realised = min(predicted, self._gain(load, *self._proposal))
-            self._predicted = self.memory * self._predicted + predicted
-            self._realised = self.memory * self._realised + realised
-        self._windows, self._proposal = [*self._windows, load][-self.patience :], None
+            if predicted > 0:
+                # No more than all: luck in one window says nothing about the next plan.
+                part = min(1.0, self._gain(load, *self._proposal) / predicted)
+                self._came_true = [*self._came_true, part][-self.patience :]
+        self._windows, self._proposal = [*self._windows, load][-self.history :], None
         for former, savings in self._replaced:
             savings[:] = [*savings, self._gain(load, current, former)][-self.patience :]
         better = [
@@ -117,8 +118,7 @@ class MigrationGuard:
         return {
             "windows": [load.tolist() for load in self._windows],
             "proposal": None if self._proposal is None else [side.to_dict() for side in self._proposal],
-            "predicted": self._predicted,
-            "realised": self._realised,
+            "came_true": list(self._came_true),
             "replaced": [[former.to_dict(), list(savings)] for former, savings in self._replaced],
         }
 
@@ -126,5 +126,5 @@ class MigrationGuard:
         proposal = state["proposal"]
         self._windows = [np.array(load) for load in state["windows"]]
         self._proposal = proposal and (ExpertPlacement.from_dict(proposal[0]), ExpertPlacement.from_dict(proposal[1]))
-        self._predicted, self._realised = state["predicted"], state["realised"]
+        self._came_true = list(state["came_true"])
         self._replaced = [(ExpertPlacement.from_dict(former), list(savings)) for former, savings in state["replaced"]]
