@@ -1,0 +1,289 @@
+"""Checkpoints do not care how experts were spread: what any layout saved, any other loads, and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.helpers import run_distributed
+from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
+from toolkit.callbacks import Callback, Checkpointing
+from toolkit.checkpoint import load_tensors, save_tensors
+from toolkit.config import MoERunConfig, OptimizerConfig
+from toolkit.data.batches import TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
+from toolkit.moe import BiasBalancing, ExpertLoad, RouterPenalty, WholeStepBalance
+from toolkit.optim import build_optimizer
+from toolkit.parallel import make_shard_groups, sharding_of
+from toolkit.run import start_run
+from toolkit.schedules import warmup_cosine
+from toolkit.tasks import Classification
+from toolkit.tracking.jsonl import read_metrics
+from toolkit.trainer import Trainer
+
+Layout = tuple[int, int, str]
+"""(processes, ep_size, placement), placements as in `tests.test_parity.place`."""
+
+LAYOUTS: list[Layout] = [
+    (1, 1, "blocks"),
+    (1, 1, "spare"),
+    (2, 1, "blocks"),
+    (2, 2, "uneven"),
+    (2, 2, "copies"),
+    (4, 2, "shuffled"),
+    (4, 2, "copies"),
+    (4, 4, "uneven"),
+    (4, 4, "copies"),
+]
+PAIRS = list(product(LAYOUTS, LAYOUTS))
+
+
+class StopAt(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.state.step == self.step:
+            trainer.request_stop("far enough")
+
+
+@contextmanager
+def trainer_of(
+    folder: Path, layout: Layout, balance: str, callbacks: Sequence[Callback], **settings: Any
+) -> Iterator[Trainer]:
+    world, ep_size, placement = layout
+    config = MoERunConfig(
+        experts=EXPERTS,
+        batch_size=BATCH,
+        cpu=True,
+        tracker="none",
+        run_dir=folder,
+        parallel_strategy="data_parallel" if ep_size == 1 else "expert_parallel",
+        ep_size=None if ep_size == 1 else ep_size,
+        optimizer=OptimizerConfig(weight_decay=0.1),
+        **settings,
+    )
+    with start_run("elastic", config) as run:
+        assert run.world_size == world
+        model = TwoLayers(make_shard_groups(ep_size), place(placement, ep_size), balance)
+        draws = torch.Generator().manual_seed(1)
+        table = TensorTable(
+            input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
+        )
+        penalty = RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
+        yield Trainer(
+            run,
+            Classification(penalty=penalty),
+            model,
+            build_optimizer(model, lr=3e-3, config=config.optimizer),
+            TrainBatches(table, batch_size=BATCH, seed=0, rank=run.rank, world_size=run.world_size),
+            max_steps=STEPS,
+            schedule=warmup_cosine(max_steps=STEPS, warmup_steps=3),
+            max_grad_norm=0.5,
+            log_every=config.log_every,
+            callbacks=[WholeStepBalance(penalty), BiasBalancing(model), ExpertLoad(model), *callbacks],
+        )
+
+
+# --- every pair of layouts ----------------------------------------------------------------------------------------
+
+
+def contents(trainer: Trainer) -> dict[str, Any]:
+    """All that a checkpoint holds, as this rank has it, under names that do not depend on the layout."""
+    tensors = by_id(trainer.raw_model, "weight") | {name: b.clone() for name, b in trainer.raw_model.named_buffers()}
+    for name, parameter in trainer.raw_model.named_parameters():
+        sharding = sharding_of(parameter)
+        for key, value in trainer.optimizer.optimizer.state[parameter].items():
+            if sharding is None:
+                tensors[f"{name}.{key}"] = value.clone()
+                continue
+            for row, row_id in enumerate(sharding.row_ids):
+                if sharding.owns[row]:
+                    tensors[f"{name}/{row_id}.{key}"] = (value[row] if value.ndim else value).clone()
+    load = next(c for c in trainer.callbacks if isinstance(c, ExpertLoad)).state_dict()
+    return {
+        "tensors": tensors,
+        "load": (load["line"]["load"], load["epoch_load"]),
+        "position": (trainer.state.step, trainer.state.samples),
+    }
+
+
+def spoil(trainer: Trainer) -> None:
+    """So that nothing is taken for loaded that was there before."""
+    with torch.no_grad():
+        for tensor in (*trainer.raw_model.parameters(), *trainer.raw_model.buffers()):
+            tensor.fill_(torch.nan)
+    trainer.optimizer.optimizer.state.clear()
+
+
+def run_folder(folder: Path, layout: Layout) -> Path:
+    return folder / "-".join(map(str, layout))
+
+
+def save_all(folder: Path, layouts: list[Layout]) -> list[dict[str, Any]]:
+    found = []
+    for layout in layouts:
+        with trainer_of(run_folder(folder, layout), layout, "bias", [StopAt(3)], log_every=1000) as trainer:
+            trainer.fit()
+            assert trainer.save() is not None
+            found.append(contents(trainer))
+    return found
+
+
+def load_all(folder: Path, layouts: list[Layout]) -> dict[tuple[Layout, Layout], dict[str, Any]]:
+    found = {}
+    for after in layouts:
+        with trainer_of(folder / "loading" / "-".join(map(str, after)), after, "bias", [], log_every=1000) as trainer:
+            for before in LAYOUTS:
+                spoil(trainer)
+                trainer.restore(run_folder(folder, before) / "checkpoints" / "step-00000003")
+                found[before, after] = contents(trainer)
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Layout, Any], dict[tuple[Layout, Layout], Any]]:
+    """What each rank had when a layout saved, and what each rank had when another had loaded that."""
+    folder = tmp_path_factory.mktemp("elastic")
+    worlds = {world: [layout for layout in LAYOUTS if layout[0] == world] for world in (1, 2, 4)}
+    saved: dict[Layout, Any] = {}
+    for world, layouts in worlds.items():
+        ranks = run_distributed(save_all, world, folder, layouts, timeout_s=300)
+        saved |= dict(zip(layouts, zip(*ranks, strict=True), strict=True))
+    pairs: dict[tuple[Layout, Layout], Any] = {}
+    for world, layouts in worlds.items():
+        ranks = run_distributed(load_all, world, folder, layouts, timeout_s=300)
+        pairs |= {pair: [rank[pair] for rank in ranks] for pair in ranks[0]}
+    return saved, pairs
+
+
+def all_tensors(ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Those of all ranks; what several have must be equal."""
+    tensors: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, value in rank["tensors"].items():
+            assert torch.equal(tensors.setdefault(name, value), value), f"ranks differ in {name}"
+    return tensors
+
+
+def test_the_pairs_are_as_many_and_as_various_as_promised():
+    assert sum(before != after for before, after in PAIRS) >= 24
+    assert {"blocks", "spare", "uneven", "shuffled", "copies"} == {name for _, _, name in LAYOUTS}
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda layout: "{}p-ep{}-{}".format(*layout))
+def test_what_any_layout_saved_any_other_loads_without_a_difference(loaded: Any, before: Layout, after: Layout):
+    saved, pairs = loaded
+    then, now = saved[before], pairs[before, after]
+    expected, found = all_tensors(then), all_tensors(now)
+    assert found.keys() == expected.keys()
+    assert any(name.endswith("router.bias") for name in expected)
+    assert any(name.endswith(f"/{EXPERTS - 1}.exp_avg_sq") for name in expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for rank in now:
+        assert rank["load"] == then[0]["load"]
+        assert rank["position"] == then[0]["position"] == (3, 3 * BATCH)
+    assert sum(map(sum, then[0]["load"][1])) == 3 * BATCH * (2 + 3), "every routed copy was counted"
+
+
+# --- a run that changes its size -----------------------------------------------------------------------------------
+
+LEGS: list[tuple[Layout, int]] = [
+    ((4, 4, "copies"), 5),
+    ((2, 2, "uneven"), 10),
+    ((8, 4, "shuffled"), 15),
+    ((1, 1, "blocks"), STEPS),
+]
+"""A layout, and the step at which the next one takes over."""
+
+
+def train(folder: Path, layout: Layout, until: int) -> tuple[list[float], dict[str, Tensor]]:
+    trace = Trace()
+    with trainer_of(folder, layout, "loss", [trace, StopAt(until), Checkpointing()], log_every=1) as trainer:
+        trainer.fit()
+        return trace.losses, by_id(trainer.raw_model, "weight")
+
+
+def test_a_run_that_goes_from_four_processes_to_two_eight_and_one_keeps_its_loss_curve(tmp_path: Path):
+    ((expected, weights),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), STEPS)
+    losses: list[float] = []
+    for layout, until in LEGS:
+        (leg, last), *_ = run_distributed(train, layout[0], tmp_path / "run", layout, until, timeout_s=300)
+        losses += leg
+    assert len(losses) == len(expected) == STEPS
+    for found, wanted in zip(losses, expected, strict=True):
+        assert abs(found - wanted) <= 1e-6 * abs(wanted)
+    assert_equal_rows(last, weights, 1e-6)
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_another_batch_size_or_seed_is_still_refused(tmp_path: Path):
+    with trainer_of(tmp_path / "run", LAYOUTS[0], "loss", [StopAt(1), Checkpointing()]) as trainer:
+        trainer.fit()
+    with (
+        pytest.raises(UserError, match=r"--seed 1: the run in .* was started with 0"),
+        trainer_of(tmp_path / "run", LAYOUTS[0], "loss", [], seed=1),
+    ):
+        pass
+
+
+# --- tensors that are spread by other means ------------------------------------------------------------------------
+
+
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.BatchNorm1d(10), nn.Linear(10, 3))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, draw: int) -> None:
+    model(torch.randn(8, 6, generator=torch.Generator().manual_seed(draw))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    values = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        values |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in values.items()}
+
+
+def save_spread(folder: Path) -> dict[str, Tensor]:
+    """FSDP2 on two ranks: save, spoil, load."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = dense()
+    for layer in (model[0], model[3], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer, 0)
+    then = whole(model, optimizer)
+    save_tensors(folder, model, optimizer, {"spread": True})
+    step(model, optimizer, 1)
+    assert load_tensors(folder, model, optimizer) == {"spread": True}
+    now = whole(model, optimizer)
+    for name, value in then.items():
+        assert torch.equal(now[name], value), name
+    step(model, optimizer, 1)
+    return then
+
+
+def test_what_fsdp2_spreads_is_saved_whole_and_loaded_in_parts(tmp_path: Path):
+    then, _ = run_distributed(save_spread, 2, tmp_path / "spread")
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load_tensors(tmp_path / "spread", model, optimizer)
+    now = whole(model, optimizer)
+    assert now.keys() == then.keys()
+    assert all(torch.equal(value, now[name]) for name, value in then.items())
