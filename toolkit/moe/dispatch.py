@@ -9,7 +9,7 @@ Both leave rows in *slot order*: slot 0's rows first, each slot's rows in token 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.recompute import decide
 from toolkit.parallel import ShardGroups
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOrder:
-    """How N = T * K routed copies, counted token * K + choice, are sorted by slot. All int64."""
+    """How N = T * K routed copies, counted token * K + choice, are sorted by slot. All int64, but for `kept_TK`."""
 
     rows_per_slot: Tensor
     """(S): how many copies each slot gets."""
@@ -32,6 +33,14 @@ class SlotOrder:
     """Which token stands there."""
     place_TK: Tensor
     """Where each copy stands; the inverse permutation of `copy_N`."""
+    kept_TK: Tensor | None = None
+    """bool: which copies go anywhere; None where all do."""
+
+    def without_dropped(self, rows: int) -> SlotOrder:
+        """The first `rows` places, those of kept copies; a dropped copy points to place 0, and weighs nothing."""
+        assert self.kept_TK is not None
+        place_TK = self.place_TK.where(self.kept_TK, 0)
+        return replace(self, copy_N=self.copy_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class DispatchPlan:
     rows_per_slot: Tensor
     """int64 (S): how many rows each local slot received."""
     load_E: Tensor
-    """int64: how many of this rank's routed copies went to each expert."""
+    """int64: how many of this rank's routed copies went to each expert; dropped ones went nowhere."""
     order: SlotOrder
     """Of this rank's routed copies."""
     exchange: Exchange | None = None
@@ -64,8 +73,14 @@ class TokenDispatcher(Protocol):
         """From now on experts live where `placement` says, in as many slots as before."""
         ...
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
-        """The rows for this rank's slots in slot order, and the plan to undo it."""
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
+    ) -> tuple[Tensor, DispatchPlan]:
+        """The rows for this rank's slots in slot order, and the plan to undo it.
+
+        Copies outside of `kept_TK` (bool; None keeps all) are not sent. Where a checkpointed region runs again, the
+        plan is that of its first run (see `toolkit.moe.recompute`).
+        """
         ...
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
@@ -73,8 +88,11 @@ class TokenDispatcher(Protocol):
         ...
 
 
-def sort_by_slot(slots_TK: Tensor, num_slots: int) -> SlotOrder:
-    """Count and stably sort routed copies by the slot they go to, without a host sync."""
+def sort_by_slot(slots_TK: Tensor, num_slots: int, kept_TK: Tensor | None = None) -> SlotOrder:
+    """Count and stably sort routed copies by the slot they go to, without a host sync. Those not kept come last."""
+    if kept_TK is not None:
+        order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
+        return replace(order, rows_per_slot=order.rows_per_slot[:num_slots], kept_TK=kept_TK)
     slot_N, top_k = slots_TK.flatten(), slots_TK.shape[1]
     copy_N = slot_N.argsort(stable=True)
     place_N = torch.empty_like(copy_N).scatter_(0, copy_N, torch.arange(len(copy_N), device=copy_N.device))
@@ -85,6 +103,8 @@ def sort_by_slot(slots_TK: Tensor, num_slots: int) -> SlotOrder:
 
 def _sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """For each token the (weighted) sum of the rows at its K places, in one pass over them."""
+    if not len(rows):  # no tokens, or all of their copies were dropped
+        return rows.new_zeros(len(places_TK), rows.shape[1])
     return nn.functional.embedding_bag(places_TK, rows.detach(), mode="sum", per_sample_weights=weights_TK)
 
 
@@ -93,13 +113,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: SlotOrder) -> Tensor:
-        ctx.save_for_backward(order.place_TK)
+        ctx.save_for_backward(order.place_TK, order.kept_TK)
         return x_TD.index_select(0, order.token_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (place_TK,) = ctx.saved_tensors
-        return _sum_rows(grads[0].contiguous(), place_TK), None
+        place_TK, kept_TK = ctx.saved_tensors
+        grad_ND = grads[0].contiguous()
+        return _sum_rows(grad_ND, place_TK, None if kept_TK is None else kept_TK.to(grad_ND.dtype)), None
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -107,16 +128,22 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, order: SlotOrder) -> Tensor:
-        ctx.save_for_backward(rows_ND, weights_TK, order.copy_N, order.token_N, order.place_TK)
+        ctx.save_for_backward(rows_ND, weights_TK, order.copy_N, order.token_N, order.place_TK, order.kept_TK)
+        if order.kept_TK is not None:
+            weights_TK = weights_TK * order.kept_TK
         return _sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, weights_TK, copy_N, token_N, place_TK = ctx.saved_tensors
+        rows_ND, weights_TK, copy_N, token_N, place_TK, kept_TK = ctx.saved_tensors
         grad_ND = grads[0].index_select(0, token_N)
         grad_weights_N = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)
+        if kept_TK is None:
+            grad_weights_TK = grad_weights_N[place_TK]
+        else:
+            grad_weights_TK = torch.zeros_like(weights_TK).flatten().index_copy_(0, copy_N, grad_weights_N)
         weights_N = weights_TK.flatten().index_select(0, copy_N)
-        return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_N[place_TK], None
+        return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_TK.view_as(weights_TK), None
 
 
 class _Permute(torch.autograd.Function):
@@ -166,14 +193,22 @@ class LocalDispatcher:
         blocks = placement.slots[0] == tuple(range(self.slots))
         self.slot_of_expert = None if blocks else torch.tensor(placement.slot_of_expert)
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
-        if self.slot_of_expert is None:
-            order = sort_by_slot(expert_ids_TK, self.slots)
-            return _Spread.apply(x_TD, order), DispatchPlan(order.rows_per_slot, order.rows_per_slot, order)
-        self.slot_of_expert = self.slot_of_expert.to(x_TD.device)
-        order = sort_by_slot(self.slot_of_expert[expert_ids_TK], self.slots)
-        plan = DispatchPlan(order.rows_per_slot, order.rows_per_slot[self.slot_of_expert], order)
-        return _Spread.apply(x_TD, order), plan
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
+    ) -> tuple[Tensor, DispatchPlan]:
+        plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
+        return _Spread.apply(x_TD, plan.order), plan
+
+    def plan(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
+        slots_TK = expert_ids_TK
+        if self.slot_of_expert is not None:
+            self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device)
+            slots_TK = self.slot_of_expert[expert_ids_TK]
+        order = sort_by_slot(slots_TK, self.slots, kept_TK)
+        if kept_TK is not None:  # a host sync, as many as between ranks
+            order = order.without_dropped(int(order.rows_per_slot.sum()))
+        by_slot = order.rows_per_slot
+        return DispatchPlan(by_slot, by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert], order)
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
         return _WeightedSum.apply(rows, weights_TK, plan.order)
@@ -204,34 +239,46 @@ class AllToAllDispatcher:
                 if own := placement.copy_on(expert, here):
                     self.slots_EC[expert, 0], self.copies_E[expert] = here * self.stride + own.slot, 1
 
-    def slots_of(self, expert_ids_TK: Tensor) -> Tensor:
+    def slots_of(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
         """The global slot that each routed copy goes to."""
         if self.slots_EC.shape[1] == 1:
             return self.slots_EC[expert_ids_TK, 0]
-        by_expert = sort_by_slot(expert_ids_TK, len(self.copies_E))
+        by_expert = sort_by_slot(expert_ids_TK, len(self.copies_E), kept_TK)
         first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
         turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
         return self.slots_EC[expert_ids_TK, turn_TK % self.copies_E[expert_ids_TK]]
 
-    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor) -> tuple[Tensor, DispatchPlan]:
-        peers, group = self.groups.ep_size, self.groups.shard_group
-        if self.expert_of_slot.device != x_TD.device:
-            self.slots_EC, self.copies_E = self.slots_EC.to(x_TD.device), self.copies_E.to(x_TD.device)
-            self.expert_of_slot = self.expert_of_slot.to(x_TD.device)
+    def dispatch(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
+    ) -> tuple[Tensor, DispatchPlan]:
+        plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
+        exchange = plan.exchange
+        assert exchange is not None
+        rows = _AllToAll.apply(
+            _Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.shard_group
+        )
+        return _Permute.apply(rows, exchange.order.copy_N, exchange.order.place_TK.flatten()), plan
+
+    def plan(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
+        """Who sends how much to whom. A collective of the shard group."""
+        peers, group, device = self.groups.ep_size, self.groups.shard_group, expert_ids_TK.device
+        if self.expert_of_slot.device != device:
+            self.slots_EC, self.copies_E = self.slots_EC.to(device), self.copies_E.to(device)
+            self.expert_of_slot = self.expert_of_slot.to(device)
         # Every rank counts as many slots as the one that has most, so that all exchange equally many counts.
-        order = sort_by_slot(self.slots_of(expert_ids_TK), peers * self.stride)
+        order = sort_by_slot(self.slots_of(expert_ids_TK, kept_TK), peers * self.stride, kept_TK)
         to_peers_PS = order.rows_per_slot.view(peers, self.stride)
         from_peers_PS = torch.empty_like(to_peers_PS)
         dist.all_to_all_single(from_peers_PS, to_peers_PS, group=group)
         # The one host sync of the layer: an all-to-all takes its sizes from the host.
         sent, received = torch.stack([to_peers_PS.sum(1), from_peers_PS.sum(1)]).tolist()
-        rows = _AllToAll.apply(_Spread.apply(x_TD, order), sent, received, group)
+        if kept_TK is not None:
+            order = order.without_dropped(sum(sent))
         # Rows arrive peer by peer, in slot order within a peer: bring them into slot order.
-        slot_PS = torch.arange(self.stride, device=rows.device).repeat(peers)
-        slot_R = torch.repeat_interleave(slot_PS, from_peers_PS.flatten(), output_size=len(rows))
+        slot_PS = torch.arange(self.stride, device=device).repeat(peers)
+        slot_R = torch.repeat_interleave(slot_PS, from_peers_PS.flatten(), output_size=sum(received))
         received_order = sort_by_slot(slot_R.unsqueeze(1), self.slots)
-        rows = _Permute.apply(rows, received_order.copy_N, received_order.place_TK.flatten())
-        return rows, DispatchPlan(
+        return DispatchPlan(
             received_order.rows_per_slot,
             self._load(order.rows_per_slot),
             order,

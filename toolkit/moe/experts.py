@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.moe.feed_forward import GroupedFeedForward
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
+from toolkit.moe.recompute import checkpoint
 from toolkit.parallel import EMPTY_ROW
 from toolkit.seeding import generator
 
@@ -24,7 +25,8 @@ class GroupedExperts(nn.Module):
     """S feed-forward experts `down(act(up(x)))` of hidden width F, without biases.
 
     `expert_ids` says which expert each slot holds, `EMPTY_ROW` where it is empty. An expert's initial
-    weights depend on (seed, id) alone, so they are the same wherever it lives and however many ranks there are.
+    weights depend on (seed, id) alone, so they are the same wherever it lives and however many ranks there are. With
+    `recompute`, hidden activations are not kept for the backward but computed again.
     """
 
     def __init__(
@@ -34,10 +36,11 @@ class GroupedExperts(nn.Module):
         *,
         expert_ids: Sequence[int],
         activation: Activation = "relu",
+        recompute: bool = False,
         seed: int = 0,
     ):
         super().__init__()
-        slots, self.activation = len(expert_ids), activation
+        slots, self.activation, self.recompute = len(expert_ids), activation, recompute
         up_dim = 2 * hidden_dim if activation == "swiglu" else hidden_dim
         # A hidden unit is one row of `up` and one of `down`. For few rows per expert, products with `up` stored
         # like this cost a tenth less than with its transpose, and those with `down` no more.
@@ -56,7 +59,9 @@ class GroupedExperts(nn.Module):
         """`x_ND` holds slot 0's rows first, then slot 1's, and so on; `rows_per_slot` (int64, S) says how many."""
         x_ND, up, down = cast_as_autocast_would(x_ND, self.up, self.down)
         if accepts(x_ND, up) and accepts(x_ND, down):
-            return GroupedFeedForward.apply(x_ND, up, down, rows_per_slot.cumsum(0).int())
+            return GroupedFeedForward.apply(x_ND, up, down, rows_per_slot.cumsum(0).int(), self.recompute)
+        if self.recompute:
+            return checkpoint(self.step_by_step, x_ND, up, down, rows_per_slot)
         return self.step_by_step(x_ND, up, down, rows_per_slot)
 
     def step_by_step(self, x_ND: Tensor, up: Tensor, down: Tensor, rows_per_slot: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.placement import ExpertPlacement, contiguous
-from toolkit.moe.router import Routing, TopKRouter
+from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
+from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ShardGroups
 
@@ -19,6 +21,9 @@ class MoE(nn.Module):
 
     The forward is a collective where experts are spread over ranks: every rank calls it equally often, with any
     number of tokens, zero included.
+
+    With a `capacity`, copies are dropped in training (never in evaluation). With `recompute`, the layer keeps no
+    activations for the backward and runs again there, without deciding again.
     """
 
     def __init__(
@@ -27,11 +32,22 @@ class MoE(nn.Module):
         experts: GroupedExperts,
         expert_stack: ExpertStack,
         shared_expert: nn.Module | None = None,
+        *,
+        capacity: Capacity | None = None,
+        recompute: bool = False,
     ):
         super().__init__()
+        if capacity is not None and isinstance(router, ExpertChoiceRouter):
+            raise ValueError("expert choice fills every expert evenly: give it no capacity")
         self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
+        self.capacity, self.recompute = capacity, recompute
         self.routing: Routing | None = None
         """The last forward's routing, for the losses that need it."""
+        self.sequence_length: int | None = None
+        """S, where the last forward's input was (..., S, D)."""
+        # Not a buffer, for the reason that the stack's counters are none.
+        self.dropped_E = torch.zeros_like(expert_stack.load_E)
+        """Those of `load_E` that the capacity dropped."""
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -50,20 +66,40 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
+        return checkpoint(self._forward, x) if self.recompute else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD)
-        rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK)
+        kept_TK = self._kept(routing)
+        rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK, kept_TK)
         rows = self.experts(rows, plan.rows_per_slot)
         y_TD = self.expert_stack.dispatcher.combine(rows, plan, routing.weights_TK)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
-        self.record(routing, plan.load_E)
+        if not replaying():
+            self.sequence_length = x.shape[-2] if x.ndim > 2 else None
+            self.record(routing, plan.load_E, kept_TK)
         return y_TD.view(x.shape)
 
-    def record(self, routing: Routing, load_E: Tensor) -> None:
+    def _kept(self, routing: Routing) -> Tensor | None:
+        capacity = self.capacity
+        if capacity is None or not self.training:
+            return routing.kept_TK
+        return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
+
+    def record(self, routing: Routing, sent_E: Tensor, kept_TK: Tensor | None) -> None:
         """Remember what the losses and statistics need."""
         self.routing = routing
-        self.expert_stack.count(load_E, training=self.training and torch.is_grad_enabled())
+        counts = self.training and torch.is_grad_enabled()
+        load_E = sent_E
+        if self.capacity is not None and kept_TK is not None:
+            dropped_N = (~kept_TK).flatten().long()
+            dropped_E = torch.zeros_like(sent_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
+            load_E = sent_E + dropped_E
+            if counts:
+                self.dropped_E = self.dropped_E.to(sent_E.device) + dropped_E
+        self.expert_stack.count(load_E, training=counts)
 
 
 def make_moe(
@@ -75,11 +111,18 @@ def make_moe(
     groups: ShardGroups | None = None,
     placement: ExpertPlacement | None = None,
     activation: Activation = "relu",
-    bias_balancing: bool = False,
     shared_expert: nn.Module | None = None,
+    capacity_factor: float | None = None,
+    drop_policy: DropPolicy = "probs",
+    recompute: Recompute = "none",
     seed: int = 0,
+    **router: Any,
 ) -> MoE:
-    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks."""
+    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks.
+
+    `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
+    hidden activations (selective), or the whole layer. `router` takes the options of `TopKRouter`.
+    """
     groups = groups or ShardGroups()
     placement = placement or contiguous(num_experts, groups.ep_size)
     if placement.num_experts != num_experts:
@@ -89,11 +132,18 @@ def make_moe(
         hidden_dim,
         expert_ids=placement.experts_on(groups.ep_rank),
         activation=activation,
+        recompute=recompute == "selective",
         seed=seed,
     )
-    router = TopKRouter(dim, num_experts, top_k, bias_balancing=bias_balancing)
     stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
-    return MoE(router, experts, stack, shared_expert)
+    return MoE(
+        TopKRouter(dim, num_experts, top_k, **router),
+        experts,
+        stack,
+        shared_expert,
+        capacity=None if capacity_factor is None else Capacity(capacity_factor, drop_policy),
+        recompute=recompute == "full",
+    )
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

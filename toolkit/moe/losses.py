@@ -1,16 +1,22 @@
-"""Router losses over the global batch.
+"""Router losses, over the global batch unless another scope is asked for.
 
 The balance loss is not linear in the batch: the mean of rank-local losses is another loss, which pushes each rank
-towards balance on its own few tokens. Here the fractions come from the tokens of all ranks.
+towards balance on its own few tokens. In scope "global" the fractions come from the tokens of all ranks.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.router import ExpertChoiceRouter, Routing
+
+BalanceScope = Literal["global", "local", "sequence"]
 
 
 def load_balancing_share(probs_TE: Tensor, fraction_E: Tensor, num_tokens: Tensor | int) -> Tensor:
@@ -20,6 +26,20 @@ def load_balancing_share(probs_TE: Tensor, fraction_E: Tensor, num_tokens: Tenso
     ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss.
     """
     return probs_TE.shape[1] * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
+
+
+def sequence_balancing_share(routing: Routing, sequence_length: int, num_tokens: Tensor | int) -> Tensor:
+    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, each with its own f and P
+    (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
+
+    Sequences of `sequence_length` tokens follow each other; all ranks together have `num_tokens` tokens.
+    """
+    probs_BSE = routing.probs_TE.unflatten(0, (-1, sequence_length))
+    ids_BN = routing.expert_ids_TK.reshape(len(probs_BSE), -1)
+    load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
+    fraction_BE = load_BE.to(probs_BSE.dtype) / ids_BN.shape[1]
+    # A sequence's mean over its S tokens, and the mean over num_tokens / S sequences: S cancels.
+    return probs_BSE.shape[2] * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
 
 
 def z_loss_share(logits_TE: Tensor, num_tokens: Tensor | int) -> Tensor:
@@ -32,11 +52,28 @@ class RouterPenalty:
 
     Sums over layers of `balance_weight` * balance loss + `z_weight` * z-loss, divided by the number of layers.
     One small reduction over ranks serves all layers.
+
+    `balance_scope` says whose tokens are to be balanced:
+    - "global": those of all ranks together (and of the whole step, with `WholeStepBalance`). The same on any number
+      of ranks.
+    - "local": those of each rank's micro-batch by themselves, the mean over ranks weighted by tokens. Another loss on
+      another number of ranks.
+    - "sequence": those of each sequence by themselves; the layers' input must be (B, S, D). The same on any number of
+      ranks.
     """
 
-    def __init__(self, model: nn.Module, *, balance_weight: float, z_weight: float = 0.0):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        balance_weight: float,
+        z_weight: float = 0.0,
+        balance_scope: BalanceScope = "global",
+    ):
         self.layers: list[MoE] = list(moe_layers(model).values())
-        self.balance_weight, self.z_weight = balance_weight, z_weight
+        self.balance_weight, self.z_weight, self.balance_scope = balance_weight, z_weight, balance_scope
+        if (balance_weight or z_weight) and any(isinstance(layer.router, ExpertChoiceRouter) for layer in self.layers):
+            raise ValueError("expert choice is balanced by construction: give it no balance_weight and no z_weight")
         self.step_load_LE: Tensor | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
 
@@ -52,12 +89,24 @@ class RouterPenalty:
             routing = layer.routing
             assert routing is not None, "the penalty is asked for after the forward"
             tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
-            share = self.balance_weight * load_balancing_share(routing.probs_TE, fraction_E, tokens)
+            share = self.balance_weight * self._balance_share(layer, routing, fraction_E, tokens)
             if self.z_weight:
                 share = share + self.z_weight * z_loss_share(routing.logits_TE, tokens)
             total = share if total is None else total + share
         assert total is not None
         return total / len(self.layers)
+
+    def _balance_share(self, layer: MoE, routing: Routing, fraction_E: Tensor, tokens: Tensor) -> Tensor:
+        if self.balance_scope == "sequence":
+            if layer.sequence_length is None:
+                raise UserError(
+                    "--balance-scope sequence: this model's mixtures get single tokens (T, D) and no sequences "
+                    "(B, S, D); use global or local."
+                )
+            return sequence_balancing_share(routing, layer.sequence_length, tokens)
+        if self.balance_scope == "local":
+            fraction_E = layer.last_load_E / layer.last_load_E.sum().clamp(min=1)
+        return load_balancing_share(routing.probs_TE, fraction_E, tokens)
 
 
 def global_load(layers: list[MoE]) -> Tensor:
