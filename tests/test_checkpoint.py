@@ -18,7 +18,7 @@ import toolkit as tk
 from tests.helpers import _context, run_distributed
 from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit import checkpoint, manifest
-from toolkit.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from toolkit.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from toolkit.optim import build_optimizer
 from toolkit.parallel import EMPTY_ROW, ShardGroups, make_shard_groups, mark_sharded
 
@@ -547,6 +547,106 @@ def refuse_on_rank_one(folder: Path) -> None:
 
 def test_what_does_not_fit_one_rank_is_refused_by_all(tmp_path):
     run_distributed(refuse_on_rank_one, 2, tmp_path)
+
+
+# --- without a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_saves_and_loads_without_a_run(tmp_path):
+    then, now = trained(), trained(steps=0)
+    save_tensors(tmp_path / "any name", *then, {"epoch": 3})
+    assert load_tensors(tmp_path / "any name", *now) == {"epoch": 3}
+    assert_same(now, then)
+    assert [path.name for path in tmp_path.iterdir()] == ["any name"]
+
+
+def test_a_loop_of_ones_own_loads_what_a_trainer_saved(tmp_path):
+    now = trained(steps=0)
+    state = load_tensors(save(tmp_path, trained(), 7), *now)
+    assert state["step"] == 7
+    assert_same(now, trained())
+
+
+def test_what_is_said_with_the_tensors_is_adopted_before_they_are_read_and_only_where_they_fit(tmp_path):
+    save_tensors(tmp_path / "saved", *trained(), {"rows": [3, 1, 0, 2]})
+    model, optimizer = trained(steps=0)
+
+    def adopt(extra: dict[str, Any]) -> None:
+        for parameter in (model.moe.experts.up, model.moe.experts.down):
+            mark_sharded(parameter, row_ids=extra["rows"], groups=ShardGroups())
+
+    load_tensors(tmp_path / "saved", model, optimizer, adopt=adopt)
+    expected = trained()
+    up, now = expected[0].moe.experts.up, model.moe.experts.up
+    assert torch.equal(now, up[[3, 1, 0, 2]])
+    moment = expected[1].state[up]["exp_avg"]
+    assert torch.equal(optimizer.state[now]["exp_avg"], moment[[3, 1, 0, 2]])
+    told: list[Any] = []
+    with pytest.raises(tk.UserError, match="build the model that it was made with"):
+        load_tensors(tmp_path / "saved", *trained(experts=6), adopt=told.append)
+    assert not told
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path, monkeypatch):
+    def replaced(folder: Path, before: Callable[[str], None]) -> None:
+        save_tensors(folder, *trained(steps=1), {"of": "old"})
+        with monkeypatch.context() as patch:
+            operations(patch, before)
+            save_tensors(folder, *trained(steps=2), {"of": "new"})
+
+    done: list[str] = []
+    replaced(tmp_path / "undisturbed", done.append)
+    found = []
+    for point in range(len(done)):
+        left = [point]
+
+        def die(_: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Died
+
+        folder = tmp_path / str(point) / "last"
+        with pytest.raises(Died):
+            replaced(folder, die)
+        pair = trained(steps=0)
+        found.append(load_tensors(folder, *pair)["of"])
+        assert_same(pair, trained(steps=2 if found[-1] == "new" else 1))
+        save_tensors(folder, *pair, {"of": "later"})
+        assert [path.name for path in folder.parent.iterdir()] == ["last"], "leftovers"
+    assert found == sorted(found, reverse=True), "first the old, then the new"
+    assert set(found) == {"old", "new"}
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    save_tensors(tmp_path / "last", *trained())
+    before = snapshot(tmp_path)
+
+    def full(what: str) -> None:
+        if what == "save_file":
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        operations(patch, full)
+        with pytest.raises(tk.UserError, match=r"could not be written: .*No space left on device; .* bytes needed"):
+            save_tensors(tmp_path / "last", *trained(steps=5))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_of_something_else_is_neither_replaced_nor_loaded(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(tk.UserError, match="holds something that is no checkpoint"):
+        save_tensors(tmp_path / "thesis", *trained())
+    with pytest.raises(tk.UserError, match=r"thesis cannot be loaded: manifest.json is missing"):
+        load_tensors(tmp_path / "thesis", *trained())
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path):
+    save_tensors(tmp_path / "last", *trained())
+    flip(tmp_path / "last" / "experts-00000.safetensors", 300)
+    with pytest.raises(tk.UserError, match=r"cannot be loaded: experts-00000.safetensors does not match its SHA-256"):
+        load_tensors(tmp_path / "last", *trained())
 
 
 # --- the callback -------------------------------------------------------------------------------------------------
