@@ -4,6 +4,8 @@ not to be imported."""
 from toolkit.models.hf.anatomy import GlobalRouterPenalty, RouterWatch, experts_modules, routers
 from toolkit.models.hf.build import causal_lm
 from toolkit.models.hf.host import PlacedExperts, place_experts, placed_experts, replan_callback, use_toolkit_ep
+from toolkit.models.hf.kernel import use_toolkit_kernel
+from toolkit.models.hf.saving import save_pretrained
 from toolkit.models.hf.upcycle import upcycle
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "placed_experts",
     "replan_callback",
     "routers",
+    "save_pretrained",
     "upcycle",
     "use_toolkit_ep",
+    "use_toolkit_kernel",
 ]

@@ -38,12 +38,12 @@ def _router_rows(module: nn.Module) -> int | None:
 def routers(model: nn.Module) -> dict[str, nn.Module]:
     """The router of each experts module, by the name of the experts module.
 
-    Raises UserError where a mixture has no sibling that could be its router. Asked before experts are spread.
+    Raises UserError where a mixture has no sibling that could be its router.
     """
     found = {}
     for name, experts in experts_modules(model).items():
         block = model.get_submodule(name.rpartition(".")[0])
-        candidates = [m for m in block.children() if _router_rows(m) == experts.num_experts]
+        candidates = [m for m in block.children() if _router_rows(m) == _num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
@@ -51,6 +51,12 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
             )
         found[name] = candidates[0]
     return found
+
+
+def _num_experts(experts: nn.Module) -> int:
+    """Over all ranks."""
+    placed = getattr(experts, "expert_stack", None) or getattr(experts, "placed_experts", None)
+    return int(placed.placement.num_experts if placed is not None else experts.num_experts)  # type: ignore[arg-type]
 
 
 class RouterWatch:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.models.hf.kernel import slots_of_rows
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement, contiguous
@@ -68,8 +69,7 @@ class PlacedExperts:
         if self.experts.training and torch.is_grad_enabled():
             self.load_E = self.load_E.to(plan.load_E.device) + plan.load_E
         if len(rows):
-            slots = torch.arange(self.slots, device=rows.device)
-            slot_N1 = slots.repeat_interleave(plan.rows_per_slot, output_size=len(rows)).unsqueeze(1)
+            slot_N1 = slots_of_rows(plan.rows_per_slot, len(rows))
             rows = self.experts_forward(rows, slot_N1, torch.ones_like(slot_N1, dtype=rows.dtype))
         else:  # a row of zeros keeps the parameters in the graph, so that FSDP's collectives still run
             row, slot = rows.sum(0, keepdim=True), ids_TK.new_zeros(1, 1)
