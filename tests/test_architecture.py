@@ -50,6 +50,8 @@ FENCES = {
         "toolkit.tracking",
         "toolkit.data.batches",
         "toolkit.launch",
+        "toolkit.fully_shard",
+        "toolkit.moe.engine",
     ),
     "transformers": ("toolkit.models.hf",),
     "matplotlib": ("toolkit.tracking.plots",),

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
@@ -259,22 +261,31 @@ def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
 def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
 
-    The copied part is counted once, the owned part is summed over its shard group, so every rank gets the same norm
-    and applies the same factor. With `max_norm` None the norm is only measured.
+    The copied part is counted once, the owned part is summed over its shard group and what FSDP2 has cut over its
+    mesh, so every rank gets the same norm and applies the same factor. With `max_norm` None the norm is only measured.
     """
     copied: list[Tensor] = []
     rows: list[Tensor] = []
+    pieces: list[Tensor] = []
+    mesh: DeviceMesh | None = None
     for parameter in parameters:
-        if parameter.grad is not None:
+        if isinstance(parameter.grad, DTensor):
+            pieces.append(parameter.grad.to_local())
+            mesh = parameter.grad.device_mesh
+        elif parameter.grad is not None:
             (rows if is_owned(parameter) else copied).append(parameter.grad)
-    grads = copied + rows
+    grads = copied + rows + pieces
     if not grads:
         return torch.zeros(())
     norms = torch.stack(torch._foreach_norm(grads))
-    if rows:
-        squared = norms[len(copied) :].square().sum()
-        dist.all_reduce(squared, group=_shard_group(parameters))
-        norm = (norms[: len(copied)].square().sum() + squared).sqrt()
+    if rows or mesh is not None:
+        of_copied, of_rows, of_pieces = norms.square().split([len(copied), len(rows), len(pieces)])
+        squared_rows, squared_pieces = of_rows.sum(), of_pieces.sum()
+        if rows:
+            dist.all_reduce(squared_rows, group=_shard_group(parameters))
+        if mesh is not None:
+            dist.all_reduce(squared_pieces, group=mesh.get_group())
+        norm = (of_copied.sum() + squared_rows + squared_pieces).sqrt()
     else:
         norm = torch.linalg.vector_norm(norms)
     if max_norm is not None:

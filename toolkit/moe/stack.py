@@ -40,6 +40,11 @@ class ExpertStack:
         return self.dispatcher.placement
 
     @property
+    def slots(self) -> int:
+        """Rows of each parameter on this rank."""
+        return len(self.placement.slots[self.groups.ep_rank])
+
+    @property
     def num_experts(self) -> int:
         return self.placement.num_experts
 

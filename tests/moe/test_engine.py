@@ -1,0 +1,322 @@
+"""The engine under a plain Accelerate loop, with experts that are not ours: every layout equals one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.moe.engine import ExpertParallel
+from toolkit.moe.placement import ExpertPlacement, contiguous
+from toolkit.parallel import EMPTY_ROW, sharding_of
+
+DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 6
+
+
+class StackedExperts(nn.Module):
+    """What a user may have written: stacked tensors and a loop, biases included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, 12) * 0.3)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 12) * 0.1)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 12, DIM) * 0.3)
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+            y = (hidden[token] @ self.up[expert] + self.up_bias[expert]).relu() @ self.down[expert]
+            out = out.index_add(0, token, y * weights[token, choice, None])
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.experts = nn.LayerNorm(DIM), nn.Linear(DIM, EXPERTS, bias=False), StackedExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weights, ids = self.gate(h).softmax(-1).topk(TOP_K)
+        return x + self.experts(h, ids, weights)
+
+
+class Model(nn.Module):
+    def __init__(self, skew: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(5, DIM)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(DIM, 3)
+        if skew:  # all tokens to the same two experts: some ranks get none
+            with torch.no_grad():
+                self.stem.bias += 3
+                for block in self.blocks:
+                    block.gate.weight.zero_()
+                    block.gate.weight[0] += 0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def place(kind: str) -> Any:
+    """By name: in any order; 5 on rank 0; experts 0 and 1 on every rank."""
+    if kind == "blocks":
+        return None
+
+    def placement(layer: str, experts: int, ranks: int) -> ExpertPlacement:
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(len(layer))).tolist()
+        if kind == "shuffled" or ranks == 1:
+            return ExpertPlacement.from_slot_of_expert(order, ranks)
+        if kind == "uneven":
+            return ExpertPlacement((tuple(order[:4]), *(tuple(order[4 + r :: ranks - 1]) for r in range(ranks - 1))))
+        blocks = contiguous(experts, ranks)
+        return ExpertPlacement(tuple((*row, *(e for e in (0, 1) if e not in row)) for row in blocks.slots))
+
+    return placement
+
+
+def by_id(model: nn.Module, value_of: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = value_of(parameter)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        sharding = sharding_of(parameter)
+        if sharding is None:
+            found[name] = value.clone()
+            continue
+        for row, (row_id, owns) in enumerate(zip(sharding.row_ids, sharding.owns, strict=True)):
+            if owns:
+                found[f"{name}/{row_id}"] = value[row].clone()
+            elif row_id != EMPTY_ROW:
+                found[f"{name}/{row_id} copy"] = value[row].clone()
+    return found
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """A plain loop; `options`: dtype, accumulation, skew, placement, and the rest for ExpertParallel."""
+    options = dict(options)
+    dtype, accumulation = options.pop("dtype", torch.float64), options.pop("accumulation", 1)
+    skew, kind, autocast = options.pop("skew", False), options.pop("placement", "blocks"), options.pop("bf16", False)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16" if autocast else "no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+    )
+    model = Model(skew).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    experts = ExpertParallel(accelerator, placement=place(kind), **options)
+    model, optimizer = experts.prepare(model, optimizer)
+    raw = accelerator.unwrap_model(model)
+    draws = torch.Generator().manual_seed(1)
+    losses, norms, gradients = [], [], []
+    for _ in range(STEPS):
+        x = torch.randn(BATCH, 5, dtype=dtype, generator=draws)
+        y = torch.randint(3, (BATCH,), generator=draws)
+        # Ragged: rank 0 has as many rows as the others together, so that means must be weighted.
+        mine = shares(accumulation)
+        total = 0.0
+        for rows in mine:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+                accelerator.backward(loss * accelerator.num_processes * accumulation / BATCH)
+                total += loss.item() / BATCH
+                if accelerator.sync_gradients:
+                    gradients.append(by_id(raw, lambda p: p.grad))
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(torch.tensor(total, dtype=torch.float64))
+    loss = torch.stack(losses)
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return {
+        "losses": loss,
+        "norms": torch.stack(norms).double(),
+        "gradients": gradients,
+        "weights": by_id(raw, lambda p: p.detach()),
+        "moved": sum(m.report.cost.experts for m in experts.migrations),
+    }
+
+
+def shares(accumulation: int) -> list[Tensor]:
+    """The rows of this rank's micro-batches: ragged, and empty for the last rank in the last of several."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    found = []
+    for rows in torch.arange(BATCH).chunk(accumulation):
+        cuts = [rows] if world == 1 else [rows[: len(rows) // 2], *rows[len(rows) // 2 :].tensor_split(world - 1)]
+        found.append(cuts[rank])
+    return found
+
+
+def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(case) for case in cases]
+
+
+MIGRATING = {"planner": "lpt", "replan_every": 2}
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"ep_size": 1},
+        {"ep_size": 2, "accumulation": 2},
+        {"ep_size": 2, "placement": "copies", "spare_slots": 1},
+        {"ep_size": 2, "placement": "uneven", "dense": "fsdp2"},
+        {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2", "accumulation": 2, **MIGRATING},
+        {"ep_size": 2, "skew": True, **MIGRATING},
+        {"ep_size": 2, "skew": True, "planner": "replicate", "replan_every": 2, "spare_slots": 1},
+        {"ep_size": 2, "dtype": torch.float32, "placement": "shuffled"},
+        {"ep_size": 2, "dtype": torch.float32, "placement": "shuffled", "dense": "fsdp2"},
+    ],
+    4: [
+        {"ep_size": 2, "accumulation": 2, "placement": "copies", "spare_slots": 1},
+        {"ep_size": 4, "placement": "uneven"},
+        {"ep_size": 4, "placement": "copies", "dense": "fsdp2", "skew": True},
+        {"ep_size": 2, "dense": "fsdp2", "placement": "shuffled", **MIGRATING},
+        {"ep_size": 4, "skew": True, "planner": "replicate", "replan_every": 1, "spare_slots": 1},
+        {"ep_size": None, "dtype": torch.float32, **MIGRATING},
+    ],
+    8: [
+        {"ep_size": 8, "placement": "copies"},
+        {"ep_size": 8, "dense": "fsdp2", "placement": "shuffled"},
+        {"ep_size": 4, "placement": "uneven", **MIGRATING},
+        {"ep_size": 1},
+    ],
+}
+REFERENCES = [{}, {"skew": True}, {"dtype": torch.float32}]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, Any]]:
+    ((*found,),) = run_distributed(train_all, 1, REFERENCES)
+    return found
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of all ranks under plain names; replicas and copies must have the same bits."""
+    found: dict[str, Tensor] = {}
+    for rows in ranks:
+        for name, row in rows.items():
+            key = name.removesuffix(" copy")
+            assert key not in found or torch.equal(found[key], row), f"{key} differs between ranks"
+            found[key] = row
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """In norm, and beside the whole parameter's."""
+    assert found.keys() == expected.keys()
+    norms: dict[str, float] = {}
+    for name, value in expected.items():
+        norms[name.partition("/")[0]] = norms.get(name.partition("/")[0], 0.0) + value.square().sum().item()
+    for name, value in expected.items():
+        assert (found[name] - value).norm().item() <= tolerance * norms[name.partition("/")[0]] ** 0.5 + 1e-30, name
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_a_plain_accelerate_loop_learns_what_one_process_learns(world: int, reference: list[dict[str, Any]]) -> None:
+    for case, *ranks in zip(CASES[world], *run_distributed(train_all, world, CASES[world], timeout_s=300), strict=True):
+        tolerance = 1e-6 if case.get("dtype") is torch.float32 else 1e-10
+        expected = reference[2 if case.get("dtype") is torch.float32 else 1 if case.get("skew") else 0]
+        for rank in ranks:
+            assert relative(rank["losses"], expected["losses"]) < tolerance, case
+            assert relative(rank["norms"], expected["norms"]) < tolerance, case
+        for step in range(STEPS):
+            rows = [rank["gradients"][step] for rank in ranks]
+            owners = [{k: v for k, v in each.items() if not k.endswith(" copy")} for each in rows]
+            assert_same(together(owners), expected["gradients"][step], tolerance)
+            assert not any(value.any() for each in rows for name, value in each.items() if name.endswith(" copy"))
+        assert_same(together([rank["weights"] for rank in ranks]), expected["weights"], tolerance)
+        if "planner" in case:
+            assert ranks[0]["moved"] > 0, f"nothing moved, so nothing was shown: {case}"
+
+
+def save_and_load(folder: Path, ep_size: int, then: int) -> float:
+    """Save under one layout and load under another within the same world; the largest difference of any tensor."""
+
+    def prepared(size: int, kind: str) -> tuple[ExpertParallel, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        experts = ExpertParallel(accelerator, ep_size=size, placement=place(kind), spare_slots=1)
+        model, optimizer = experts.prepare(model, optimizer)
+        return experts, model, optimizer
+
+    experts, model, optimizer = prepared(ep_size, "copies")
+    model(torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    experts.save(folder / "saved", epoch=3)
+    other, copy, its_optimizer = prepared(then, "shuffled")
+    assert other.load(folder / "saved") == {"epoch": 3}
+
+    def rows(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        raw, states = getattr(model, "module", model), optimizer.optimizer.state
+        found = by_id(raw, lambda p: p.detach())
+        for key in ("exp_avg", "exp_avg_sq"):
+            found |= {f"{key} {name}": v for name, v in by_id(raw, lambda p, k=key: states[p][k]).items()}
+        return {name: value for name, value in found.items() if not name.endswith(" copy")}
+
+    first, second = rows(model, optimizer), rows(copy, its_optimizer)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (first, second))
+    saved, loaded = together([a for a, _ in gathered]), together([b for _, b in gathered])
+    assert saved.keys() == loaded.keys()
+    return max((saved[name] - loaded[name]).abs().max().item() for name in saved)
+
+
+def test_what_one_layout_saved_another_loads_without_a_difference(tmp_path: Path) -> None:
+    assert run_distributed(save_and_load, 2, tmp_path, 2, 1) == [0.0, 0.0]
+
+
+def refusals() -> list[str]:
+    said = []
+
+    def refuse(act: Any) -> None:
+        with pytest.raises(UserError) as error:
+            act()
+        said.append(str(error.value))
+
+    accelerator, model = Accelerator(cpu=True), Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    refuse(lambda: ExpertParallel(accelerator, planner="swap"))
+    refuse(lambda: ExpertParallel(accelerator).prepare(nn.Linear(2, 2), optimizer))
+    refuse(lambda: ExpertParallel(accelerator, ep_size=3).prepare(Model(), optimizer))
+    refuse(lambda: ExpertParallel(accelerator, ep_size=1).prepare(Model(), optimizer))
+    experts = ExpertParallel(accelerator, planner="swap", replan_every=2)
+    experts.prepare(model, optimizer)
+    refuse(lambda: experts.prepare(model, optimizer))
+    refuse(lambda: accelerator.save_state("nowhere"))
+    refuse(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
+    return said
+
+
+def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> None:
+    (said,) = run_distributed(refusals, 1)
+    words = [
+        "give both",
+        "num_experts",
+        "ep-size 3",
+        "model.parameters()",
+        "one ExpertParallel",
+        "save(folder)",
+        "by 2",
+    ]
+    for sentence, word in zip(said, words, strict=True):
+        assert word in sentence
+        assert "\n" not in sentence

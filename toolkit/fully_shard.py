@@ -1,0 +1,52 @@
+"""FSDP2 for the parameters that every rank would otherwise copy; experts stay whole, with their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from toolkit.errors import UserError
+
+
+def fully_shard_dense(
+    model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, *, ignored: Collection[nn.Parameter]
+) -> None:
+    """Cut all parameters of `model` but `ignored` into one piece per rank, in place. A collective.
+
+    Modules that repeat in a list are gathered one after the other, the rest together. `optimizer` is given the new
+    parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would put DDP
+    around it; so autocast is entered here.
+
+    Raises UserError for fp16, whose loss scaling would be judged by each rank for itself.
+    """
+    if accelerator.mixed_precision == "fp16":
+        raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    # Parameters are gathered as they are: casting is left to autocast, as under DDP.
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(), "ignored_params": set(ignored)}
+    for block in _repeated(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    after = dict(model.named_parameters())
+    name_of = {was: name for name, was in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [after[name_of[id(parameter)]] for parameter in group["params"]]
+    if accelerator.mixed_precision == "bf16":
+        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+
+def _repeated(model: nn.Module) -> Iterable[nn.Module]:
+    """The outermost modules that sit in lists: the blocks of a transformer."""
+    for module in model.children():
+        if isinstance(module, nn.ModuleList):
+            yield from module
+        else:
+            yield from _repeated(module)

@@ -1,0 +1,300 @@
+"""Expert parallelism under a user's own Accelerate loop, with no trainer of ours.
+
+    experts = ExpertParallel(accelerator, ep_size=4, planner="swap", replan_every=200)
+    model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
+
+The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
+Accelerate would get wrong in silence is set right here, or refused: see `docs/accelerate.md`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit import parallel
+from toolkit.checkpoint import load_tensors, save_tensors
+from toolkit.errors import UserError
+from toolkit.fully_shard import fully_shard_dense
+from toolkit.moe.guard import MigrationGuard
+from toolkit.moe.layer import MoE
+from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.moe.recompute import replaying
+from toolkit.moe.replan import Migration, Replanner
+from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.parallel import EMPTY_ROW, ShardGroups, make_shard_groups
+from toolkit.tensor_files import unwrapped
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+PlacementOf = Callable[[str, int, int], ExpertPlacement]
+"""`(layer, number of experts, ep_size)` to where the layer's experts live at first."""
+
+
+class ExpertParallel:
+    """Spreads the experts of any model over ranks, trains them there, and moves them when loads change.
+
+    A model's experts are found by what they are: our `MoE` layers, and modules with an integer `num_experts` whose own
+    parameters all have that many rows, called with (hidden (T, D), expert ids (T, K), weights (T, K)), such as the
+    experts of every mixture in transformers.
+
+    `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
+    `planner` and `replan_every`: a name out of `toolkit.moe.planners`, and optimizer steps between plans; None leaves
+    experts where they are. `guard` makes a layer's guard, see `toolkit.moe.guard`. `spare_slots`: empty slots on each
+    rank, for copies of hot experts and for growth. `placement`: where experts live at first; None deals out
+    equal blocks. `dense`: what keeps the other parameters in step, DDP or FSDP2.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        ep_size: int | None = None,
+        planner: str | None = None,
+        replan_every: int | None = None,
+        spare_slots: int = 0,
+        placement: PlacementOf | None = None,
+        guard: Callable[[ExpertStack], MigrationGuard] | None = None,
+        planner_options: Mapping[str, Any] | None = None,
+        dense: Literal["ddp", "fsdp2"] = "ddp",
+    ):
+        if (planner is None) != (replan_every is None):
+            raise UserError(
+                f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
+            )
+        self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
+        self.planner, self.replan_every, self.guard = planner, replan_every, guard
+        self.planner_options, self.spare_slots, self._place = planner_options, spare_slots, placement
+        self.groups = ShardGroups()
+        self.stacks: dict[str, ExpertStack] = {}
+        """The experts of each layer, by the layer's name; their `placement` says where each one lives."""
+        self.replanner: Replanner | None = None
+        self.steps = 0
+        """Optimizer steps since `prepare`."""
+
+    @property
+    def migrations(self) -> list[Migration]:
+        """What moved so far."""
+        return self.replanner.migrations if self.replanner else []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> tuple[Any, ...]:
+        """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
+
+        All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
+        (it must not have stepped yet). Raises UserError where no experts are found or they cannot be dealt out.
+        """
+        if self.stacks:
+            raise UserError("prepare was called twice: make one ExpertParallel for each model.")
+        layers = find_experts(model)
+        if not layers:
+            raise UserError(
+                f"model {type(model).__name__} has no experts that are stacked tensors: give the module that holds "
+                "them num_experts, and a forward of (hidden, expert ids, weights)."
+            )
+        self.groups = make_shard_groups(self._fitting_ep_size(layers))
+        for name, module in layers.items():
+            self._spread(name, module)
+        self.stacks = expert_stacks(model)
+        self._refuse_other_optimizers(optimizer)
+        owned = self.expert_parameters()
+        if self.dense == "fsdp2":
+            fully_shard_dense(model, optimizer, self.accelerator, ignored=owned)
+        if self.groups.ep_size > 1:
+            for parameter in owned:
+                self._average_in_backward(parameter)
+        if self.planner is not None and self.replan_every is not None:
+            self.replanner = Replanner(
+                self.stacks,
+                planner=self.planner,
+                every=self.replan_every,
+                guard=self.guard,
+                options=self.planner_options,
+            )
+        prepared = parallel.prepare(self.accelerator, model, optimizer)
+        self._model, self._optimizer = model, optimizer
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._correct_accelerate()
+        return *prepared, *(self.accelerator.prepare(other) for other in others)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The stacked parameters of all layers."""
+        return [p for stack in self.stacks.values() for p in stack.parameters.values()]
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """What `accelerator.clip_grad_norm_` is after `prepare`: the norm over all experts, alike on every rank."""
+        if norm_type != 2:
+            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2 alone.")
+        if not self.accelerator.sync_gradients:
+            return None
+        self.accelerator.unscale_gradients()
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return parallel.clip_grad_norm_(listed, max_norm)
+
+    def save(self, folder: Path | str, **extra: Any) -> None:
+        """Write model, optimizer, placement and `extra` (plain JSON values) as a checkpoint. A collective."""
+        replanner = self.replanner.state_dict() if self.replanner else None
+        state = {"steps": self.steps, "replanner": replanner, "extra": extra}
+        save_tensors(folder, self._model, self._optimizer, state)
+
+    def load(self, folder: Path | str) -> dict[str, Any]:
+        """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`."""
+        state = load_tensors(folder, self._model, self._optimizer)
+        self.steps = state["steps"]
+        if self.replanner and state["replanner"]:
+            self.replanner.load_state_dict(state["replanner"], self._optimizer)
+        extra: dict[str, Any] = state["extra"]
+        return extra
+
+    # --- before training ----------------------------------------------------------------------------------------
+
+    def _fitting_ep_size(self, layers: Mapping[str, nn.Module]) -> int:
+        if self.ep_size is not None:
+            return self.ep_size
+        world = self.accelerator.num_processes
+        return math.gcd(world, *(_num_experts(module) for module in layers.values()))
+
+    def _spread(self, name: str, module: nn.Module) -> None:
+        """Keep this rank's experts of a layer, and bring it its tokens."""
+        experts, ranks = _num_experts(module), self.groups.ep_size
+        if self._place is not None:
+            placement = self._place(name, experts, ranks)
+        else:
+            slots = None if experts % ranks == 0 else -(-experts // ranks)
+            placement = contiguous(experts, ranks, slots_per_rank=slots)
+        placement = with_spare_slots(placement, self.spare_slots)
+        if placement.num_experts != experts:
+            raise UserError(f"placement of {placement.num_experts} experts for {name!r}, which has {experts}.")
+        holder = module.experts if isinstance(module, MoE) else module
+        parameters = dict(holder.named_parameters(recurse=False))
+        here = list(placement.slots[self.groups.ep_rank])
+        for parameter in parameters.values():
+            parameter.data = _rows(parameter.data, here)
+        module.expert_stack = ExpertStack(parameters, placement, self.groups)  # type: ignore[assignment]
+        if not isinstance(module, MoE):
+            _bring_tokens(module, module.expert_stack)  # type: ignore[arg-type]
+
+    def _refuse_other_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of parameters that are not the model's would train nothing, in silence."""
+        if unwrapped(optimizer).state:
+            raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, stack in self.stacks.items():
+            for key, parameter in stack.parameters.items():
+                if parameter.requires_grad and id(parameter) not in trained:
+                    raise UserError(
+                        f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
+                        "make it from model.parameters()."
+                    )
+
+    def _average_in_backward(self, parameter: nn.Parameter) -> None:
+        """Have the gradient of an owned parameter become the mean over all ranks' batches as soon as it is complete.
+
+        Each incoming gradient is the sum over the shard group's batches, hence 1 / ep_size; the mean over replicas
+        and the sum over copies may be taken again when a loop synchronises more than once before a step.
+        """
+        replicas = self.groups.replica_group
+
+        def complete(parameter: Tensor) -> None:
+            if not self.accelerator.sync_gradients or parameter.grad is None:
+                return
+            parallel.gather_copied_gradients([parameter])
+            if replicas is not None:
+                dist.all_reduce(parameter.grad, group=replicas)
+                parameter.grad.div_(dist.get_world_size(replicas))
+
+        parameter.register_hook(lambda grad: grad / self.groups.ep_size)
+        parameter.register_post_accumulate_grad_hook(complete)
+
+    def _correct_accelerate(self) -> None:
+        """Put right, on this accelerator, what knows nothing of experts."""
+        self.accelerator.clip_grad_norm_ = self.clip_grad_norm_  # type: ignore[method-assign]
+
+        def refuse(*_: Any) -> None:
+            raise UserError(
+                "accelerator.save_state and load_state keep rank 0's experts only: "
+                "use the save(folder) and load(folder) of ExpertParallel."
+            )
+
+        self.accelerator.register_save_state_pre_hook(refuse)
+        self.accelerator.register_load_state_pre_hook(refuse)
+
+    # --- while training -----------------------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        parallel.refresh_copies(self.expert_parameters())
+        if self.replanner is not None:
+            self.replanner.after_step(self.steps, self._optimizer)
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose experts can be spread, by name: our `MoE`, and foreign modules of stacked experts."""
+    layers: dict[str, nn.Module] = {}
+    ours: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            ours.append(f"{name}." if name else "")
+            layers[name] = module
+        elif not any(name.startswith(prefix) for prefix in ours) and _holds_stacked_experts(module):
+            layers[name] = module
+    return layers
+
+
+def _holds_stacked_experts(module: nn.Module) -> bool:
+    experts = getattr(module, "num_experts", None)
+    parameters = list(module.parameters(recurse=False))
+    if not isinstance(experts, int) or not parameters:
+        return False
+    stacked = all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
+    taken = inspect.signature(module.forward).parameters.values()
+    required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
+    return stacked and len(required) <= 3 <= len(taken)
+
+
+def _num_experts(module: nn.Module) -> int:
+    return module.expert_stack.num_experts if isinstance(module, MoE) else int(module.num_experts)  # type: ignore[arg-type]
+
+
+def _rows(stacked: Tensor, experts: list[int]) -> Tensor:
+    """The rows of `experts`, zeros for an empty slot."""
+    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
+    rows = stacked.index_select(0, index)
+    for slot, expert in enumerate(experts):
+        if expert == EMPTY_ROW:
+            rows[slot].zero_()
+    return rows
+
+
+def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
+    """Let the forward of a foreign module see the rows for its slots, one slot per row, with weight 1."""
+    compute, signature = module.forward, inspect.signature(module.forward)
+    module.num_experts = stack.slots  # type: ignore[assignment]
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
+        x_TD = hidden.reshape(-1, hidden.shape[-1])
+        rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
+        if not replaying():
+            stack.count(plan.load_E, training=module.training and torch.is_grad_enabled())
+        slots = torch.arange(stack.slots, device=rows.device)
+        slot_R1 = slots.repeat_interleave(plan.rows_per_slot, output_size=len(rows)).unsqueeze(1)
+        slot_R1.rows_per_slot = plan.rows_per_slot  # type: ignore[attr-defined]  # spares some kernels a sort
+        if len(rows) == 0:
+            # A row of zeros keeps experts and exchange in the graph: their backward is a collective, too.
+            rows = rows.sum(0, keepdim=True)
+            outputs = compute(rows, slots[:1].unsqueeze(1), rows.new_ones(1, 1))[:0]
+        else:
+            outputs = compute(rows, slot_R1, rows.new_ones(len(rows), 1))
+        return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
+
+    module.forward = forward  # type: ignore[method-assign]

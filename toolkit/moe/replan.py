@@ -1,0 +1,167 @@
+"""Replanning while training: loads are read, plans are made and carried out, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from toolkit.callbacks.base import Callback
+from toolkit.errors import UserError
+from toolkit.moe.guard import MigrationGuard
+from toolkit.moe.imbalance import rank_imbalance
+from toolkit.moe.migrate import MigrationReport, migrate
+from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.plan import plan_layer
+from toolkit.moe.planners.registry import planner_named
+from toolkit.moe.stack import ExpertStack, expert_stacks
+
+if TYPE_CHECKING:
+    from toolkit.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One layer's change of placement."""
+
+    step: int
+    layer: str
+    placement: ExpertPlacement
+    """In force after `step` steps."""
+    predicted_imbalance: float
+    """Busiest rank over the mean, had the last window's load met this placement."""
+    former_imbalance: float
+    """The same, of the placement that it replaced."""
+    report: MigrationReport
+
+
+class Replanner:
+    """Every `every` optimizer steps, asks `planner` where each layer's experts should live, and moves them there.
+
+    The loads of the window are added up over all ranks, so all make the same plans. `guard` makes the guard of a layer,
+    which may refuse a plan or order the return to an earlier one; None carries out every plan. `options` are the
+    planner's. Raises UserError for an unknown planner.
+    """
+
+    def __init__(
+        self,
+        stacks: Mapping[str, ExpertStack],
+        *,
+        planner: str,
+        every: int,
+        guard: Callable[[ExpertStack], MigrationGuard] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ):
+        planner_named(planner)
+        if every < 1:
+            raise UserError(f"replan_every={every}: take one step or more.")
+        self.stacks, self.planner, self.every, self.options = dict(stacks), planner, every, dict(options or {})
+        self.guards = {name: guard(stack) for name, stack in stacks.items()} if guard else {}
+        self.migrations: list[Migration] = []
+        """What was carried out since the start of this process."""
+        self._before = {name: stack.load_E.clone() for name, stack in stacks.items()}
+
+    def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
+        """To be called after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
+        if step % self.every or not self.stacks:
+            return []
+        done = []
+        loads = self._window()
+        for (name, stack), load_E in zip(self.stacks.items(), loads, strict=True):
+            current = stack.placement
+            guard = self.guards.get(name)
+            new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **self.options)
+            if new is None:
+                continue
+            report = migrate(stack, new, optimizer)
+            done.append(
+                Migration(step, name, new, rank_imbalance(load_E, new), rank_imbalance(load_E, current), report)
+            )
+        self.migrations += done
+        return done
+
+    def _window(self) -> list[torch.Tensor]:
+        """float64 (E) of each layer: the mean rows per step and shard group since the last plan. A collective."""
+        stacks = list(self.stacks.values())
+        counts = torch.cat([s.load_E - self._before[n].to(s.load_E.device) for n, s in self.stacks.items()])
+        self._before = {name: stack.load_E.clone() for name, stack in self.stacks.items()}
+        groups = 1
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+            groups = dist.get_world_size() // stacks[0].groups.ep_size
+        per_step = counts.cpu().double() / (self.every * groups)
+        return list(per_step.split([stack.num_experts for stack in stacks]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can hold. A collective."""
+        window = {}
+        for name, stack in self.stacks.items():
+            counted = stack.load_E - self._before[name].to(stack.load_E.device)
+            if dist.is_initialized():
+                dist.all_reduce(counted)
+            window[name] = counted.tolist()
+        return {
+            "placements": {name: stack.placement.to_dict() for name, stack in self.stacks.items()},
+            "window": window,
+            "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Continue where `state_dict` was taken, with the weights loaded already. A collective.
+
+        On as many ranks with as many slots experts go back to where they were. Elsewhere they stay where they are now,
+        and the guards begin anew.
+        """
+        for name, stack in self.stacks.items():
+            if name not in state["placements"]:
+                continue
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                counted = torch.tensor(state["window"][name]).to(stack.load_E.device)
+                self._before[name] = self._before[name].to(counted.device) - counted
+            saved = ExpertPlacement.from_dict(state["placements"][name])
+            if [len(row) for row in saved.slots] != [len(row) for row in stack.placement.slots]:
+                continue
+            if saved != stack.placement:
+                migrate(stack, saved, optimizer)
+            if name in self.guards and name in state["guards"]:
+                self.guards[name].load_state_dict(state["guards"][name])
+
+
+class Replan(Callback):
+    """Moves experts between ranks every `every` steps, as `planner` says.
+
+    Records `moe/migrated_experts` and `moe/migration_bytes`, each since the last line, and leaves the sums of the run
+    in its results.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, planner: str, every: int, **options: Any):
+        self.replanner = Replanner(expert_stacks(model), planner=planner, every=every, **options)
+        self._experts = self._bytes = 0
+        self._restored: Mapping[str, Any] | None = None
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
+        self._experts += sum(migration.report.cost.experts for migration in moved)
+        self._bytes += sum(migration.report.cost.bytes for migration in moved)
+        if trainer.at_log_step:
+            trainer.record("moe/migrated_experts", self._experts)
+            trainer.record("moe/migration_bytes", self._bytes)
+            for name, value in (("migrated_experts", self._experts), ("migration_bytes", self._bytes)):
+                trainer.results[name] = trainer.results.get(name, 0) + value
+            self._experts = self._bytes = 0
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        if self._restored is not None:
+            self.replanner.load_state_dict(self._restored["replanner"], trainer.optimizer)
+            self._restored = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"replanner": self.replanner.state_dict(), "experts": self._experts, "bytes": self._bytes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Experts go where they were once their rows are here, which is when the first step is about to begin.
+        self._restored, self._experts, self._bytes = state, state["experts"], state["bytes"]
