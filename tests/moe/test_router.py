@@ -93,7 +93,7 @@ def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], 
             scores = [1 / (1 + math.exp(-logit)) for logit in logits]
         bias = [0.0] * len(scores) if router.bias is None else router.bias.tolist()
         ranked = [score + b for score, b in zip(scores, bias, strict=True)]
-        size = len(scores) // router.groups
+        size = len(scores) // router.expert_groups
         groups = [range(first, first + size) for first in range(0, len(scores), size)]
 
         def worth(group: range, ranked: list[float] = ranked) -> float:
@@ -115,10 +115,10 @@ def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], 
         {"normalize": False, "scaling": 16.0},
         {"score": "sigmoid", "scaling": 2.5},
         {"score": "sigmoid", "normalize": False, "bias_balancing": True},
-        {"groups": 4, "top_k_groups": 2, "group_score": "max", "normalize": False},
-        {"groups": 4, "top_k_groups": 2, "score": "sigmoid", "scaling": 2.5, "bias_balancing": True},
-        {"groups": 12, "top_k_groups": 5, "group_score": "max"},
-        {"groups": 3, "top_k_groups": 3, "bias_balancing": True},
+        {"expert_groups": 4, "top_k_groups": 2, "group_score": "max", "normalize": False},
+        {"expert_groups": 4, "top_k_groups": 2, "score": "sigmoid", "scaling": 2.5, "bias_balancing": True},
+        {"expert_groups": 12, "top_k_groups": 5, "group_score": "max"},
+        {"expert_groups": 3, "top_k_groups": 3, "bias_balancing": True},
     ],
 )
 def test_choices_and_weights_are_those_of_a_loop_over_tokens(options: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ def test_it_routes_as_the_deepseek_v3_of_transformers_does() -> None:
     router = theirs.DeepseekV3TopkRouter(config)
     router.weight.data.normal_()
     router.e_score_correction_bias.normal_(std=0.2)
-    options = {"score": "sigmoid", "groups": 8, "top_k_groups": 3, "scaling": 2.5, "bias_balancing": True}
+    options = {"score": "sigmoid", "expert_groups": 8, "top_k_groups": 3, "scaling": 2.5, "bias_balancing": True}
     ours, x_TD = TopKRouter(16, 32, 4, **options), torch.randn(64, 16)
     ours.weight.data, ours.bias = router.weight.data, router.e_score_correction_bias
     _, weights_TK, ids_TK = router(x_TD)
@@ -227,10 +227,10 @@ def test_in_expert_choice_each_expert_takes_its_best_tokens(tokens: int, each: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups": 5}, "groups=5 must divide num_experts=12"),
-        ({"groups": 4, "top_k_groups": 5}, "top_k_groups=5 must lie between 1 and groups=4"),
-        ({"groups": 12, "top_k_groups": 2, "group_score": "max"}, "leave top_k=3 experts"),
-        ({"groups": 12, "top_k_groups": 5}, "'top2' needs two experts"),
+        ({"expert_groups": 5}, "expert_groups=5 must divide num_experts=12"),
+        ({"expert_groups": 4, "top_k_groups": 5}, "top_k_groups=5 must lie between 1 and expert_groups=4"),
+        ({"expert_groups": 12, "top_k_groups": 2, "group_score": "max"}, "leave top_k=3 experts"),
+        ({"expert_groups": 12, "top_k_groups": 5}, "'top2' needs two experts"),
         ({"jitter": 1.0}, "jitter=1.0 must be a fraction below 1"),
     ],
 )

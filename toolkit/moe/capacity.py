@@ -69,7 +69,7 @@ def _gather(values: Tensor) -> tuple[Tensor, int]:
     if not dist.is_initialized():
         return values.unsqueeze(0), 0
     gathered = values.new_empty(dist.get_world_size(), *values.shape)
-    dist.all_gather_into_tensor(gathered, values.contiguous())
+    dist.all_gather(list(gathered), values.contiguous())
     return gathered, dist.get_rank()
 
 

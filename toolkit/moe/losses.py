@@ -35,7 +35,7 @@ def sequence_balancing_share(routing: Routing, sequence_length: int, num_tokens:
     Sequences of `sequence_length` tokens follow each other; all ranks together have `num_tokens` tokens.
     """
     probs_BSE = routing.probs_TE.unflatten(0, (-1, sequence_length))
-    ids_BN = routing.expert_ids_TK.reshape(len(probs_BSE), -1)
+    ids_BN = routing.expert_ids_TK.unflatten(0, (-1, sequence_length)).flatten(1)
     load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
     fraction_BE = load_BE.to(probs_BSE.dtype) / ids_BN.shape[1]
     # A sequence's mean over its S tokens, and the mean over num_tokens / S sequences: S cancels.

@@ -12,9 +12,9 @@ rows are sent again, counts are neither exchanged nor counted again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,26 +24,30 @@ Recompute = Literal["none", "selective", "full"]
 Decision = TypeVar("Decision")
 
 
+@dataclass(slots=True)
 class _Tape:
     """What was decided in one region, in the order of its forward."""
 
-    def __init__(self) -> None:
-        self.decisions: list[Any] = []
-        self.next: int | None = None
-        """Which decision comes next; None while the first forward makes them."""
-
-    @contextmanager
-    def running(self, *, again: bool) -> Iterator[None]:
-        # Each backward through the region (there may be several) starts from the first decision.
-        self.next = 0 if again else None
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+    decisions: list[Any] = field(default_factory=list)
+    next: int | None = None
+    """Which decision comes next; None while the first forward makes them."""
 
 
 _current: ContextVar[_Tape | None] = ContextVar("tape", default=None)
+
+
+class _Running:
+    """While it is entered, decisions go to a tape or come from it. Each backward through a region enters it again."""
+
+    def __init__(self, tape: _Tape, start: int | None):
+        self.tape, self.start = tape, start
+
+    def __enter__(self) -> None:
+        self.tape.next = self.start
+        self.token = _current.set(self.tape)
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self.token)
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -54,11 +58,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or _current.get() is not None:
         return fn(*args, **kwargs)
     tape = _Tape()
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return tape.running(again=False), tape.running(again=True)
-
-    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    contexts = (_Running(tape, None), _Running(tape, 0))
+    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
 
 def replaying() -> bool:

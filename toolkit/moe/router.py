@@ -39,8 +39,9 @@ class TopKRouter(nn.Module):
 
     - `score`: softmax over experts, or each expert's own sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 15).
     - `normalize`: whether a token's weights are made to add up to 1; `scaling` multiplies them afterwards.
-    - `groups`: experts form so many consecutive groups, and a token chooses among the best `top_k_groups` of them. A
-      group is as good as its best two experts together (`top2`, DeepSeek-V3) or its best one (`max`, DeepSeek-V2).
+    - `expert_groups`: experts form so many consecutive groups, and a token chooses among the best `top_k_groups` of
+      them. A group is as good as its best two experts together (`top2`, DeepSeek-V3) or its best one (`max`,
+      DeepSeek-V2).
     - `jitter`: in training the router, and only the router, sees inputs multiplied by uniform noise from 1 - jitter to
       1 + jitter (Fedus et al. 2021, arXiv 2101.03961, section 2.2). It draws from PyTorch's generator, which the
       trainer seeds by (seed, step, micro-batch, rank).
@@ -58,7 +59,7 @@ class TopKRouter(nn.Module):
         score: Score = "softmax",
         normalize: bool = True,
         scaling: float = 1.0,
-        groups: int = 1,
+        expert_groups: int = 1,
         top_k_groups: int = 1,
         group_score: GroupScore = "top2",
         jitter: float = 0.0,
@@ -68,20 +69,21 @@ class TopKRouter(nn.Module):
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
-        if groups < 1 or num_experts % groups:
-            raise ValueError(f"groups={groups} must divide num_experts={num_experts}")
-        size = num_experts // groups
-        if not 1 <= top_k_groups <= groups or top_k > top_k_groups * size:
+        if expert_groups < 1 or num_experts % expert_groups:
+            raise ValueError(f"expert_groups={expert_groups} must divide num_experts={num_experts}")
+        size = num_experts // expert_groups
+        if not 1 <= top_k_groups <= expert_groups or top_k > top_k_groups * size:
             raise ValueError(
-                f"top_k_groups={top_k_groups} must lie between 1 and groups={groups}, and leave top_k={top_k} experts"
+                f"top_k_groups={top_k_groups} must lie between 1 and expert_groups={expert_groups}, and leave "
+                f"top_k={top_k} experts"
             )
-        if top_k_groups < groups and group_score == "top2" and size < 2:
-            raise ValueError(f"group_score='top2' needs two experts in each of the groups={groups}")
+        if top_k_groups < expert_groups and group_score == "top2" and size < 2:
+            raise ValueError(f"group_score='top2' needs two experts in each of the expert_groups={expert_groups}")
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter={jitter} must be a fraction below 1")
         self.num_experts, self.top_k, self.score = num_experts, top_k, score
         self.normalize, self.scaling, self.jitter, self.force_balanced = normalize, scaling, jitter, force_balanced
-        self.groups, self.top_k_groups, self.group_score = groups, top_k_groups, group_score
+        self.expert_groups, self.top_k_groups, self.group_score = expert_groups, top_k_groups, group_score
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         # Near-equal scores at first: early choices should follow the data, not the draw of these weights.
         nn.init.normal_(self.weight, std=0.1 * dim**-0.5)
@@ -117,13 +119,13 @@ class TopKRouter(nn.Module):
             return (copies_N % self.num_experts).view(-1, self.top_k)
         if self.bias is not None:
             scores_TE = scores_TE + self.bias
-        if self.top_k_groups < self.groups:
+        if self.top_k_groups < self.expert_groups:
             scores_TE = self.within_best_groups(scores_TE)
         return scores_TE.topk(self.top_k, dim=-1).indices
 
     def within_best_groups(self, scores_TE: Tensor) -> Tensor:
         """`scores_TE` with minus infinity outside of each token's best groups."""
-        grouped_TGE = scores_TE.unflatten(-1, (self.groups, -1))
+        grouped_TGE = scores_TE.unflatten(-1, (self.expert_groups, -1))
         if self.group_score == "top2":
             group_TG = grouped_TGE.topk(2, dim=-1).values.sum(-1)
         else:

@@ -1,0 +1,187 @@
+"""What a capacity drops, against loops, and that dropped copies go nowhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers import run_distributed
+from toolkit.moe import MoE, make_moe
+from toolkit.moe.capacity import Capacity, DropPolicy
+from toolkit.moe.router import ExpertChoiceRouter
+from toolkit.parallel import make_shard_groups
+
+EXPERTS, TOP_K, DIM = 4, 2, 8
+
+
+def draw_copies(tokens: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Expert ids in favour of the first experts, and weights of which many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    favour = torch.tensor([6.0, 3.0, 1.0, 0.2]).expand(tokens, EXPERTS)
+    ids_TK = favour.multinomial(TOP_K, generator=generator)
+    return ids_TK, torch.randint(1, 6, ids_TK.shape, generator=generator) / 6
+
+
+def oracle(ids_TK: Tensor, weights_TK: Tensor, factor: float, policy: str) -> list[list[bool]]:
+    limit = math.ceil(factor * ids_TK.numel() / EXPERTS)
+    kept = torch.zeros_like(ids_TK, dtype=torch.bool)
+    for expert in range(EXPERTS):
+        copies = [(t, k) for t, k in (ids_TK == expert).nonzero().tolist()]
+        if policy == "probs":
+            copies.sort(key=lambda copy: -weights_TK[copy].item())
+        for copy in copies[:limit]:
+            kept[copy] = True
+    return kept.tolist()
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.1, 0.75, 1.0, 1.5, 100.0])
+def test_the_copies_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: float) -> None:
+    ids_TK, weights_TK = draw_copies()
+    kept_TK = Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS)
+    assert kept_TK.tolist() == oracle(ids_TK, weights_TK, factor, policy)
+    assert bool(kept_TK.all()) == (factor == 100.0)
+    assert Capacity(factor, policy).kept(ids_TK[:0], weights_TK[:0], EXPERTS).shape == (0, TOP_K)
+
+
+def copies_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """An uneven part of the copies; rank 1 has none."""
+    ids_TK, weights_TK = draw_copies()
+    first = [0, 9, 9, 23] if world == 3 else [0, 15, 23]
+    return ids_TK[first[rank] : first[rank + 1]], weights_TK[first[rank] : first[rank + 1]]
+
+
+def kept_on_one_rank() -> dict[tuple[DropPolicy, float], list[list[bool]]]:
+    ids_TK, weights_TK = copies_of_rank(dist.get_rank(), dist.get_world_size())
+    return {
+        (policy, factor): Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS).tolist()
+        for policy in ("probs", "position")
+        for factor in (0.5, 1.0)
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_together_drop_what_one_process_drops(world: int) -> None:
+    ranks = run_distributed(kept_on_one_rank, world)
+    for policy, factor in ranks[0]:
+        together = [token for rank in ranks for token in rank[policy, factor]]
+        assert together == oracle(*draw_copies(), factor, policy)
+
+
+def layer_on(world: int, **options: Any) -> MoE:
+    torch.manual_seed(1)
+    layer = make_moe(DIM, 12, EXPERTS, TOP_K, groups=make_shard_groups(world), **options)
+    torch.nn.init.normal_(layer.router.weight)
+    return layer
+
+
+def every_copy_computed(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
+    """The layer's result with each expert applied to each token, and dropped copies weighing nothing."""
+    routing = layer.router(x_TD)
+    up_SFD, down_SFD = layer.experts.up, layer.experts.down
+    all_TED = torch.einsum("tef,efd->ted", torch.einsum("td,efd->tef", x_TD, up_SFD).relu(), down_SFD)
+    chosen_TKD = all_TED[torch.arange(len(x_TD)).unsqueeze(1), routing.expert_ids_TK]
+    return ((routing.weights_TK * kept_TK).unsqueeze(-1) * chosen_TKD).sum(1)
+
+
+def gradients(layer: MoE, y_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
+    wanted = [x_TD, layer.router.weight, layer.experts.up, layer.experts.down]
+    return list(torch.autograd.grad(y_TD.square().sum(), wanted))
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_layer_with_dropped_copies_computes_the_rest_exactly(policy: DropPolicy) -> None:
+    layer = layer_on(1, capacity_factor=0.75, drop_policy=policy).double()
+    x_TD = torch.randn(30, DIM, dtype=torch.float64, requires_grad=True)
+    routing = layer.router(x_TD)
+    kept_TK = torch.tensor(oracle(routing.expert_ids_TK, routing.weights_TK, 0.75, policy))
+    expected = every_copy_computed(layer, x_TD, kept_TK)
+    y_TD = layer(x_TD)
+    torch.testing.assert_close(y_TD, expected)
+    torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
+    routed_E = routing.expert_ids_TK.flatten().bincount(minlength=EXPERTS)
+    assert layer.load_E.tolist() == layer.last_load_E.tolist() == routed_E.tolist()
+    assert layer.dropped_E.tolist() == (routed_E - 12).clamp(min=0).tolist()  # ceil(0.75 * 60 / 4) = 12
+    assert 0 < layer.dropped_E.sum() == (~kept_TK).sum()
+
+
+def test_nothing_is_dropped_or_counted_in_evaluation() -> None:
+    layer, x_TD = layer_on(1, capacity_factor=0.5).eval(), torch.randn(30, DIM)
+    torch.testing.assert_close(layer(x_TD), layer_on(1)(x_TD))
+    assert layer.dropped_E.tolist() == [0] * EXPERTS
+
+
+def layer_on_one_rank(policy: DropPolicy) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = layer_on(world, capacity_factor=0.6, drop_policy=policy)
+    x_TD = batch().split([13, 27])[rank]
+    y_TD = layer(x_TD)
+    y_TD.square().sum().backward()
+    return {
+        "y": y_TD.detach(),
+        "router": layer.router.weight.grad,
+        "up": layer.experts.up.grad,
+        "dropped": layer.dropped_E,
+        "load": layer.load_E,
+    }
+
+
+def batch() -> Tensor:
+    return torch.randn(40, DIM, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_ranks_together_compute_what_one_process_computes(policy: DropPolicy) -> None:
+    ranks = run_distributed(layer_on_one_rank, 2, policy)
+    layer = layer_on(1, capacity_factor=0.6, drop_policy=policy)
+    y_TD = layer(batch())
+    y_TD.square().sum().backward()
+    torch.testing.assert_close(torch.cat([rank["y"] for rank in ranks]), y_TD.detach())
+    torch.testing.assert_close(sum(rank["router"] for rank in ranks), layer.router.weight.grad)
+    torch.testing.assert_close(torch.cat([rank["up"] for rank in ranks]), layer.experts.up.grad)
+    assert torch.equal(sum(rank["dropped"] for rank in ranks), layer.dropped_E)
+    assert torch.equal(sum(rank["load"] for rank in ranks), layer.load_E)
+
+
+def test_a_rank_all_of_whose_copies_are_dropped_takes_part() -> None:
+    """Position and a tiny capacity: one copy per expert stays, and all of those are rank 0's."""
+    ranks = run_distributed(tiny_capacity_on_one_rank, 2)
+    assert ranks[0]["sent"] == EXPERTS
+    assert ranks[1] == {"sent": 0, "y": 0.0, "grad": 0.0}
+
+
+def tiny_capacity_on_one_rank() -> dict[str, float]:
+    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", force_balanced=True)
+    x_TD = torch.randn(8, DIM, requires_grad=True)
+    y_TD = layer(x_TD)
+    y_TD.sum().backward()
+    assert x_TD.grad is not None
+    sent = int((layer.load_E - layer.dropped_E).sum())
+    return {"sent": sent, "y": float(y_TD.abs().sum()), "grad": float(x_TD.grad.abs().sum())}
+
+
+def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
+    layer = layer_on(1).double()
+    layer.router = ExpertChoiceRouter(DIM, EXPERTS, TOP_K).double()
+    x_TD = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
+    kept_TE = layer.router(x_TD).kept_TK
+    expected, y_TD = every_copy_computed(layer, x_TD, kept_TE), layer(x_TD)
+    torch.testing.assert_close(y_TD, expected)
+    torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
+    assert layer.load_E.tolist() == [5] * EXPERTS  # ceil(9 * 2 / 4)
+
+
+def test_expert_choice_takes_no_capacity() -> None:
+    layer = layer_on(1)
+    with pytest.raises(ValueError, match="give it no capacity"):
+        MoE(ExpertChoiceRouter(DIM, EXPERTS, TOP_K), layer.experts, layer.expert_stack, capacity=Capacity(1.0))
+
+
+def test_a_capacity_for_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"capacity factor=0\.0 must be positive"):
+        Capacity(0.0)

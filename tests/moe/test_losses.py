@@ -1,0 +1,103 @@
+"""Router losses against their formulas, written as loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.moe import MoE, RouterPenalty, make_moe
+from toolkit.moe.losses import BalanceScope
+from toolkit.moe.router import ExpertChoiceRouter
+from toolkit.parallel import make_shard_groups
+
+EXPERTS, TOP_K, LENGTH, DIM = 6, 2, 5, 8
+
+
+def balance(ids_TK: Tensor, probs_TE: Tensor) -> float:
+    """E * sum_e f_e * P_e of the tokens given."""
+    copies = ids_TK.flatten().tolist()
+    return EXPERTS * sum(copies.count(e) / len(copies) * float(probs_TE[:, e].mean()) for e in range(EXPERTS))
+
+
+def tokens(rank: int, world: int) -> Tensor:
+    """Rank's part of 6 sequences, cut unevenly: one rank has none where there are three."""
+    first = [0, 2, 6] if world == 2 else [0, 2, 2, 6] if world == 3 else [0, 6]
+    x = torch.randn(6, LENGTH, DIM, generator=torch.Generator().manual_seed(4))
+    return x[first[rank] : first[rank + 1]]
+
+
+def layer_on(world: int, score: str = "softmax") -> MoE:
+    torch.manual_seed(1)
+    layer = make_moe(DIM, 4, EXPERTS, TOP_K, groups=make_shard_groups(world), score=score)
+    torch.nn.init.normal_(layer.router.weight)
+    return layer
+
+
+def penalty_on_one_rank(scope: BalanceScope, score: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's share, the gradient that the router gets from it, and its routing."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layer = layer_on(world, score)
+    layer(tokens(dist.get_rank() if world > 1 else 0, world))
+    share = RouterPenalty(layer, balance_weight=1.0, balance_scope=scope)()
+    assert share is not None
+    assert layer.routing is not None
+    share.backward()
+    grad = layer.router.weight.grad
+    assert grad is not None
+    return share.detach(), grad, layer.routing.expert_ids_TK, layer.routing.probs_TE.detach()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_each_scope_is_its_formula_on_one_process(score: str) -> None:
+    for scope in ("global", "local"):
+        share, _, ids_TK, probs_TE = penalty_on_one_rank(scope, score)
+        assert float(share) == pytest.approx(balance(ids_TK, probs_TE), rel=1e-6)
+    share, _, ids_TK, probs_TE = penalty_on_one_rank("sequence", score)
+    pieces = [balance(*pair) for pair in zip(ids_TK.split(LENGTH), probs_TE.split(LENGTH), strict=True)]
+    assert float(share) == pytest.approx(sum(pieces) / len(pieces), rel=1e-6)
+    assert float(share) != pytest.approx(balance(ids_TK, probs_TE), rel=1e-3)
+
+
+def scopes_on_one_rank() -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    return {scope: penalty_on_one_rank(scope, "softmax") for scope in ("global", "local", "sequence")}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_global_and_sequence_are_the_same_on_any_number_of_ranks_and_local_is_not(world: int) -> None:
+    ranks, alone = run_distributed(scopes_on_one_rank, world), scopes_on_one_rank()
+    for scope in ("global", "sequence"):
+        torch.testing.assert_close(sum(rank[scope][0] for rank in ranks), alone[scope][0])
+        torch.testing.assert_close(sum(rank[scope][1] for rank in ranks), alone[scope][1])
+    local = sum(float(rank["local"][0]) for rank in ranks)
+    each = [(len(rank["local"][2]), balance(*rank["local"][2:])) for rank in ranks if len(rank["local"][2])]
+    assert local == pytest.approx(sum(n * loss for n, loss in each) / sum(n for n, _ in each), rel=1e-6)
+    assert local != pytest.approx(float(alone["local"][0]), rel=1e-3)
+
+
+def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
+    layer = layer_on(1)
+    layer(tokens(0, 1))
+    assert layer.routing is not None
+    expected = [float(logits.exp().sum().log()) ** 2 for logits in layer.routing.logits_TE.detach().double()]
+    share = RouterPenalty(layer, balance_weight=0.0, z_weight=2.0)()
+    assert share is not None
+    assert float(share.detach()) == pytest.approx(2 * sum(expected) / len(expected), rel=1e-6)
+
+
+def test_sequences_are_asked_for_where_there_are_none() -> None:
+    layer = layer_on(1)
+    layer(torch.randn(4, DIM))
+    with pytest.raises(UserError, match=r"--balance-scope sequence.*use global or local\.$"):
+        RouterPenalty(layer, balance_weight=1.0, balance_scope="sequence")()
+
+
+def test_expert_choice_takes_no_penalty() -> None:
+    layer = layer_on(1)
+    layer.router = ExpertChoiceRouter(DIM, EXPERTS, TOP_K)
+    with pytest.raises(ValueError, match="balanced by construction"):
+        RouterPenalty(layer, balance_weight=0.01)
+    assert RouterPenalty(layer, balance_weight=0.0)() is None

@@ -1,0 +1,203 @@
+"""A checkpointed layer is the layer: the same numbers, one decision, one count, fewer activations kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from tests.helpers import run_distributed
+from toolkit.models import MLP
+from toolkit.moe import MoE, RouterPenalty, make_moe
+from toolkit.moe.recompute import checkpoint
+from toolkit.moe.router import TopKRouter
+from toolkit.parallel import ShardGroups, make_shard_groups
+
+DIM, EXPERTS, TOP_K = 16, 8, 2
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"activation": "swiglu", "score": "sigmoid", "expert_groups": 4, "top_k_groups": 2, "bias_balancing": True},
+    {"jitter": 0.2, "capacity_factor": 0.8},
+    {"capacity_factor": 0.8, "drop_policy": "position", "shared_expert": True},
+]
+
+
+def layer_with(groups: ShardGroups | None = None, *, shared_expert: bool = False, **options: Any) -> MoE:
+    torch.manual_seed(1)
+    shared = MLP(DIM, 8, DIM) if shared_expert else None
+    layer = make_moe(DIM, 24, EXPERTS, TOP_K, groups=groups, shared_expert=shared, **options)
+    nn.init.normal_(layer.router.weight)
+    return layer
+
+
+def tokens(seed: int, count: int = 40) -> Tensor:
+    return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def step(layer: nn.Module, *, micro_batches: int = 2, forwards_first: bool = False) -> dict[str, Tensor]:
+    """Outputs, all gradients and counts of a step with router losses."""
+    penalty, losses, found = RouterPenalty(layer, balance_weight=0.1, z_weight=0.1), [], {}
+    for micro in range(micro_batches):
+        torch.manual_seed(micro)
+        x_TD = tokens(micro)
+        y_TD = layer(x_TD)
+        losses.append(y_TD.square().sum() + penalty())
+        found[f"y{micro}"] = y_TD.detach()
+        if not forwards_first:
+            losses.pop().backward()
+            found[f"x{micro}"] = x_TD.grad
+    for loss in losses:
+        loss.backward()
+    found |= {name: p.grad for name, p in layer.named_parameters()}
+    for name, module in layer.named_modules():
+        if isinstance(module, MoE):
+            found |= {f"{name}.load": module.load_E, f"{name}.dropped": module.dropped_E}
+    return found
+
+
+@pytest.mark.parametrize("options", ROUTERS)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_no_value_gradient_or_count(options: dict[str, Any], recompute: str) -> None:
+    expected = step(layer_with(**options))
+    torch.testing.assert_close(step(layer_with(**options, recompute=recompute)), expected)
+    assert expected[".load"].sum() == 2 * 40 * TOP_K
+
+
+def test_several_forwards_before_their_backwards_each_find_their_own_decisions() -> None:
+    expected = step(layer_with(), micro_batches=3, forwards_first=True)
+    torch.testing.assert_close(step(layer_with(recompute="full"), micro_batches=3, forwards_first=True), expected)
+
+
+class Block(nn.Module):
+    """Two mixtures with a dense layer between; `recompute` does it all again in the backward."""
+
+    def __init__(self, *, recompute: bool, layers: str = "none"):
+        super().__init__()
+        self.first, self.second = layer_with(recompute=layers), layer_with(activation="swiglu", recompute=layers)
+        self.middle, self.recompute = nn.Linear(DIM, DIM), recompute
+
+    def compute(self, x_TD: Tensor) -> Tensor:
+        x_TD = x_TD + self.first(x_TD)
+        return x_TD + self.second(self.middle(x_TD).tanh())
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return checkpoint(self.compute, x_TD) if self.recompute else self.compute(x_TD)
+
+
+@pytest.mark.parametrize("layers", ["none", "selective", "full"])
+def test_a_block_of_several_mixtures_is_recomputed_whole_and_regions_may_nest(layers: str) -> None:
+    torch.testing.assert_close(step(Block(recompute=True, layers=layers)), step(Block(recompute=False)))
+
+
+class UnsteadyRouter(TopKRouter):
+    """Experts come in pairs of equal scores; each second forward favours the other of each pair by a rounding error."""
+
+    calls = 0
+
+    def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        self.weight.data[1::2] = self.weight.data[::2]
+        self.calls += 1
+        noise_E = 1e-6 * (torch.arange(self.num_experts) + self.calls) % 2e-6
+        logits_TE, scores_TE = super().scores(x_TD)
+        return logits_TE, scores_TE + noise_E
+
+
+def unsteady_layer(**options: Any) -> MoE:
+    layer = layer_with(**options)
+    layer.router = UnsteadyRouter(DIM, EXPERTS, 1)
+    torch.manual_seed(2)
+    nn.init.normal_(layer.router.weight)
+    return layer
+
+
+def gradients(layer: MoE, y_TD: Tensor) -> Tensor:
+    y_TD.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in layer.experts.parameters() if p.grad is not None])
+
+
+def test_a_router_that_would_decide_otherwise_the_second_time_is_not_asked() -> None:
+    x_TD = tokens(0)
+    plain = unsteady_layer()
+    expected = gradients(plain, plain(x_TD))
+
+    ours = unsteady_layer(recompute="full")
+    torch.testing.assert_close(gradients(ours, ours(x_TD)), expected)
+    assert ours.router.calls == 2
+    assert torch.equal(ours.load_E, plain.load_E)
+
+    stock = unsteady_layer()
+    wrong = gradients(stock, torch_checkpoint(stock, x_TD, use_reentrant=False))
+    assert (wrong - expected).norm() > 0.1 * expected.norm()
+
+
+def test_a_region_can_be_passed_back_through_twice() -> None:
+    x_TD, grads = tokens(0), []
+    y_TD = layer_with(recompute="full")(x_TD)
+    for _ in range(2):
+        grads += torch.autograd.grad(y_TD.square().sum(), x_TD, retain_graph=True)
+    assert torch.equal(*grads)
+
+
+def test_less_is_kept_for_the_backward() -> None:
+    def kept(recompute: str) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        layer = make_moe(DIM, 256, EXPERTS, TOP_K, activation="swiglu", recompute=recompute)  # type: ignore[arg-type]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y_TD = layer(tokens(0, 400))
+            storages.pop(layer.experts.up.untyped_storage().data_ptr(), None)
+            storages.pop(layer.experts.down.untyped_storage().data_ptr(), None)
+        assert y_TD.requires_grad
+        return sum(storages.values())
+
+    rows = 400 * TOP_K
+    wide = rows * 4 * 256 * 4  # gate, up, activation and their product, in bytes
+    assert kept("none") > wide
+    assert kept("selective") <= kept("none") - wide
+    assert kept("full") < kept("selective") / 4
+
+
+def test_evaluation_and_autocast_are_as_without() -> None:
+    results = []
+    for recompute in ("none", "selective", "full"):
+        layer, x_TD = layer_with(recompute=recompute), tokens(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            y_TD = layer(x_TD)
+        gradient = gradients(layer, y_TD.float())
+        with torch.no_grad():
+            results.append((y_TD.detach(), gradient, layer.eval()(x_TD)))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+def step_on_one_rank(recompute: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    """A step with experts spread over ranks, and the number of its all-to-alls."""
+    exchanges, exchange = 0, dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal exchanges
+        exchanges += 1
+        return exchange(*args, **kwargs)
+
+    dist.all_to_all_single = counted
+    layer = layer_with(make_shard_groups(dist.get_world_size()), recompute=recompute, **options)
+    return step(layer, micro_batches=1), exchanges
+
+
+def test_between_ranks_rows_are_sent_again_and_counts_are_not() -> None:
+    """Counts, rows, results; their gradients; and where all is recomputed, rows and results once more."""
+    for options in ({}, {"capacity_factor": 0.7}):
+        expected = run_distributed(step_on_one_rank, 2, "none", options)
+        for recompute, exchanges in (("selective", 5), ("full", 7)):
+            found = run_distributed(step_on_one_rank, 2, recompute, options)
+            assert [rank[1] for rank in expected] == [5, 5]
+            assert [rank[1] for rank in found] == [exchanges, exchanges]
+            torch.testing.assert_close([rank[0] for rank in found], [rank[0] for rank in expected])
