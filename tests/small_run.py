@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import toolkit as tk
 from toolkit.data import EvalBatches, TensorTable, TrainBatches
-from toolkit.moe.balance import BiasBalancing, ExpertLoad
+from toolkit.moe.balance import BiasBalancing
+from toolkit.moe.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
 from toolkit.parallel import ShardGroups, make_shard_groups
 from toolkit.schedules import warmup_cosine

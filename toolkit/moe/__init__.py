@@ -1,16 +1,21 @@
 """Mixture-of-experts layers whose experts are owned by ranks."""
 
-from toolkit.moe.balance import BiasBalancing, ExpertLoad, WholeStepBalance
+from toolkit.moe.balance import BiasBalancing, WholeStepBalance
+from toolkit.moe.engine import ExpertParallel
+from toolkit.moe.expert_load import ExpertLoad
 from toolkit.moe.layer import MoE, describe_experts, make_moe, moe_layers
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.placement import ExpertPlacement, contiguous
+from toolkit.moe.replan import Replan
 from toolkit.moe.router import TopKRouter
 
 __all__ = [
     "BiasBalancing",
     "ExpertLoad",
+    "ExpertParallel",
     "ExpertPlacement",
     "MoE",
+    "Replan",
     "RouterPenalty",
     "TopKRouter",
     "WholeStepBalance",

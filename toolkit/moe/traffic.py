@@ -17,29 +17,34 @@ from toolkit.moe.placement import ExpertPlacement, bytes_moved, bytes_on_busiest
 Ints = NDArray[np.int64]
 
 
-def rows_per_slot(load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True) -> Ints:
-    """int64 (S, G): how many of each rank's routed copies go to each slot.
+def rows_per_slot(
+    load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
+) -> Ints:
+    """int64 (..., S, G): how many of each rank's routed copies go to each slot, in one forward or in each of several.
 
     A rank that has a copy of the expert keeps its tokens, with `local_first`. Otherwise the i-th of a rank's tokens
-    for an expert with n copies goes to copy (rank + i) mod n.
+    for an expert with n copies goes to copy (rank + i) mod n. `sources` names the ranks of S; None means all.
     """
     load = np.asarray(load_SE, dtype=np.int64)
-    if load.shape != (placement.ranks, placement.num_experts):
-        raise ValueError(f"load has shape {load.shape}, not {(placement.ranks, placement.num_experts)}")
-    rows = np.zeros((placement.ranks, placement.ranks * placement.stride), dtype=np.int64)
-    rows[:, list(placement.slot_of_expert)] = load
-    sources = np.arange(placement.ranks)
+    source_S = np.arange(placement.ranks) if sources is None else np.asarray(sources)
+    if load.shape[-2:] != (len(source_S), placement.num_experts):
+        raise ValueError(f"load has shape {load.shape}, not (..., {len(source_S)}, {placement.num_experts})")
+    rows = np.zeros((*load.shape[:-1], placement.ranks * placement.stride), dtype=np.int64)
+    rows[..., list(placement.slot_of_expert)] = load
+    if not placement.has_replicas:
+        return rows
     for expert in range(placement.num_experts):
         places = placement.copies(expert)
         if len(places) == 1:
             continue
         slots = [rank * placement.stride + slot for rank, slot in places]
-        turn = (np.arange(len(places)) - sources[:, None]) % len(places)
-        rows[:, slots] = (load[:, expert, None] + len(places) - 1 - turn) // len(places)
+        turn_SC = (np.arange(len(places)) - source_S[:, None]) % len(places)
+        rows[..., slots] = (load[..., expert, None] + len(places) - 1 - turn_SC) // len(places)
         if local_first:
             for (rank, _), slot in zip(places, slots, strict=True):
-                rows[rank, slots] = 0
-                rows[rank, slot] = load[rank, expert]
+                for source in np.flatnonzero(source_S == rank):
+                    rows[..., source, slots] = 0
+                    rows[..., source, slot] = load[..., source, expert]
     return rows
 
 
@@ -69,6 +74,10 @@ class Traffic:
         """(R): sent by each rank to others in combine."""
         return (self.rows_SR.sum(0) - self.rows_SR.diagonal()) * bytes_per_row
 
+    def bytes_trained(self, dispatched: int, combined: int) -> Ints:
+        """(R): sent by each rank to others in a forward and its backward, given bytes per row of the two exchanges."""
+        return self.bytes_dispatched(dispatched + combined) + self.bytes_combined(dispatched + combined)
+
     def cross_node_fraction(self, node_of_rank: Sequence[int]) -> float:
         """The part of all rows that goes to another node, counted per routed copy: a token that two experts of one node
         want crosses twice."""
@@ -77,10 +86,17 @@ class Traffic:
         return int(self.rows_SR[node[:, None] != node].sum()) / total if total else 0.0
 
 
+def rows_between_ranks(
+    load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
+) -> Ints:
+    """int64 (..., S, R): how many of each rank's routed copies go to each rank; see `rows_per_slot`."""
+    rows = rows_per_slot(load_SE, placement, local_first=local_first, sources=sources)
+    return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
+
+
 def traffic(load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True) -> Traffic:
-    """What the loads of each rank, int64 (S, E), mean for the ranks."""
-    rows_SG = rows_per_slot(load_SE, placement, local_first=local_first)
-    return Traffic(rows_SG.reshape(placement.ranks, placement.ranks, placement.stride).sum(2))
+    """What the loads of each rank in one forward, int64 (S, E), mean for the ranks."""
+    return Traffic(rows_between_ranks(load_SE, placement, local_first=local_first))
 
 
 @dataclass(frozen=True)
