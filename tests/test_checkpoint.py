@@ -21,6 +21,7 @@ from toolkit import checkpoint, manifest
 from toolkit.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from toolkit.optim import build_optimizer
 from toolkit.parallel import EMPTY_ROW, ShardGroups, make_shard_groups, mark_sharded
+from toolkit.tensor_files import SavedTensors, load_optimizer
 
 
 class OneRank:
@@ -138,6 +139,21 @@ def test_an_empty_row_is_neither_saved_nor_overwritten(tmp_path):
     assert torch.equal(up[2], untouched)
     assert torch.equal(up[3], then[0].moe.experts.up[3])
     assert not now[1].state[up]["exp_avg"][2].any()
+
+
+def test_a_rank_that_owns_no_row_has_room_for_moments_and_what_rows_share(tmp_path):
+    path = save(tmp_path, trained(steps=2), 7)
+    model, optimizer = trained(steps=0)
+    groups = ShardGroups(ep_size=2, ep_rank=1)
+    up = model.moe.experts.up
+    mark_sharded(up, row_ids=(2, 0, EMPTY_ROW, 3), groups=groups, rows_of_ranks=((0, 1, 2, 3), (2, 0, EMPTY_ROW, 3)))
+    with SavedTensors() as tensors:
+        tensors.open(path, manifest.read_manifest(path)["files"])
+        load_optimizer(model, optimizer, tensors)
+    state = optimizer.state[up]
+    assert state["step"] == 2
+    assert state["exp_avg"].shape == up.shape
+    assert not state["exp_avg"].any()
 
 
 def test_loss_scaling_is_saved(tmp_path):
