@@ -141,9 +141,10 @@ class _WeightedSum(torch.autograd.Function):
         if kept_TK is None:
             grad_weights_TK = grad_weights_N[place_TK]
         else:
-            grad_weights_TK = torch.zeros_like(weights_TK).flatten().index_copy_(0, copy_N, grad_weights_N)
+            grad_weights_TK = weights_TK.new_zeros(place_TK.numel()).index_copy_(0, copy_N, grad_weights_N)
+            grad_weights_TK = grad_weights_TK.view_as(place_TK)
         weights_N = weights_TK.flatten().index_select(0, copy_N)
-        return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_TK.view_as(weights_TK), None
+        return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_TK, None
 
 
 class _Permute(torch.autograd.Function):

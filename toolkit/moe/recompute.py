@@ -7,7 +7,7 @@ rows are sent again, counts are neither exchanged nor counted again.
 
     y = checkpoint(block, x)      # in place of torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
-`decide` and `replaying` are for those who write layers; `toolkit.moe.router` and `toolkit.moe.layer` use them.
+For those who write layers: `in_region`, `replaying` and `decide`, as `toolkit.moe.router` and `layer` use them.
 """
 
 from __future__ import annotations
@@ -55,11 +55,16 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Random draws are the same both times, as with PyTorch's own. Inside another such region it adds nothing.
     """
-    if not torch.is_grad_enabled() or _current.get() is not None:
+    if not torch.is_grad_enabled() or in_region():
         return fn(*args, **kwargs)
     tape = _Tape()
     contexts = (_Running(tape, None), _Running(tape, 0))
     return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+
+
+def in_region() -> bool:
+    """Whether this is a region's first or second forward."""
+    return _current.get() is not None
 
 
 def replaying() -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from toolkit.moe.recompute import decide
+from toolkit.moe.recompute import decide, in_region
 
 Score = Literal["softmax", "sigmoid"]
 GroupScore = Literal["top2", "max"]
@@ -89,12 +89,16 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=0.1 * dim**-0.5)
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(num_experts) if bias_balancing else None)
+        self.takes_the_best = not (bias_balancing or force_balanced or top_k_groups < expert_groups)
 
     def forward(self, x_TD: Tensor) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
-        # Choosing leaves no trace in autograd, so a recomputation, which does not choose, leaves the same.
-        ids_TK = decide(lambda: self.choose(scores_TE.detach()))
-        weights_TK = scores_TE.gather(-1, ids_TK)
+        if self.takes_the_best and not in_region():  # as below, in one operation
+            weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
+        else:
+            # Choosing leaves no trace in autograd, so a recomputation, which does not choose, leaves the same.
+            ids_TK = decide(lambda: self.choose(scores_TE.detach()))
+            weights_TK = scores_TE.gather(-1, ids_TK)
         if self.normalize:
             weights_TK = _to_sum_1(weights_TK, self.score)
         if self.scaling != 1:
