@@ -28,6 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard or export a checkpoint"),
+    "doctor": Command("toolkit.commands.doctor", "compare what a script learns in one process and in several"),
 }
 
 

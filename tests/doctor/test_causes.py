@@ -1,0 +1,80 @@
+"""Each fault of the toy is caught, and called by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_distributed
+from toolkit.doctor.causes import diagnose
+from toolkit.doctor.compare import Comparison
+from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.probe import watch
+from toolkit.doctor.record import read_records
+
+TOY = Path(__file__).parent / "toy.py"
+
+FAULTS = {
+    "broadcast": "experts overwritten by rank 0",
+    "sum": "gradients W times too large",
+    "clip": "local clip norm",
+    "refresh": "unsynchronised replica",
+    "stale": "stale optimizer row after a move",
+    "balance": "rank-local balance loss",
+    "permutation": "wrong inverse permutation",
+    "recompute": "router decides anew under recomputation",
+    "save": "expert lost on save",
+    "order": "data order changed",
+    "buffer": "buffer overwritten by broadcast",
+    "optimizer": "parameter outside the optimizer",
+    "seed": "initial weights differ",
+    "rate": "learning rate depends on the world",
+    "batch_norm": "batch statistics of one rank",
+    "twice": "gradients too small",
+    "mean": "loss normalised by rank",
+    "unsynchronised": "unsynchronised replica",
+    "dropped": "weights lost in a move",
+}
+
+
+def watch_toy(folder: str, *fault: str) -> None:
+    watch(Path(folder), 3, str(TOY), list(fault))
+
+
+def compare(folder: Path, *fault: str) -> Comparison:
+    """The toy in one process and in two."""
+    runs = []
+    for world in (1, 2):
+        out = folder / str(world)
+        out.mkdir()
+        run_distributed(watch_toy, world, str(out), *fault)
+        runs.append(Evidence(read_records(out)))
+    return Comparison(*runs, 1e-6)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught_and_called_by_its_name(fault: str, tmp_path: Path):
+    comparison = compare(tmp_path, fault)
+    assert not comparison.ok
+    first, *others = diagnose(comparison)
+    assert first.name == FAULTS[fault], first
+    assert fault == "batch_norm" or not others, "one fault has one finding; batch norm has statistics in buffers, too"
+
+
+def test_what_is_right_is_not_reported(tmp_path: Path):
+    comparison = compare(tmp_path)
+    assert diagnose(comparison) == []
+    assert comparison.ok
+    assert {check.quantity for check in comparison.checks} >= {
+        "samples",
+        "expert counts",
+        "balance loss",
+        "loss",
+        "gradients",
+        "gradient norm",
+        "weights",
+        "optimizer state",
+        "save and load",
+    }
+    assert comparison.many.has_moved(2), "the toy moves experts after its second step"

@@ -1,0 +1,45 @@
+"""No alarm on recipes that are in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, run_distributed
+from toolkit.doctor.causes import diagnose
+from toolkit.doctor.compare import Comparison
+from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.probe import watch
+from toolkit.doctor.record import read_records
+
+RECIPE = ["debug", "--dataset", "digits", "--tracker", "none"]
+
+
+def watch_recipe(folder: str, args: list[str]) -> None:
+    watch(Path(folder), 3, str(ROOT / "recipes" / "mnist_moe.py"), [*args, "--run-dir", f"{folder}/run"])
+
+
+@pytest.mark.parametrize(
+    ("world", "args"),
+    [
+        (1, []),
+        (2, ["--gradient-accumulation-steps", "2"]),
+        (2, ["--parallel-strategy", "data_parallel"]),
+        (2, ["--experts", "0", "--top-k", "1"]),
+        (4, ["--ep-size", "2"]),
+        (4, ["--balance", "bias"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path: Path):
+    runs = []
+    for name, processes in (("one", 1), ("many", world)):
+        (tmp_path / name).mkdir()
+        run_distributed(watch_recipe, processes, str(tmp_path / name), [*RECIPE, *args])
+        runs.append(Evidence(read_records(tmp_path / name)))
+    comparison = Comparison(*runs, 1e-6)
+    assert comparison.steps == 3
+    assert [check for check in comparison.checks if not check.ok] == []
+    assert diagnose(comparison) == []
+    assert runs[1].first.saved_by == "Trainer.save and restore"

@@ -1,0 +1,90 @@
+"""`toolkit doctor` as people call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.test_causes import TOY
+from toolkit.commands import main
+
+PLAIN = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+set_seed(0)
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+data = torch.utils.data.TensorDataset(torch.randn(64, 5), torch.randint(2, (64,)))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_plain_script_in_order_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script, report = tmp_path / "plain.py", tmp_path / "report.json"
+    script.write_text(PLAIN)
+    assert main(["doctor", "--out", str(report), str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "healthy: both learn the same." in out
+    assert "dropout" in out
+    assert "split_batches=True" in out, "what was changed for the comparison is said"
+    found = json.loads(report.read_text())
+    assert (found["ok"], found["steps"], found["findings"]) == (True, 3, [])
+    assert "save and load" in [check["quantity"] for check in found["checks"]]
+
+
+def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", str(TOY), "clip"]) == 1
+    out = capsys.readouterr().out
+    assert "likely cause: local clip norm" in out
+    assert "toolkit.parallel.clip_grad_norm_" in out
+    assert "WRONG gradient norm" in out
+
+
+def test_a_script_that_is_another_each_time_is_called_that_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN.replace("set_seed(0)", "set_seed(torch.seed() % 2**31)"))
+    assert main(["doctor", "--steps", "1", str(script)]) == 1
+    assert "likely cause: not repeatable" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        (None, [], "is not there"),
+        ("", ["--num-processes", "2"], "use its --processes"),
+        ("import accelerate\nraise RuntimeError('out of luck')", [], "fails in one process: RuntimeError: out of luck"),
+        ("print('hello')", [], "made no optimizer step"),
+        (PLAIN.replace("batch_size=8", "batch_size=7"), [], "runs in one process and fails in 2: ValueError"),
+    ],
+)
+def test_what_cannot_be_examined_is_one_line_and_exit_code_2(
+    content: str | None, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    script = tmp_path / "script.py"
+    if content is not None:
+        script.write_text(content)
+    assert main(["doctor", str(script), *words]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert said in last
+
+
+def test_a_number_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--steps", "0", str(TOY)]) == 2
+    assert "--steps 0" in capsys.readouterr().err

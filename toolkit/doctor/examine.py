@@ -1,0 +1,219 @@
+"""Run a script in one process and in several, compare, and say what was found."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.doctor.causes import CHAIN, Finding, diagnose, recomputed_otherwise, unrepeatable
+from toolkit.doctor.compare import TOLERANCES, Check, Comparison
+from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.record import read_records
+from toolkit.errors import UserError
+
+GRACE_S = 5.0
+"""How long the other ranks may go on once one has failed."""
+
+
+class ScriptFailed(Exception):
+    """A script ended with an error, which is the text."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor found."""
+
+    script: str
+    processes: int
+    steps: int
+    """Optimizer steps that were compared."""
+    tolerance: float
+    checks: list[Check]
+    findings: list[Finding]
+    """Likeliest cause first."""
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold; infinity as a word."""
+        checks = [vars(check) | {"worst": _number(check.worst), "ok": check.ok} for check in self.checks]
+        return vars(self) | {"ok": self.ok, "checks": checks, "findings": [vars(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        worlds = f"in one process and in {self.processes}"
+        lines = [f"{self.script}: {self.steps} optimizer steps {worlds}, relative tolerance {self.tolerance:g}", ""]
+        for check in self.checks:
+            step = f"step {check.step}" if check.step else ""
+            where = ", ".join(part for part in (step, check.where) if part) if check.worst else ""
+            difference = (
+                "equal" if check.worst == 0 else "differs" if check.worst == float("inf") else f"{check.worst:.1e}"
+            )
+            lines.append(f"  {'ok   ' if check.ok else 'WRONG'} {check.quantity:27} {difference:8} {where}".rstrip())
+        if self.notes:
+            lines += ["", *(f"note: {note}." for note in self.notes)]
+        for number, finding in enumerate(self.findings):
+            lines += [
+                "",
+                f"{'likely cause' if number == 0 else 'also'}: {finding.name}",
+                f"  seen     {finding.symptom}",
+                f"  because  {finding.cause}",
+                f"  remedy   {finding.remedy}",
+            ]
+        verdict = "healthy: both learn the same." if self.ok else "not healthy: see above."
+        return "\n".join([*lines, "", verdict, ""])
+
+
+def _number(value: float) -> float | str:
+    return value if value < float("inf") else "inf"
+
+
+def examine(
+    script: Path,
+    args: Sequence[str] = (),
+    *,
+    processes: int = 2,
+    steps: int = 3,
+    tolerance: float | None = None,
+    timeout_s: float = 600,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compare what `script` does in one process with what it does in `processes`.
+
+    `tolerance` is relative; None takes that of the script's precision. Raises UserError where the script cannot be run,
+    or does not train with Accelerate.
+    """
+    _check(script, args)
+    with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
+
+        def run(name: str, world: int) -> Evidence:
+            started = time.monotonic()
+            say(f"{name}: {world} process(es), {steps} steps ...")
+            evidence = _run(script, args, world, steps, Path(folder) / name.replace(" ", "-"), timeout_s)
+            say(f"{name}: done in {time.monotonic() - started:.0f} s")
+            return evidence
+
+        try:
+            one = run("alone", 1)
+        except ScriptFailed as error:
+            raise UserError(f"{script} fails in one process: {error}") from None
+        limit = TOLERANCES[one.first.precision] if tolerance is None else tolerance
+        notes = list(one.first.notes)
+        try:
+            many = run("together", processes)
+        except ScriptFailed as error:
+            if "CheckpointError" in str(error):
+                finding = recomputed_otherwise(str(error))
+                return Report(str(script), processes, 0, limit, [], [finding], notes)
+            raise UserError(f"{script} runs in one process and fails in {processes}: {error}") from None
+        comparison = Comparison(one, many, limit)
+        findings = diagnose(comparison)
+        if not all(comparison[quantity].ok for quantity in CHAIN):
+            again = Comparison(one, run("alone again", 1), limit)
+            if differing := [quantity for quantity in CHAIN if not again[quantity].ok]:
+                findings = [unrepeatable(differing), *findings]
+    notes = list(dict.fromkeys([*notes, *many.first.notes]))
+    if comparison.steps < steps:
+        notes.append(f"the script ended after {comparison.steps} step(s)")
+    return Report(str(script), processes, comparison.steps, limit, comparison.checks, findings, notes)
+
+
+def _check(script: Path, args: Sequence[str]) -> None:
+    if not script.is_file():
+        raise UserError(f"script {script} is not there: give the path of a Python file.")
+    if any(word.partition("=")[0] in ("--num-processes", "--num_processes") for word in args):
+        raise UserError("--num-processes is for the doctor to say: use its --processes, before the script.")
+
+
+def _run(script: Path, args: Sequence[str], world: int, steps: int, folder: Path, timeout_s: float) -> Evidence:
+    """Run `script` under the probe as the ranks of one world; raises ScriptFailed with the last line of an error."""
+    folder.mkdir()
+    words = [*args, *_recipe_flags(script, args, folder)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    if world > 1:
+        environment |= {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+    command = [sys.executable, "-m", "toolkit.doctor.probe", str(folder), str(steps), str(script), *words]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+            with (folder / f"output{rank}.txt").open("wb") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment | place,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        failed = _wait(ranks, time.monotonic() + timeout_s)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    if failed is not None:
+        if ranks[failed].returncode < 0:
+            raise ScriptFailed(f"no end within {timeout_s:g} s: ranks may be waiting for each other; see --timeout.")
+        raise ScriptFailed(_last_line(folder / f"output{failed}.txt"))
+    evidence = Evidence(read_records(folder))
+    if len(evidence.records) < world or not evidence.steps:
+        raise UserError(
+            f"{script} made no optimizer step that the doctor could see: it needs a model prepared by an Accelerator, "
+            "accelerator.backward, and a torch optimizer."
+        )
+    return evidence
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
+    """Wait for all; the rank that failed first, or one that did not end in time."""
+    failed: int | None = None
+    while running := [rank for rank, process in enumerate(ranks) if process.poll() is None]:
+        if failed is None and (bad := [rank for rank, process in enumerate(ranks) if process.poll()]):
+            failed, deadline = bad[0], min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > deadline:
+            ranks[running[0]].kill()
+            ranks[running[0]].wait()
+            return running[0] if failed is None else failed
+        time.sleep(0.05)
+    return failed if failed is not None else next((r for r, process in enumerate(ranks) if process.returncode), None)
+
+
+def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
+    """What keeps a recipe of this toolkit from writing where the user's runs are, and from continuing one."""
+    if "run_recipe(" not in script.read_text(encoding="utf-8", errors="replace"):
+        return []
+    flags = {"--run-dir": str(folder / "run"), "--tracker": "none", "--resume": "no"}
+    given = {word.partition("=")[0].replace("_", "-") for word in args}
+    return [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
+
+
+def _last_line(output: Path) -> str:
+    """The last line of an error, without the prefix of ours."""
+    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
+    return (errors or lines or ["it left without a word"])[-1].removeprefix("error: ").strip()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,458 @@
+"""Run a script with a stethoscope on it: `python -m toolkit.doctor.probe OUT STEPS SCRIPT [ARGUMENT ...]`.
+
+Everything is seen from torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
+`Accelerator.backward` the loss, whatever clips the norm, the optimizer's step hooks the gradients. The state after a
+step is read when the next training forward begins, so that it includes all that follows a step. There the script is
+left, by an exception that only this file catches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from toolkit import parallel
+from toolkit.doctor.record import Phase, Record, Step, digest
+
+
+class Finished(BaseException):
+    """Enough was seen."""
+
+
+class Probe:
+    """Watches the models that are prepared in this process for `steps` optimizer steps."""
+
+    def __init__(self, out: Path, steps: int):
+        self.out, self.steps = out, steps
+        self.record = Record()
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.accelerator: Any = None
+        self.save: Callable[[str], Any] | None = None
+        self.load: Callable[[Any], Any] | None = None
+        self.step = Step()
+        self.in_backward = self.is_clipping = self.is_preparing = self.done = False
+        self._counts: dict[str, Tensor] = {}
+        self._choices: dict[str, list[str]] = {}
+        self._buffers: dict[str, str] = {}
+        self._unclipped: dict[str, Tensor] | None = None
+        self.splits = False
+        """Whether the batches of data loaders are to be split over ranks against the script's own word."""
+        self._open_step = True
+
+    # --- names ------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    yield self._name(number, name), parameter
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for number, model in enumerate(self.models):
+            for name, module in model.named_modules():
+                yield self._name(number, name), module
+
+    @staticmethod
+    def _name(number: int, name: str) -> str:
+        return (f"model{number}." if number else "") + name.replace("_orig_mod.", "")
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.record.rank == 0
+
+    # --- what is seen -----------------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Any, models: list[nn.Module], prepare: Callable[[], Any]) -> Any:
+        """Let Accelerate `prepare`, and see whether it overwrites rows that this rank owns."""
+        if self.is_preparing:
+            return prepare()
+        self.accelerator = accelerator
+        self.record.rank, self.record.world = accelerator.process_index, accelerator.num_processes
+        self.record.precision = accelerator.mixed_precision
+        for model in models:
+            if any(p.requires_grad for p in model.parameters()) and all(m is not model for m in self.models):
+                self.models.append(model)
+                self._listen(len(self.models) - 1, model)
+        before = {name: digest(p) for name, p in self.parameters() if parallel.is_owned(p)}
+        self.is_preparing = True
+        try:
+            result = prepare()
+        finally:
+            self.is_preparing = False
+        after = dict(self.parameters())
+        self.record.overwritten += [name for name, bits in before.items() if digest(after[name]) != bits]
+        return result
+
+    def _listen(self, number: int, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
+        inside: tuple[str, ...] = ()
+        dropouts = 0
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                module.p, dropouts = 0.0, dropouts + 1
+            if name.startswith(inside) and inside:
+                continue
+            if getattr(module, "expert_stack", None) is not None:
+                self._listen_to_routing(self._name(number, name), module)
+            if hasattr(module, "num_experts") or hasattr(module, "expert_stack"):
+                inside += (f"{name}.",)  # rows in there are in an order of their own
+            module.register_forward_hook(functools.partial(self._after_module, self._name(number, name)))
+        if dropouts:
+            self.record.notes.append(f"{dropouts} dropout module(s) were silenced: their draws differ between ranks")
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (torch.is_grad_enabled() and model.training) or self.in_backward:
+            return
+        if self._open_step:
+            self._begin_step()
+        for name, buffer in model.named_buffers():
+            if name in self._buffers and self._buffers[name] != digest(buffer):
+                self.record.overwritten_buffers.append(name)
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim]
+        if not inputs and args and isinstance(args[0], dict):
+            inputs = [t for t in args[0].values() if isinstance(t, Tensor) and t.ndim]
+        rows = inputs[0].shape[0] if inputs else 0
+        aligned = [t for t in inputs if t.shape[0] == rows]
+        self.step.samples.append([digest(*(t[row] for t in aligned)) for row in range(rows)])
+
+    def before_wrapped_forward(self) -> None:
+        """DDP sends buffers around between this moment and `_before_forward`."""
+        self._buffers = {name: digest(b) for model in self.models for name, b in model.named_buffers()}
+
+    def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and model.training and not self.in_backward:
+            balance_loss = getattr(output, "aux_loss", None)
+            if balance_loss is not None:
+                self.step.balance_losses.append(float(balance_loss))
+
+    def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+        """Of the first forward, a fingerprint of each module's output for each sample."""
+        first = not self.record.steps and len(self.step.samples) == 1 and not self.in_backward
+        if not (first and module.training and torch.is_grad_enabled()):
+            return
+        output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
+        samples, key = len(self.step.samples[0]), f"0/output/{name}"
+        if not isinstance(output, Tensor) or key in self.record.tensors or not output.is_floating_point():
+            return
+        if not output.ndim or (output.shape[0] % samples if samples else output.shape[0]):
+            return
+        rows = output.detach().double().cpu().reshape(samples, -1) if samples else torch.zeros(0, 1).double()
+        weights = torch.cos(torch.arange(rows.shape[1]).double())
+        self.record.tensors[key] = torch.stack([rows @ weights, rows.norm(dim=1)], 1)
+        self.record.modules.append([name, type(module).__name__])
+
+    def _listen_to_routing(self, name: str, module: nn.Module) -> None:
+        """Early in a layer's forward: one that is repeated during backward may be left before its end."""
+        router = getattr(module, "router", None)
+        if isinstance(router, nn.Module):
+            router.register_forward_hook(lambda m, _, routing: self._see_choice(name, m, routing.expert_ids_TK))
+        else:
+            module.register_forward_pre_hook(lambda m, args: self._see_choice(name, m, args[1]))
+
+    def _see_choice(self, name: str, module: nn.Module, ids: Tensor) -> None:
+        """Note which experts were chosen, and whether recomputation chooses the same."""
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        chosen, known = digest(ids), self._choices.setdefault(name, [])
+        if not self.in_backward:
+            known.append(chosen)
+        elif chosen not in known and name not in self.record.redecided:
+            self.record.redecided.append(name)
+
+    def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
+        self.step.losses.append(float(loss.detach()))
+        self.in_backward = True
+        try:
+            return backward()
+        finally:
+            self.in_backward = False
+            self._choices.clear()
+
+    def clip(self, clip: Callable[[], Any]) -> Any:
+        """See gradients before they are clipped, and the norm that is returned."""
+        if self.is_clipping:
+            return clip()
+        self._unclipped = self._gradients()
+        self.is_clipping = True
+        try:
+            norm = clip()
+        finally:
+            self.is_clipping = False
+        if isinstance(norm, (Tensor, float)):
+            self.step.norm = float(plain(norm)) if isinstance(norm, Tensor) else norm
+        return norm
+
+    def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        if all(known is not optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        if optimizer is not self.optimizers[0]:
+            return
+        gradients = self._gradients() if self._unclipped is None else self._unclipped
+        self._unclipped = None
+        step, parameters = len(self.record.steps), dict(self.parameters())
+        for name, gradient in gradients.items():
+            owned = parallel.sharding_of(parameters[name]) is not None
+            if self.is_first_rank or owned:
+                self.record.tensors[f"{step}/gradient/{name}"] = gradient
+            if not owned:
+                self.step.gradients[name] = digest(gradient)
+        self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.optimizers or optimizer is not self.optimizers[0]:
+            return
+        from toolkit.moe.stack import expert_stacks
+
+        for model in self.models:
+            for name, stack in expert_stacks(model).items():
+                now = stack.load_E.cpu()
+                self.step.counts[name] = (now - self._counts.get(name, torch.zeros_like(now))).tolist()
+                self._counts[name] = now.clone()
+        self.record.steps.append(self.step)
+        self.step, self._open_step = Step(), True
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = {id(p) for _, p in self.parameters()}
+        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: plain(p.grad) for name, p in self.parameters() if p.grad is not None}
+
+    # --- states -----------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._open_step = False
+        self.take_phase()
+        if len(self.record.steps) >= self.steps:
+            self.finish()
+            raise Finished
+
+    def take_phase(self) -> None:
+        """Write down weights and optimizer state, as they are now."""
+        number, phase, parameters = len(self.record.phases), Phase(), dict(self.parameters())
+        for name, parameter in parameters.items():
+            sharding = parallel.sharding_of(parameter)
+            if sharding is None:
+                phase.digests[name] = digest(plain(parameter))
+            else:
+                phase.rows[name] = list(sharding.row_ids)
+                phase.owns[name] = [bool(owns) for owns in sharding.owns]
+        for key, tensor in self._state().items():
+            if self.is_first_rank or key.split("/")[1] in phase.rows:
+                self.record.tensors[f"{number}/{key}"] = plain(tensor)
+        self.record.phases.append(phase)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Weights and all of the optimizers' tensors, named `kind/parameter`; not copies."""
+        names = {id(p): name for name, p in self.parameters()}
+        state: dict[str, Tensor] = {f"weight/{name}": p.data for name, p in self.parameters()}
+        for optimizer in self.optimizers:
+            for parameter, values in optimizer.state.items():
+                for kind, value in values.items():
+                    if isinstance(value, Tensor) and id(parameter) in names:
+                        state[f"{kind}/{names[id(parameter)]}"] = value
+        return state
+
+    def finish(self) -> None:
+        """Whatever is to be known at the end. A collective where the script's way of saving is one."""
+        self.done = True
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        self.record.outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
+        self._save_and_load()
+        if self.accelerator is not None:
+            self.record.write(self.out)
+
+    @torch.no_grad()
+    def _save_and_load(self) -> None:
+        main = vars(sys.modules["__main__"])
+        if "save_checkpoint" in main and "load_checkpoint" in main:
+            self.save, self.load = main["save_checkpoint"], main["load_checkpoint"]
+            self.record.saved_by = "save_checkpoint and load_checkpoint of the script"
+        elif self.save is None and self.accelerator is not None:
+            self.save, self.load = self.accelerator.save_state, self.accelerator.load_state
+            self.record.saved_by = "Accelerator.save_state and load_state"
+        if self.save is None or self.load is None or not self.optimizers:
+            return
+        if self.record.world > 1 and not dist.is_initialized():
+            self.record.saved_by = ""
+            self.record.notes.append("saving was not tried: the script had ended; give it more steps, or fewer here")
+            return
+        before = {key: plain(tensor) for key, tensor in self._state().items()}
+        folder = str(self.out / "saved")
+        try:
+            saved_as = self.save(folder)
+            self.accelerator.wait_for_everyone()
+            for tensor in self._state().values():
+                tensor.add_(1)
+            self.load(saved_as if isinstance(saved_as, Path) else folder)
+        except Exception as error:
+            self.record.save_error = f"{type(error).__name__}: {error}".splitlines()[0]
+            return
+        after, rows = self._state(), self.record.phases[-1].rows
+        for key, tensor in before.items():
+            now, name = plain(after[key]) if key in after else torch.empty(0), key.partition("/")[2]
+            if now.shape == tensor.shape and torch.equal(now, tensor):
+                continue
+            if now.shape != tensor.shape or name not in rows or not tensor.ndim:
+                self.record.lost.append(key)
+                continue
+            ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
+            self.record.lost += [f"{key} of expert {id}" for id in ids if id != parallel.EMPTY_ROW]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that stays as it is. A collective for a DTensor."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", copy=True).contiguous()
+
+
+# --- putting it on ------------------------------------------------------------------------------------------------
+
+
+def attach(probe: Probe) -> None:
+    """Put the probe between the script and its libraries, for the rest of this process."""
+    _attach_accelerator(probe)
+    register_optimizer_step_pre_hook(probe.before_update)
+    register_optimizer_step_post_hook(probe.after_update)
+    for owner in (torch.nn.utils, parallel):
+        original = owner.clip_grad_norm_
+        _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
+    if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        _replace(parallel.make_shard_groups, lambda _ep_size=1: parallel.ShardGroups(), parallel)
+    _attach_ours(probe)
+
+
+def _replace(original: Any, replacement: Any, owner: Any) -> None:
+    """Wherever modules have taken `original` by name already, and in its home."""
+    name = original.__name__
+    functools.update_wrapper(replacement, original)
+    for module in [owner, *list(sys.modules.values())]:
+        if vars(module).get(name) is original if hasattr(module, "__dict__") else False:
+            setattr(module, name, replacement)
+
+
+def _attach_accelerator(probe: Probe) -> None:
+    cls = accelerate.Accelerator
+    start, backward, clip = cls.__init__, cls.backward, cls.clip_grad_norm_
+
+    @functools.wraps(start)
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
+        probe.splits = not loading.split_batches
+        loading.split_batches = loading.use_seedable_sampler = True
+        if loading.data_seed is None:
+            loading.data_seed = 0
+        start(self, *args, **(settings | {"dataloader_config": loading}))
+
+    def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare(self: Any, *args: Any, **settings: Any) -> Any:
+            models = [
+                m for m in args if isinstance(m, nn.Module) and not isinstance(m, nn.parallel.DistributedDataParallel)
+            ]
+            if probe.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
+                probe.splits = False
+                probe.record.notes.append(
+                    "split_batches=True was set, so that every world sees the same global batches"
+                )
+            result = probe.prepare(self, models, lambda: original(self, *args, **settings))
+            for wrapper in result if isinstance(result, tuple) else (result,):
+                if isinstance(wrapper, nn.parallel.DistributedDataParallel) and not probe.is_preparing:
+                    wrapper.register_forward_pre_hook(lambda *_: probe.before_wrapped_forward())
+            return result
+
+        return prepare
+
+    cls.__init__ = init
+    cls.prepare, cls.prepare_model = preparing(cls.prepare), preparing(cls.prepare_model)
+    cls.backward = lambda self, loss, **kw: probe.backward(loss, lambda: backward(self, loss, **kw))
+    cls.clip_grad_norm_ = lambda self, *args, **kw: probe.clip(lambda: clip(self, *args, **kw))
+
+
+def _attach_ours(probe: Probe) -> None:
+    """What our own parts tell beyond what torch and Accelerate do."""
+    from toolkit import launch
+    from toolkit.moe.engine import ExpertParallel
+    from toolkit.moe.losses import RouterPenalty
+    from toolkit.trainer import Trainer
+
+    launch.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+
+    def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
+        start = cls.__init__
+
+        @functools.wraps(start)
+        def init(self: Any, *args: Any, **settings: Any) -> None:
+            start(self, *args, **settings)
+            probe.save, probe.load, probe.record.saved_by = save(self), load(self), name
+
+        cls.__init__ = init
+
+    remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
+    remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
+    penalty = RouterPenalty.__call__
+
+    def call(self: Any) -> Any:
+        value = penalty(self)
+        if value is not None and torch.is_grad_enabled():
+            probe.step.penalties.append(float(value.detach()))
+        return value
+
+    RouterPenalty.__call__ = call  # type: ignore[method-assign]
+
+
+def watch(out: Path, steps: int, script: str, args: list[str]) -> Record:
+    """Run `script` as if from the command line, and leave it once `steps` optimizer steps were seen."""
+    probe = Probe(out, steps)
+    attach(probe)
+    sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
+    with contextlib.suppress(Finished):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+    if not probe.done:  # it came to its end before
+        if probe._open_step and probe.record.phases:
+            probe.take_phase()
+        probe.finish()
+    return probe.record
+
+
+def main() -> None:
+    out, steps, script, *args = sys.argv[1:]
+    code = 0
+    try:
+        watch(Path(out), int(steps), script, args)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # another rank may never come to say goodbye
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What one process of a watched run saw: numbers and names in JSON, tensors in safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+@dataclass
+class Step:
+    """One optimizer step on one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    """What `Accelerator.backward` was given, per micro-batch."""
+    penalties: list[float] = field(default_factory=list)
+    """This rank's share of the router losses (ours), per micro-batch."""
+    balance_losses: list[float] = field(default_factory=list)
+    """`aux_loss` of the model's output (transformers), per micro-batch."""
+    samples: list[list[str]] = field(default_factory=list)
+    """A digest of each sample that the model was given, per micro-batch."""
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    """Routed copies per expert of each layer, from this rank."""
+    norm: float | None = None
+    """What clipping returned, or None where nothing was clipped."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each parameter group."""
+    gradients: dict[str, str] = field(default_factory=dict)
+    """Digest of each copied parameter's gradient, before it was clipped."""
+
+
+@dataclass
+class Phase:
+    """Where parameters stand before the first step, or after a step and whatever followed it."""
+
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    """Ids of the rows that this rank holds of each parameter that is stacked by expert."""
+    owns: dict[str, list[bool]] = field(default_factory=dict)
+    """Of each of those rows, whether this rank owns it, or has a copy of what another one owns."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digest of each parameter that every rank has in full."""
+
+
+@dataclass
+class Record:
+    """The whole of it. Tensors are named `phase/kind/parameter`."""
+
+    rank: int = 0
+    world: int = 1
+    precision: str = "no"
+    notes: list[str] = field(default_factory=list)
+    """What the probe changed in the script, in words."""
+    steps: list[Step] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    modules: list[list[str]] = field(default_factory=list)
+    """[name, type] of modules in the order in which their first forwards ended."""
+    overwritten: list[str] = field(default_factory=list)
+    """Rows owned by this rank that `Accelerator.prepare` changed."""
+    overwritten_buffers: list[str] = field(default_factory=list)
+    """Buffers of this rank that DDP changed before a forward."""
+    redecided: list[str] = field(default_factory=list)
+    """MoE layers whose second forward, during backward, chose other experts than the first."""
+    outside: list[str] = field(default_factory=list)
+    """Trainable parameters that no optimizer holds."""
+    saved_by: str = ""
+    """What saved and loaded, or nothing where there was no way."""
+    lost: list[str] = field(default_factory=list)
+    """What was not as before after saving and loading."""
+    save_error: str = ""
+    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def write(self, folder: Path) -> None:
+        content = asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if k != "tensors"})
+        save_file(self.tensors, folder / f"rank{self.rank}.safetensors")
+        (folder / f"rank{self.rank}.json").write_text(json.dumps(content))
+
+
+def read_records(folder: Path) -> list[Record]:
+    """What the processes of one run wrote, by rank; only of those that came to an end."""
+    records = []
+    for path in sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem[4:])):
+        content: dict[str, Any] = json.loads(path.read_text())
+        content["steps"] = [Step(**step) for step in content["steps"]]
+        content["phases"] = [Phase(**phase) for phase in content["phases"]]
+        records.append(Record(**content, tensors=load_file(path.with_suffix(".safetensors"))))
+    return records
+
+
+def digest(*tensors: Tensor) -> str:
+    """Of the bits of `tensors`."""
+    together = hashlib.blake2b(digest_size=12)
+    for tensor in tensors:
+        together.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return together.hexdigest()
