@@ -165,6 +165,19 @@ def test_less_is_kept_for_the_backward() -> None:
     assert kept("full") < kept("selective") / 4
 
 
+# torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_compiled_model_may_recompute(recompute: str) -> None:
+    gradients = []
+    for layers in ("none", recompute):
+        block, x_TD = Block(recompute=False, layers=layers), tokens(0)
+        model = torch.compile(block, backend="eager") if layers == recompute else block
+        gradients.append(torch.autograd.grad(model(x_TD).square().sum(), [x_TD, *block.parameters()]))
+    torch.testing.assert_close(*gradients)
+
+
 def test_evaluation_and_autocast_are_as_without() -> None:
     results = []
     for recompute in ("none", "selective", "full"):

@@ -72,7 +72,9 @@ class WholeStepBalance(Callback):
 
     @torch.no_grad()
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
-        if len(micro_batches) == 1 or not self.penalty.layers or self.penalty.balance_weight == 0:
+        penalty = self.penalty
+        linear = not penalty.layers or penalty.balance_weight == 0 or penalty.balance_scope != "global"
+        if len(micro_batches) == 1 or linear:
             return
         loads = []
         for index, batch in enumerate(micro_batches):

@@ -50,10 +50,12 @@ class _Running:
         _current.reset(self.token)
 
 
+@torch.compiler.disable
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are recomputed in the backward with the decisions of the forward.
 
-    Random draws are the same both times, as with PyTorch's own. Inside another such region it adds nothing.
+    Random draws are the same both times, as with PyTorch's own. Inside another such region it adds nothing. A compiled
+    model runs a region uncompiled, because `torch.compile` refuses regions with contexts of their own.
     """
     if not torch.is_grad_enabled() or in_region():
         return fn(*args, **kwargs)
