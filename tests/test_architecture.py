@@ -50,6 +50,7 @@ FENCES = {
         "toolkit.tracking",
         "toolkit.data.batches",
         "toolkit.launch",
+        "toolkit.doctor",
         "toolkit.fully_shard",
         "toolkit.moe.engine",
     ),
