@@ -70,7 +70,8 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
             config.experts,
             config.top_k,
             groups=groups,
-            bias_balancing=config.balance == "bias",
+            spare_slots=config.spare_slots,
+            **config.layer_options(),
             shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
             seed=config.seed,
         )
@@ -85,7 +86,9 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data, groups)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_experts(model, groups))
         balance_weight = config.balance_weight if config.balance == "loss" else 0.0
-        penalty = tk.RouterPenalty(model, balance_weight=balance_weight, z_weight=config.z_weight)
+        penalty = tk.RouterPenalty(
+            model, balance_weight=balance_weight, z_weight=config.z_weight, balance_scope=config.balance_scope
+        )
         blank, grey = config.blank_pixels, round(255 * data.mean)
         augment = tk.BlankPixels(blank, shape=(28, 28), grey=grey, seed=config.seed) if blank else None
         trainer = tk.standard_trainer(
@@ -95,7 +98,13 @@ def main(config: Config) -> dict[str, Any]:
             train=data.train,
             test=data.test,
             augment=augment,
-            callbacks=[tk.WholeStepBalance(penalty), tk.BiasBalancing(model), tk.ExpertLoad(model)],
+            callbacks=[
+                tk.WholeStepBalance(penalty),
+                tk.BiasBalancing(model),
+                tk.ExpertLoad(model),
+                tk.TraceRecorder(model, enabled=config.record_traces),
+                tk.Replan(model, planner=config.planner, every=config.replan_every, guarded=config.guard),
+            ],
         )
         return run.finish(trainer.fit())
 

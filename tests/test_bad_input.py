@@ -69,7 +69,9 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--z-weight -1", "take zero or more"),
     ("--dim 0", "take one or more"),
     ("--ep-size 0", "take one or more"),
-    ("--ep-size 3", "--ep-size 3: it must divide --experts 4"),
+    ("--ep-size 5", "--ep-size 5: take at most 4, the number of --experts"),
+    ("--replan-every 0", "take one step or more"),
+    ("--spare-slots -1", "take zero or more"),
     ("--ep-size 2 --parallel-strategy data_parallel", "use --parallel-strategy expert_parallel"),
     ("--optimizer.beta1 1", "not including, 1"),
     ("--optimizer.eps 0", "take a positive number"),
@@ -151,6 +153,7 @@ REFUSED_AFTER_THE_START = {
     "resume without a checkpoint": ("--run-dir {folder}/bare --resume", "--resume yes"),
     "foreign checkpoint": ("--run-dir {folder}/foreign", "checkpoint"),
     "fp16 on a CPU": ("--mixed-precision fp16", "--mixed-precision fp16"),
+    "unknown planner": ("--planner swapp", "planner 'swapp' is not known"),
     "ep_size beyond the world": ("--experts 6 --ep-size 3", "--ep-size 3"),
 }
 COMMON = ["debug", "--tracker", "none", "--cpu", "--max-steps", "2"]

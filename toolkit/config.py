@@ -104,6 +104,8 @@ class RunConfig:
     """Start this many processes on this machine; None runs in this one, or in those the launcher started."""
     num_workers: int = 0
     """Processes that fetch batches ahead; 0 fetches in line, which a memory-mapped table seldom needs to better."""
+    dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """Over several processes: copy all parameters but the experts' (DDP), or cut them into pieces (FSDP2)."""
     compile: bool = False
     """Compile the model with torch.compile; takes a while to start."""
     dataset: str = "auto"
@@ -159,8 +161,15 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "checkpoint",
         "data_dir",
         "compile",
+        "dense_parallel",
         "parallel_strategy",
         "ep_size",
+        "recompute",
+        "planner",
+        "replan_every",
+        "spare_slots",
+        "guard",
+        "record_traces",
     }
 )
 """Fields that may differ between a run and its continuation, because they do not decide what is learned."""
@@ -193,12 +202,42 @@ class MoERunConfig(RunConfig):
     """Over several processes: copy the experts to all, or let each process own some."""
     ep_size: int | None = None
     """Processes that share one set of experts; None means as many as divide both processes and experts."""
+    planner: str | None = None
+    """Move experts between processes while training: swap, lpt, replicate, node_aware, ...; None leaves them."""
+    replan_every: int = 200
+    """Optimizer steps between plans."""
+    spare_slots: int = 0
+    """Empty expert slots on each process, which `replicate` fills with copies of experts in demand."""
+    guard: bool = True
+    """Refuse plans whose gain does not pay for their bytes, by the step times of this run."""
+    record_traces: bool = False
+    """Write how tokens were routed, forward by forward, to traces.npz in the run's folder, for `toolkit lab`."""
     balance: Literal["loss", "bias", "none"] = "loss"
     """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
     balance_weight: float = 0.007
     """Weight of the balance loss."""
+    balance_scope: Literal["global", "local", "sequence"] = "global"
+    """Whose tokens the loss balances: those of the whole step, of each process by itself, or of each sequence."""
     z_weight: float = 0.0
     """Weight of the router's z-loss."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router scores experts: against each other, or each by itself."""
+    routed_scaling: float = 1.0
+    """Multiplies the weights of a token's experts, which add up to 1."""
+    router_groups: int = 1
+    """Groups of consecutive experts, of which a token may use --top-k-groups."""
+    top_k_groups: int = 1
+    """Groups that a token chooses its experts from."""
+    router_jitter: float = 0.0
+    """Noise on what the router sees in training, as a fraction of it."""
+    capacity_factor: float | None = None
+    """An expert takes this many times the mean load and drops the rest; None drops nothing."""
+    drop_policy: Literal["probs", "position"] = "probs"
+    """What is dropped beyond the capacity: the lowest weights, or the latest tokens."""
+    force_balanced: bool = False
+    """Experts take turns, whatever the router says: for measuring speed, not for learning."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward to save memory: the experts' hidden activations, or their whole layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,16 +247,45 @@ class MoERunConfig(RunConfig):
         require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
         for name in ("balance_weight", "z_weight"):
             require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "take zero or more")
+        require(0 < self.routed_scaling < math.inf, "routed_scaling", self.routed_scaling, "take a positive number")
+        groups, chosen = self.router_groups, self.top_k_groups
+        fits = groups >= 1 and self.experts % groups == 0
+        require(fits, "router_groups", groups, f"take one or more that divide --experts {self.experts}")
+        enough = -(-self.top_k * groups // most)
+        fits = enough <= chosen <= groups
+        require(fits, "top_k_groups", chosen, f"take {enough} to {groups}, to find --top-k {self.top_k} experts")
+        fits = chosen == groups or self.experts == 0 or self.experts >= 2 * groups
+        require(fits, "router_groups", groups, "leave two experts or more in a group, which is judged by its best two")
+        require(0 <= self.router_jitter < 1, "router_jitter", self.router_jitter, "take a fraction below 1")
+        factor = self.capacity_factor
+        fits = factor is None or 0 < factor < math.inf
+        require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
+        require(self.replan_every >= 1, "replan_every", self.replan_every, "take one step or more")
+        require(self.spare_slots >= 0, "spare_slots", self.spare_slots, "take zero or more")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1
             require(not copied, "ep_size", self.ep_size, "leave it out, or use --parallel-strategy expert_parallel")
-            require(
-                self.experts % self.ep_size == 0, "ep_size", self.ep_size, f"it must divide --experts {self.experts}"
-            )
+            fits = self.ep_size <= most
+            require(fits, "ep_size", self.ep_size, f"take at most {most}, the number of --experts")
             if self.num_processes is not None:
                 fits = self.num_processes % self.ep_size == 0
                 require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
+
+    def layer_options(self) -> dict[str, Any]:
+        """What `toolkit.moe.make_moe` is to know of the router and the layer."""
+        return {
+            "bias_balancing": self.balance == "bias",
+            "score": self.router_score,
+            "scaling": self.routed_scaling,
+            "expert_groups": self.router_groups,
+            "top_k_groups": self.top_k_groups,
+            "jitter": self.router_jitter,
+            "force_balanced": self.force_balanced,
+            "capacity_factor": self.capacity_factor,
+            "drop_policy": self.drop_policy,
+            "recompute": self.recompute,
+        }
 
     def ep_size_in(self, world_size: int) -> int:
         """How many of `world_size` processes share one set of experts."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -15,22 +15,30 @@ from toolkit.errors import UserError
 
 
 def fully_shard_dense(
-    model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, *, ignored: Collection[nn.Parameter]
+    model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, *, ignored: Iterable[Tensor]
 ) -> None:
     """Cut all parameters of `model` but `ignored` into one piece per rank, in place. A collective.
 
     Modules that repeat in a list are gathered one after the other, the rest together. `optimizer` is given the new
     parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would put DDP
-    around it; so autocast is entered here.
+    around it; so autocast is entered here. Does nothing in a world of one.
 
     Raises UserError for fp16, whose loss scaling would be judged by each rank for itself.
     """
+    if accelerator.num_processes == 1:
+        return
     if accelerator.mixed_precision == "fp16":
         raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    # Parameters are gathered as they are: casting is left to autocast, as under DDP.
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(), "ignored_params": set(ignored)}
+    # Parameters are gathered as they are, because casting is left to autocast, as under DDP; and those of the root are
+    # let go, too, so that between two steps the model has the parameters that the optimizer knows.
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(),
+        "ignored_params": set(ignored),
+        "reshard_after_forward": True,
+    }
     for block in _repeated(model):
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
+from toolkit.fully_shard import fully_shard_dense
 
 EMPTY_ROW = -1
 """The id of a row that holds nothing."""
@@ -160,10 +161,12 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, dense: str = "ddp"
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging.
 
+    `dense="fsdp2"` cuts all other parameters into one piece per rank.
+    Raises UserError for fp16 with owned parameters, and for FSDP2 with experts that all ranks copy.
     Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
     sub-module names, so it would skip the broadcast of such a parameter and still average its gradient.
     """
@@ -176,7 +179,14 @@ def prepare(
             "--mixed-precision fp16 cannot be used with experts owned by ranks, because each rank would judge "
             "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
         )
-    if names and accelerator.num_processes > 1:
+    if dense == "fsdp2":
+        if not names and accelerator.num_processes > 1 and any(sharding_of(p) for p in model.parameters()):
+            raise UserError(
+                "--dense-parallel fsdp2 leaves experts with their owners, and with --ep-size 1 every process has all: "
+                "use a larger --ep-size, or --dense-parallel ddp."
+            )
+        fully_shard_dense(model, optimizer, accelerator, ignored=owned(model.parameters()))
+    elif names and accelerator.num_processes > 1:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     model, optimizer = accelerator.prepare(model, optimizer)
     return model, optimizer

@@ -56,7 +56,9 @@ class Trainer:
                 f"{run.accelerator.gradient_accumulation_steps}"
             )
         self.raw_model = model
-        self.model, self.optimizer = parallel.prepare(run.accelerator, model, optimizer)
+        self.model, self.optimizer = parallel.prepare(
+            run.accelerator, model, optimizer, dense=run.config.dense_parallel
+        )
         # Accelerate's wrappers know when to skip a step of fp16, and cast. Where there is nothing to do they still look
         # for a package on the disk and for variables in the environment, twice a step: a tenth of a small model's step.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step

@@ -8,6 +8,7 @@ from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.replan import Replan
 from toolkit.moe.router import TopKRouter
+from toolkit.moe.traces import TraceRecorder
 
 __all__ = [
     "BiasBalancing",
@@ -18,6 +19,7 @@ __all__ = [
     "Replan",
     "RouterPenalty",
     "TopKRouter",
+    "TraceRecorder",
     "WholeStepBalance",
     "contiguous",
     "describe_experts",

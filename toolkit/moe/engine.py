@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from toolkit import parallel
 from toolkit.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
-from toolkit.fully_shard import fully_shard_dense
-from toolkit.moe.guard import MigrationGuard
 from toolkit.moe.layer import MoE
-from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.moe.placement import ExpertPlacement, dealt_out, with_spare_slots
 from toolkit.moe.recompute import replaying
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack, expert_stacks
@@ -48,9 +46,9 @@ class ExpertParallel:
 
     `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
     `planner` and `replan_every`: a name out of `toolkit.moe.planners`, and optimizer steps between plans; None leaves
-    experts where they are. `guard` makes a layer's guard, see `toolkit.moe.guard`. `spare_slots`: empty slots on each
-    rank, for copies of hot experts and for growth. `placement`: where experts live at first; None deals out
-    equal blocks. `dense`: what keeps the other parameters in step, DDP or FSDP2.
+    experts where they are. `guarded` refuses plans that do not pay, see `toolkit.moe.replan`. `spare_slots`: empty
+    slots on each rank, for copies of hot experts and for growth. `placement`: where experts live at first; None deals
+    out equal blocks. `dense`: what keeps the other parameters in step, DDP or FSDP2.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class ExpertParallel:
         replan_every: int | None = None,
         spare_slots: int = 0,
         placement: PlacementOf | None = None,
-        guard: Callable[[ExpertStack], MigrationGuard] | None = None,
+        guarded: bool = True,
         planner_options: Mapping[str, Any] | None = None,
         dense: Literal["ddp", "fsdp2"] = "ddp",
     ):
@@ -71,7 +69,7 @@ class ExpertParallel:
                 f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
             )
         self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
-        self.planner, self.replan_every, self.guard = planner, replan_every, guard
+        self.planner, self.replan_every, self.guarded = planner, replan_every, guarded
         self.planner_options, self.spare_slots, self._place = planner_options, spare_slots, placement
         self.groups = ShardGroups()
         self.stacks: dict[str, ExpertStack] = {}
@@ -105,8 +103,6 @@ class ExpertParallel:
         self.stacks = expert_stacks(model)
         self._refuse_other_optimizers(optimizer)
         owned = self.expert_parameters()
-        if self.dense == "fsdp2":
-            fully_shard_dense(model, optimizer, self.accelerator, ignored=owned)
         if self.groups.ep_size > 1:
             for parameter in owned:
                 self._average_in_backward(parameter)
@@ -115,10 +111,10 @@ class ExpertParallel:
                 self.stacks,
                 planner=self.planner,
                 every=self.replan_every,
-                guard=self.guard,
+                guarded=self.guarded,
                 options=self.planner_options,
             )
-        prepared = parallel.prepare(self.accelerator, model, optimizer)
+        prepared = parallel.prepare(self.accelerator, model, optimizer, dense=self.dense)
         self._model, self._optimizer = model, optimizer
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._correct_accelerate()
@@ -166,12 +162,10 @@ class ExpertParallel:
     def _spread(self, name: str, module: nn.Module) -> None:
         """Keep this rank's experts of a layer, and bring it its tokens."""
         experts, ranks = _num_experts(module), self.groups.ep_size
-        if self._place is not None:
-            placement = self._place(name, experts, ranks)
+        if self._place is None:
+            placement = dealt_out(experts, ranks, spare_slots=self.spare_slots)
         else:
-            slots = None if experts % ranks == 0 else -(-experts // ranks)
-            placement = contiguous(experts, ranks, slots_per_rank=slots)
-        placement = with_spare_slots(placement, self.spare_slots)
+            placement = with_spare_slots(self._place(name, experts, ranks), self.spare_slots)
         if placement.num_experts != experts:
             raise UserError(f"placement of {placement.num_experts} experts for {name!r}, which has {experts}.")
         holder = module.experts if isinstance(module, MoE) else module
@@ -217,7 +211,7 @@ class ExpertParallel:
 
     def _correct_accelerate(self) -> None:
         """Put right, on this accelerator, what knows nothing of experts."""
-        self.accelerator.clip_grad_norm_ = self.clip_grad_norm_  # type: ignore[method-assign]
+        self.accelerator.clip_grad_norm_ = self.clip_grad_norm_
 
         def refuse(*_: Any) -> None:
             raise UserError(
@@ -297,4 +291,4 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
             outputs = compute(rows, slot_R1, rows.new_ones(len(rows), 1))
         return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

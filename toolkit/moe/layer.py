@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.experts import Activation, GroupedExperts
-from toolkit.moe.placement import ExpertPlacement, contiguous
+from toolkit.moe.placement import ExpertPlacement, dealt_out
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack
@@ -71,7 +71,9 @@ class MoE(nn.Module):
     def _forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD)
-        kept_TK = self._kept(routing)
+        kept_TK = routing.kept_TK
+        if self.capacity is not None and self.training:
+            kept_TK = self._within(self.capacity, routing)
         rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK, kept_TK)
         rows = self.experts(rows, plan.rows_per_slot)
         y_TD = self.expert_stack.dispatcher.combine(rows, plan, routing.weights_TK)
@@ -82,10 +84,7 @@ class MoE(nn.Module):
             self.record(routing, plan.load_E, kept_TK)
         return y_TD.view(x.shape)
 
-    def _kept(self, routing: Routing) -> Tensor | None:
-        capacity = self.capacity
-        if capacity is None or not self.training:
-            return routing.kept_TK
+    def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
         return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
 
     def record(self, routing: Routing, sent_E: Tensor, kept_TK: Tensor | None) -> None:
@@ -110,6 +109,7 @@ def make_moe(
     *,
     groups: ShardGroups | None = None,
     placement: ExpertPlacement | None = None,
+    spare_slots: int = 0,
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
@@ -118,13 +118,14 @@ def make_moe(
     seed: int = 0,
     **router: Any,
 ) -> MoE:
-    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks.
+    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks,
+    and leaves `spare_slots` slots of each rank empty, for copies of experts that are in demand.
 
     `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
     hidden activations (selective), or the whole layer. `router` takes the options of `TopKRouter`.
     """
     groups = groups or ShardGroups()
-    placement = placement or contiguous(num_experts, groups.ep_size)
+    placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(

@@ -186,6 +186,13 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
     return ExpertPlacement(tuple(rows))
 
 
+def dealt_out(num_experts: int, ranks: int, *, spare_slots: int = 0) -> ExpertPlacement:
+    """Consecutive blocks as equal as can be, and `spare_slots` empty slots more on each rank."""
+    if num_experts % ranks == 0:
+        return with_spare_slots(contiguous(num_experts, ranks), spare_slots)
+    return contiguous(num_experts, ranks, slots_per_rank=-(-num_experts // ranks) + spare_slots)
+
+
 def with_spare_slots(placement: ExpertPlacement, per_rank: int) -> ExpertPlacement:
     """The same experts in the same slots, and `per_rank` empty slots more on each rank."""
     return ExpertPlacement(tuple((*row, *[EMPTY_ROW] * per_rank) for row in placement.slots))

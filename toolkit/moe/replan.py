@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
-from toolkit.moe.guard import MigrationGuard
-from toolkit.moe.imbalance import rank_imbalance
+from toolkit.moe.guard import MigrationGuard, Prices
+from toolkit.moe.imbalance import rank_imbalance, shares
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.plan import plan_layer
 from toolkit.moe.planners.registry import planner_named
+from toolkit.moe.prices import measured_prices
 from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.tensor_files import unwrapped
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -42,9 +48,10 @@ class Migration:
 class Replanner:
     """Every `every` optimizer steps, asks `planner` where each layer's experts should live, and moves them there.
 
-    The loads of the window are added up over all ranks, so all make the same plans. `guard` makes the guard of a layer,
-    which may refuse a plan or order the return to an earlier one; None carries out every plan. `options` are the
-    planner's. Raises UserError for an unknown planner.
+    The loads of the window are added up over all ranks, so all make the same plans. `guarded` has a guard for each
+    layer, which refuses a plan that does not pay for its bytes, by the step times of this run, and orders the return
+    to an earlier one that was better; without it every plan is carried out. `options` are the planner's.
+    Raises UserError for an unknown planner.
     """
 
     def __init__(
@@ -53,24 +60,30 @@ class Replanner:
         *,
         planner: str,
         every: int,
-        guard: Callable[[ExpertStack], MigrationGuard] | None = None,
+        guarded: bool = True,
         options: Mapping[str, Any] | None = None,
     ):
         planner_named(planner)
         if every < 1:
             raise UserError(f"replan_every={every}: take one step or more.")
         self.stacks, self.planner, self.every, self.options = dict(stacks), planner, every, dict(options or {})
-        self.guards = {name: guard(stack) for name, stack in stacks.items()} if guard else {}
+        self.guarded = guarded
+        self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """What was carried out since the start of this process."""
         self._before = {name: stack.load_E.clone() for name, stack in stacks.items()}
+        self._ends: list[float] = []
+        """When the steps of this window ended."""
 
     def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
         """To be called after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
+        self._ends.append(time.perf_counter())
         if step % self.every or not self.stacks:
             return []
         done = []
         loads = self._window()
+        if self.guarded:
+            self._set_prices(loads, optimizer)
         for (name, stack), load_E in zip(self.stacks.items(), loads, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
@@ -84,7 +97,7 @@ class Replanner:
         self.migrations += done
         return done
 
-    def _window(self) -> list[torch.Tensor]:
+    def _window(self) -> list[Tensor]:
         """float64 (E) of each layer: the mean rows per step and shard group since the last plan. A collective."""
         stacks = list(self.stacks.values())
         counts = torch.cat([s.load_E - self._before[n].to(s.load_E.device) for n, s in self.stacks.items()])
@@ -95,6 +108,26 @@ class Replanner:
             groups = dist.get_world_size() // stacks[0].groups.ep_size
         per_step = counts.cpu().double() / (self.every * groups)
         return list(per_step.split([stack.num_experts for stack in stacks]))
+
+    def _set_prices(self, loads: list[Tensor], optimizer: Optimizer) -> None:
+        """Have the guards reckon with the median step of this window, that of the slowest rank. A collective."""
+        gaps = [after - before for before, after in pairwise(self._ends)]
+        self._ends = []
+        seconds = torch.tensor(median(gaps) if gaps else 0.0, dtype=torch.float64)
+        stacks = list(self.stacks.values())
+        if dist.is_initialized():
+            seconds = seconds.to(stacks[0].load_E.device)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        rows = sum(
+            float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
+        )
+        for name, stack in self.stacks.items():
+            inner = unwrapped(optimizer)
+            prices = measured_prices(stack.parameters.values(), inner, step_seconds=seconds.item(), rows=rows)
+            if name in self.guards:
+                self.guards[name].prices = prices
+            else:
+                self.guards[name] = MigrationGuard(prices)
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold. A collective."""
@@ -127,23 +160,28 @@ class Replanner:
                 continue
             if saved != stack.placement:
                 migrate(stack, saved, optimizer)
-            if name in self.guards and name in state["guards"]:
+            if self.guarded and name in state["guards"]:
+                # Prices come with the next window, before the guard is asked anything.
+                self.guards[name] = MigrationGuard(Prices(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
                 self.guards[name].load_state_dict(state["guards"][name])
 
 
 class Replan(Callback):
-    """Moves experts between ranks every `every` steps, as `planner` says.
+    """Moves experts between ranks every `every` steps, as `planner` says; None leaves them where they are.
 
     Records `moe/migrated_experts` and `moe/migration_bytes`, each since the last line, and leaves the sums of the run
     in its results.
     """
 
-    def __init__(self, model: torch.nn.Module, *, planner: str, every: int, **options: Any):
-        self.replanner = Replanner(expert_stacks(model), planner=planner, every=every, **options)
+    def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
+        stacks = expert_stacks(model) if planner else {}
+        self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
         self._experts = self._bytes = 0
         self._restored: Mapping[str, Any] | None = None
 
     def on_step_end(self, trainer: Trainer) -> None:
+        if not self.replanner.stacks:
+            return
         moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
         self._experts += sum(migration.report.cost.experts for migration in moved)
         self._bytes += sum(migration.report.cost.bytes for migration in moved)
@@ -160,6 +198,8 @@ class Replan(Callback):
             self._restored = None
 
     def state_dict(self) -> dict[str, Any]:
+        if not self.replanner.stacks:
+            return {}
         return {"replanner": self.replanner.state_dict(), "experts": self._experts, "bytes": self._bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
