@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,24 @@ def test_a_batch_must_divide_and_the_message_says_into_what():
 def test_experts_are_spread_over_as_many_processes_as_divide_both(world: int, experts: int, ep_size: int):
     assert MoERunConfig(experts=experts).ep_size_in(world) == ep_size
     assert MoERunConfig(experts=experts, parallel_strategy="data_parallel").ep_size_in(world) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"router_groups": 3}, "--router-groups 3: take one or more that divide --experts 8"),
+        ({"router_groups": 8}, "--top-k-groups 1: take 2 to 8, to find --top-k 2 experts"),
+        ({"router_groups": 2, "top_k_groups": 3}, "--top-k-groups 3: take 1 to 2,"),
+        ({"router_groups": 8, "top_k_groups": 2}, "--router-groups 8: leave two experts or more in a group"),
+        ({"router_jitter": 1.0}, "--router-jitter 1.0: take a fraction below 1"),
+        ({"routed_scaling": 0.0}, "--routed-scaling 0.0: take a positive number"),
+        ({"capacity_factor": 0.0}, "--capacity-factor 0.0: take a positive number, or none"),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        MoERunConfig(**settings)
+    MoERunConfig(experts=0, top_k=1)
 
 
 def test_a_config_is_plain_json_and_frozen():

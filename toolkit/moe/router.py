@@ -47,7 +47,8 @@ class TopKRouter(nn.Module):
       trainer seeds by (seed, step, micro-batch, rank).
     - `bias_balancing`: a bias per expert takes part in choosing but not in weighting, and is moved by
       `toolkit.moe.balance.BiasBalancing` (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
-    - `force_balanced`: experts take turns, whatever the scores say, which still weight them. For measuring speed.
+    - `force_balanced`: experts take turns, on each rank from the first on, whatever the scores say, which still weight
+      them. For measuring speed.
     """
 
     def __init__(

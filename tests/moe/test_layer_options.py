@@ -1,0 +1,55 @@
+"""The flags of router, losses, capacity and recomputation in whole runs: what spreads a run changes none of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.mnist_moe import Config, debug, main
+from tests.helpers import run_distributed
+from toolkit.tracking.jsonl import read_metrics
+
+CASES: dict[str, dict[str, Any]] = {
+    "sigmoid scores in groups": {
+        "router_score": "sigmoid",
+        "router_groups": 2,
+        "routed_scaling": 2.0,
+        "balance": "bias",
+        "gradient_accumulation_steps": 2,
+    },
+    "lowest weights dropped": {"capacity_factor": 0.9, "z_weight": 0.01},
+    "latest tokens dropped": {"capacity_factor": 0.8, "drop_policy": "position", "gradient_accumulation_steps": 2},
+}
+COMPARED = ("train/loss", "train/penalty", "train/grad_norm", "moe/dropped_fraction", "eval/loss")
+
+
+def curves(folder: Path, recompute: str) -> dict[str, list[float]]:
+    """What each case logs at every step, and whether it says how much was dropped."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    for name, settings in CASES.items():
+        run_dir = folder / name
+        common: dict[str, Any] = {"tracker": "none", "cpu": True, "max_steps": 8, "log_every": 1, "run_dir": run_dir}
+        main(replace(debug(), **common, **settings, recompute=recompute))
+        lines = list(read_metrics(run_dir / "metrics.jsonl"))
+        found[name] = [line[key] for line in lines for key in COMPARED if key in line]
+        assert any("moe/dropped_fraction" in line for line in lines) == ("capacity_factor" in settings)
+    return found
+
+
+def test_owned_and_recomputed_experts_learn_what_those_of_one_process_learn(tmp_path: Path) -> None:
+    (alone,) = run_distributed(curves, 1, tmp_path / "alone", "none")
+    spread, _ = run_distributed(curves, 2, tmp_path / "spread", "full")
+    for name in CASES:
+        assert spread[name] == pytest.approx(alone[name], rel=1e-5), name
+    assert len({tuple(losses) for losses in alone.values()}) == len(CASES), "the flags make a difference"
+
+
+def test_a_preset_knows_the_router_of_its_layers() -> None:
+    config = Config(router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1, capacity_factor=1.25)
+    expected = {"score": "sigmoid", "expert_groups": 4, "top_k_groups": 2, "jitter": 0.1, "capacity_factor": 1.25}
+    assert expected.items() <= config.layer_options().items()
