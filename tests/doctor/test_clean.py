@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, run_distributed
-from toolkit.doctor.causes import diagnose
-from toolkit.doctor.compare import Comparison
 from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.examine import judge
 from toolkit.doctor.probe import watch
 from toolkit.doctor.record import read_records
 
 RECIPE = ["debug", "--dataset", "digits", "--tracker", "none"]
 
 
-def watch_recipe(folder: str, args: list[str]) -> None:
-    watch(Path(folder), 3, str(ROOT / "recipes" / "mnist_moe.py"), [*args, "--run-dir", f"{folder}/run"])
+def watch_recipe(folder: str, args: list[str], rounding: float) -> None:
+    recipe = str(ROOT / "recipes" / "mnist_moe.py")
+    watch(Path(folder), 3, recipe, [*args, "--run-dir", f"{folder}/run"], rounding)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,14 @@ def watch_recipe(folder: str, args: list[str]) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path: Path):
-    runs = []
-    for name, processes in (("one", 1), ("many", world)):
+    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
         (tmp_path / name).mkdir()
-        run_distributed(watch_recipe, processes, str(tmp_path / name), [*RECIPE, *args])
-        runs.append(Evidence(read_records(tmp_path / name)))
-    comparison = Comparison(*runs, 1e-6)
+        run_distributed(watch_recipe, processes, str(tmp_path / name), [*RECIPE, *args], rounding)
+        return Evidence(read_records(tmp_path / name))
+
+    many = run("many", world)
+    comparison, findings = judge(run("one", 1), many, 1e-6, run)
     assert comparison.steps == 3
     assert [check for check in comparison.checks if not check.ok] == []
-    assert diagnose(comparison) == []
-    assert runs[1].first.saved_by == "Trainer.save and restore"
+    assert findings == []
+    assert many.first.saved_by == "Trainer.save and restore"

@@ -49,17 +49,17 @@ def test_a_plain_script_in_order_is_healthy(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", str(TOY), "clip"]) == 1
+    assert main(["doctor", str(TOY), "buffer"]) == 1
     out = capsys.readouterr().out
-    assert "likely cause: local clip norm" in out
-    assert "toolkit.parallel.clip_grad_norm_" in out
-    assert "WRONG gradient norm" in out
+    assert "likely cause: buffer overwritten by broadcast" in out
+    assert "remedy   keep what each rank counts in a plain attribute" in out
+    assert "WRONG buffers of ranks" in out
 
 
 def test_a_script_that_is_another_each_time_is_called_that_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN.replace("set_seed(0)", "set_seed(torch.seed() % 2**31)"))
-    assert main(["doctor", "--steps", "1", str(script)]) == 1
+    assert main(["doctor", "--processes", "1", "--steps", "1", str(script)]) == 1
     assert "likely cause: not repeatable" in capsys.readouterr().out
 
 

@@ -23,6 +23,9 @@ NOISE = 1e-5
 """Elements whose gradient is smaller than this part of the root mean square of all gradients tell nothing about the
 weights after a step: an optimizer that divides by the gradient's size makes whole steps of their rounding errors."""
 
+ROUNDING_MARGIN = 5.0
+"""How much further apart two runs may be than two that differ by rounding."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -84,8 +87,12 @@ class Comparison:
     one: Evidence
     many: Evidence
     tolerance: float
+    rounding: Comparison | None = None
+    """One process against itself with gradients that were rounded otherwise: what that does is no difference."""
 
     def __post_init__(self) -> None:
+        self.distances: dict[tuple[str, int], float] = {}
+        """Of each quantity at each step."""
         self.steps = min(self.one.steps, self.many.steps)
         self.phases = min(len(r.phases) for r in (*self.one.records, *self.many.records))
         self.split = self.one.stacked | self.many.stacked
@@ -102,7 +109,7 @@ class Comparison:
     def _checks(self) -> Iterable[Check]:
         many, tolerance = self.many, self.tolerance
         yield _found("owned rows after prepare", many.gathered("overwritten"))
-        yield self._over("initial weights", 0, self._initial, range(1))
+        yield self._over("initial weights", 0, self._initial, range(1), first=0)
         yield self._over("samples", 0, self._samples)
         if self.one.first.steps[0].counts:
             # Where hidden states are rounded coarsely, a token between two experts may go to either.
@@ -114,9 +121,10 @@ class Comparison:
         if self.one.norms(0):
             yield self._over("gradient norm", tolerance, self._norm)
         yield self._over("learning rate", tolerance, self._rates)
-        yield self._over("weights", tolerance, self._weights, range(1, self.phases))
-        yield self._over("optimizer state", tolerance, self._state, range(1, self.phases))
-        yield self._over("copies on ranks", 0, lambda phase: _any(many.unequal_copies(phase)), range(self.phases))
+        yield self._over("weights", tolerance, self._weights, range(1, self.phases), first=0)
+        yield self._over("optimizer state", tolerance, self._state, range(1, self.phases), first=0)
+        phases = range(self.phases)
+        yield self._over("copies on ranks", 0, lambda phase: _any(many.unequal_copies(phase)), phases, first=0)
         yield _found("one routing decision", [*self.one.gathered("redecided"), *many.gathered("redecided")])
         yield _found("buffers of ranks", many.gathered("overwritten_buffers"))
         yield _found("parameters in an optimizer", [*self.one.gathered("outside"), *many.gathered("outside")])
@@ -124,18 +132,18 @@ class Comparison:
             errors = [record.save_error for record in many.records if record.save_error]
             yield _found("save and load", errors[:1] or many.gathered("lost"))
 
-    def _over(self, quantity: str, limit: float, at: Callable[[int], Distance], over: range | None = None) -> Check:
-        """The first step whose distance is beyond `limit`, or else the one where it is largest."""
-        over = range(self.steps) if over is None else over
-        worst: tuple[Distance, int] = ((0.0, ""), 0)
-        offset = 1 if over == range(self.steps) else 0
-        for index in over:
-            distance = at(index)
-            if distance[0] > worst[0][0]:
-                worst = distance, index + offset
-            if distance[0] > limit:
-                break
-        return Check(quantity, worst[0][0], limit, worst[1], worst[0][1])
+    def _over(
+        self, quantity: str, tolerance: float, at: Callable[[int], Distance], over: range | None = None, first: int = 1
+    ) -> Check:
+        """The first step beyond its limit, or else the one with the largest distance. `first` is the name of step 0."""
+        checks = [Check(quantity, 0.0, tolerance)]
+        for index in range(self.steps) if over is None else over:
+            distance, where = at(index)
+            self.distances[quantity, index] = distance
+            rounded = 0.0 if self.rounding is None else self.rounding.distances.get((quantity, index), 0.0)
+            checks.append(Check(quantity, distance, max(tolerance, ROUNDING_MARGIN * rounded), index + first, where))
+        beyond = [check for check in checks if not check.ok]
+        return beyond[0] if beyond else max(checks, key=lambda check: check.worst)
 
     # --- one quantity at one step -----------------------------------------------------------------------------
 

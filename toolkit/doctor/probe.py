@@ -1,4 +1,4 @@
-"""Run a script with a stethoscope on it: `python -m toolkit.doctor.probe OUT STEPS SCRIPT [ARGUMENT ...]`.
+"""Run a script with a stethoscope on it: `python -m toolkit.doctor.probe OUT STEPS ROUNDING SCRIPT [ARGUMENT ...]`.
 
 Everything is seen from torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
 `Accelerator.backward` the loss, whatever clips the norm, the optimizer's step hooks the gradients. The state after a
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from toolkit import parallel
+from toolkit.doctor.compare import GRADIENT_FLOOR
 from toolkit.doctor.record import Phase, Record, Step, digest
 
 
@@ -34,10 +35,14 @@ class Finished(BaseException):
 
 
 class Probe:
-    """Watches the models that are prepared in this process for `steps` optimizer steps."""
+    """Watches the models that are prepared in this process for `steps` optimizer steps.
 
-    def __init__(self, out: Path, steps: int):
-        self.out, self.steps = out, steps
+    With `rounding`, gradients are disturbed by so much before each update, relative to their norms: what a sum in
+    another order does.
+    """
+
+    def __init__(self, out: Path, steps: int, rounding: float = 0.0):
+        self.out, self.steps, self.rounding = out, steps, rounding
         self.record = Record()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -214,7 +219,18 @@ class Probe:
                 self.record.tensors[f"{step}/gradient/{name}"] = gradient
             if not owned:
                 self.step.gradients[name] = digest(gradient)
+        if self.rounding:
+            self._round_otherwise()
         self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def _round_otherwise(self) -> None:
+        draws = torch.Generator().manual_seed(len(self.record.steps))
+        gradients = [p.grad for _, p in self.parameters() if p.grad is not None]
+        norms = torch.stack([gradient.norm() for gradient in gradients])
+        for gradient, norm in zip(gradients, norms.maximum(GRADIENT_FLOOR * norms.norm()), strict=True):
+            noise = torch.randn(gradient.shape, generator=draws, dtype=gradient.dtype).to(gradient.device)
+            gradient.add_(noise * norm * (self.rounding / max(1, gradient.numel()) ** 0.5))
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.optimizers or optimizer is not self.optimizers[0]:
@@ -421,9 +437,9 @@ def _attach_ours(probe: Probe) -> None:
     RouterPenalty.__call__ = call  # type: ignore[method-assign]
 
 
-def watch(out: Path, steps: int, script: str, args: list[str]) -> Record:
+def watch(out: Path, steps: int, script: str, args: list[str], rounding: float = 0.0) -> Record:
     """Run `script` as if from the command line, and leave it once `steps` optimizer steps were seen."""
-    probe = Probe(out, steps)
+    probe = Probe(out, steps, rounding)
     attach(probe)
     sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
     with contextlib.suppress(Finished):
@@ -440,10 +456,10 @@ def watch(out: Path, steps: int, script: str, args: list[str]) -> Record:
 
 
 def main() -> None:
-    out, steps, script, *args = sys.argv[1:]
+    out, steps, rounding, script, *args = sys.argv[1:]
     code = 0
     try:
-        watch(Path(out), int(steps), script, args)
+        watch(Path(out), int(steps), script, args, float(rounding))
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
