@@ -116,7 +116,7 @@ class TraceFile:
 def read_trace(path: Path) -> Trace:
     """The trace in `path`; raises UserError where there is none."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             metadata = json.loads(file["metadata"].tobytes())
             chunks = sorted(name for name in file.files if name.startswith("load_"))
             load_FLSE = np.concatenate([file[name] for name in chunks])

@@ -208,3 +208,40 @@ def _edges(steps: Sequence[int]) -> list[float]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.replace("/", ".").split(".")]
+
+
+def draw_imbalances(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], *, first_step: int) -> None:
+    """Draw imbalance over steps, a panel per case and a line per planner, smoothed over a fortieth of the steps."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    planners = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    colours = dict(zip(planners, [GREY, *_colours(max(1, len(planners) - 1))], strict=False))
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.6))
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+            for name, series in lines.items():
+                width = max(1, len(series) // 40)
+                smooth = [sum(part) / len(part) for part in _pieces(series, width)]
+                steps = [first_step + i * width + width / 2 for i in range(len(smooth))]
+                # Broad lines below narrow ones, because planners that do the same draw the same line.
+                width_of_line = 1.2 + 1.3 * (len(planners) - 1 - planners.index(name))
+                axes.plot(steps, smooth, color=colours[name], lw=width_of_line)
+            axes.set_title(title)
+            axes.set_ylabel("busiest rank / mean")
+            axes.set_ylim(1, max(1.1, axes.get_ylim()[1]))
+            _step_axis(axes)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        handles = grid.flat[0].get_lines()
+        figure.legend(handles, planners[: len(handles)], loc="outside lower center", ncols=len(planners))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        FigureCanvasAgg(figure).print_png(path)
+
+
+def _pieces(series: Sequence[float], width: int) -> list[Sequence[float]]:
+    return [series[i : i + width] for i in range(0, len(series), width)]
