@@ -66,7 +66,9 @@ def small_cases(draw: st.DrawFn) -> tuple[ExpertPlacement, list[int]]:
 
 @settings(max_examples=100, deadline=None)
 @given(small_cases(), st.booleans())
-def test_no_placement_beats_the_bound(case: tuple[ExpertPlacement, list[int]], replicas: bool):
+def test_no_placement_beats_the_bound_and_a_search_comes_close_to_the_best(
+    case: tuple[ExpertPlacement, list[int]], replicas: bool
+):
     """All placements are tried."""
     placement, load = case
     ranks, room = range(placement.ranks), [len(row) for row in placement.slots]
@@ -80,4 +82,8 @@ def test_no_placement_beats_the_bound(case: tuple[ExpertPlacement, list[int]], r
             best = min(best, max(load_R))
     mean = sum(load) / placement.ranks
     optimum = best / mean if mean else 1.0
-    assert lower_bound(load, placement, replicas=replicas) <= optimum * (1 + 1e-9)
+    bound = lower_bound(load, placement, replicas=replicas)
+    assert bound <= optimum * (1 + 1e-9)
+    searched = lower_bound(load, placement, replicas=replicas, search=2000)
+    assert bound <= searched <= optimum * (1 + 1e-9)
+    assert searched >= optimum / 1.003

@@ -139,8 +139,40 @@ def test_replicas_fill_spare_slots_with_copies_of_hot_experts_up_to_the_bound(ca
     plan = replicate(load, current, max_replicas=most)
     copies = plan.num_copies()
     assert int(copies.sum()) - current.num_experts <= most
-    assert all(n == 1 for n, weight in zip(copies.tolist(), load, strict=True) if weight == 0)
+    needless = any(n > 1 for n, weight in zip(copies.tolist(), load, strict=True) if weight == 0)
+    assert plan == current or not needless
     assert rank_imbalance(load, plan) >= lower_bound(load, current, replicas=True) / ROUNDING
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=placements_with_loads())
+def test_planners_for_balance_are_never_worse_than_what_is_there_and_do_nothing_twice(case: Case):
+    current, load = case
+    plans = [(replicate, replicate(load, current))]
+    if not current.has_replicas:
+        plans += [(lpt, lpt(load, current)), (lpt, lpt(load, current, level=False))]
+    for planner, plan in plans:
+        assert rank_imbalance(load, plan) <= rank_imbalance(load, current) * ROUNDING
+        again = planner(load, plan)
+        assert again == plan or rank_imbalance(load, again) < rank_imbalance(load, plan)
+
+
+def test_where_no_exchange_helps_two_ranks_are_dealt_anew():
+    # 12 and 8: 6 for 2 gives 8 and 12, but 6 for 2 and 2 gives 10 and 10. That moves three.
+    load, current = [6, 6, 2, 2, 2, 2], ExpertPlacement(((0, 1, EMPTY_ROW), (2, 3, 4, 5)))
+    plan = swap(load, current)
+    assert rank_imbalance(load, plan) == 1.0
+    assert sum(move.travels for move in moves(current, plan)) == 3
+    assert swap(load, current, max_moves=2) == current
+    assert swap(load, current, min_gain=0.15) == current
+
+
+def test_experts_that_are_alike_are_divided_into_what_fills_the_gaps():
+    # Five of five ranks' load for four ranks: one expert in four copies, and the other slots stay empty.
+    current = with_spare_slots(ExpertPlacement(((0, 1), (2,), (3,), (4,))), 1)
+    plan = replicate([1.0] * 5, current)
+    assert sorted(plan.num_copies().tolist()) == [1, 1, 1, 1, 4]
+    assert rank_imbalance([1.0] * 5, plan) == 1.0
 
 
 def test_hot_experts_get_the_spare_slots():
@@ -164,7 +196,6 @@ def test_with_nodes_experts_of_a_group_and_all_their_copies_share_a_node(seed: i
     for first in range(0, 16, 4):
         ranks = {place.rank for e in range(first, first + 4) for place in plan.copies(e)}
         assert ranks <= {0, 1} or ranks <= {2, 3}
-    assert plan.empty_slots == 0 or max(plan.num_copies()) == 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -303,12 +334,11 @@ def test_without_replicas_planners_come_within_two_percent_of_the_bound(workload
     assert rank_imbalance(load, swap(load, current)) <= 1.02 * bound
 
 
-@pytest.mark.parametrize("workload", sorted(set(WORKLOADS) - {"W5"}))
+@pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize(("experts", "ranks"), [(64, 8), (128, 8), (256, 64)])
 def test_with_a_spare_slot_per_rank_replicas_come_within_two_percent_of_balance(
     workload: str, experts: int, ranks: int
 ):
-    """Not so in W5: experts that are alike, and too few slots for copies to be fine enough."""
     sizes = Sizes(steps=20, ranks=ranks, experts=experts, copies=32768 // ranks)
     load, current = WORKLOADS[workload](sizes).sum((0, 1)), with_spare_slots(blocks(experts, ranks), 1)
     assert rank_imbalance(load, replicate(load, current)) <= 1.02 * lower_bound(load, current, replicas=True)

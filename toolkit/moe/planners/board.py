@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.planners.exact import SearchTooLong, fit
 from toolkit.parallel import EMPTY_ROW
 
 Floats = NDArray[np.float64]
@@ -21,6 +22,10 @@ NO_GAIN = 1e-9
 """Gains below this part of a load are rounding."""
 LITTLE_GAIN = 1e-3
 """What from-scratch planners stop at, as a part of the mean load of a rank."""
+GOOD_ENOUGH = 1.01
+"""An imbalance that single exchanges may end at."""
+PARTNERS, DEAL_NODES = 4, 40
+"""How many ranks to deal anew with are tried, and how long to search with each: what keeps a plan in milliseconds."""
 
 
 def capacities(placement: ExpertPlacement) -> list[int]:
@@ -70,6 +75,59 @@ class Board:
             tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
         )
 
+    def _deal_anew(self, busiest: int, least_gain: float, max_moves: int, node_of_rank: Ints | None) -> int:
+        """Lower the load of `busiest` by another division of what it and one of the lightest ranks hold. The number of
+        experts that moved; 0 where none of those tried gains enough."""
+        highest = float(self.load_R[busiest])
+        if highest <= GOOD_ENOUGH * float(self.load_R.mean()):
+            return 0
+        here = self._held(busiest)
+        partners = [q for q in self.load_R.argsort(kind="stable").tolist() if q != busiest]
+        if node_of_rank is not None:
+            partners = [q for q in partners if node_of_rank[q] == node_of_rank[busiest]]
+        for partner in partners[:PARTNERS]:
+            there = self._held(partner)
+            if self.has_replicas and np.intersect1d(self.expert_G[here], self.expert_G[there]).size:
+                continue
+            slots = [*here, *there]
+            even = float(self.load_R[[busiest, partner]].mean())
+            room = [int(self.first_slot[rank + 1] - self.first_slot[rank]) for rank in (busiest, partner)]
+            for limit in (even + 0.25 * (highest - even), highest - 2 * least_gain):
+                try:
+                    deal = fit(self.weight_G[slots].tolist(), room, limit, spare=0, nodes=DEAL_NODES)
+                except SearchTooLong:
+                    continue
+                if deal is None:
+                    continue
+                # Either half may stay here, the one of which more is here already.
+                stays, goes = deal
+                if room[0] == room[1] and sum(i < len(here) for i in goes) > sum(i < len(here) for i in stays):
+                    stays, goes = goes, stays
+                leaving = [slots[i] for i in goes if i < len(here)]
+                coming = [slots[i] for i in stays if i >= len(here)]
+                moved = len(leaving) + len(coming)
+                gain = highest - max(float(self.weight_G[[slots[i] for i in half]].sum()) for half in deal)
+                if moved <= max_moves and gain > least_gain * max(1.0, moved / 2):
+                    self._trade(busiest, leaving, partner, coming)
+                    return moved
+        return 0
+
+    def _held(self, rank: int) -> list[int]:
+        """The slots of `rank` that are not empty."""
+        first, end = self.first_slot[rank], self.first_slot[rank + 1]
+        return (first + np.flatnonzero(self.expert_G[first:end] != EMPTY_ROW)).tolist()
+
+    def _trade(self, p: int, leaving: list[int], q: int, coming: list[int]) -> None:
+        """What lies in the slots `leaving` of rank `p` and `coming` of rank `q` changes sides."""
+        both = min(len(leaving), len(coming))
+        for i, j in zip(leaving, coming, strict=False):
+            self.exchange(i, j)
+        for extra, to in ((leaving[both:], q), (coming[both:], p)):
+            first, end = self.first_slot[to], self.first_slot[to + 1]
+            empty = first + np.flatnonzero(self.expert_G[first:end] == EMPTY_ROW)
+            for i, j in zip(extra, empty.tolist(), strict=False):
+                self.exchange(i, j)
+
     def level(
         self,
         *,
@@ -79,11 +137,13 @@ class Board:
         node_of_rank: Ints | None = None,
     ) -> None:
         """Exchange what lies in two slots, one of them on the busiest rank, for as long as that lowers the busiest
-        rank's load, by the exchange that lowers it most.
+        rank's load, by the exchange that lowers it most. Where none does, deal out anew what the busiest rank and a
+        light one hold.
 
         Ends at an imbalance of `target`, when an exchange would gain no more than `min_gain` (a fraction of the mean
         load of a rank), or before more than `max_moves` experts have moved; an exchange with an empty slot moves one,
-        any other two. With `node_of_rank`, only between ranks of one node.
+        any other two. A new deal must gain as much per expert that moves as an exchange of two. With `node_of_rank`,
+        only between ranks of one node.
         """
         mean = float(self.load_R.mean())
         moves_left = len(self.expert_G) ** 2 if max_moves is None else max_moves
@@ -103,8 +163,13 @@ class Board:
                 higher[already_there | already_here] = np.inf
             lowest = float(higher.min())
             gain = float(self.load_R[busiest]) - lowest
-            if gain <= max(min_gain * mean, NO_GAIN * float(self.load_R[busiest])):
-                return
+            least_gain = max(min_gain * mean, NO_GAIN * float(self.load_R[busiest]))
+            if gain <= least_gain:
+                moved = self._deal_anew(busiest, least_gain, moves_left, node_of_rank)
+                if not moved:
+                    return
+                moves_left -= moved
+                continue
             i, j = np.nonzero(higher == lowest)
             i += start
             if len(i) > 1:
@@ -169,3 +234,8 @@ def balanced(load_E: Floats, current: ExpertPlacement) -> Board:
     board = Board(settle(pack(load_E.tolist(), capacities(current)), current), load_E)
     board.level(min_gain=LITTLE_GAIN)
     return board
+
+
+def as_even(current: ExpertPlacement, plan: Board, load_E: Floats) -> bool:
+    """Whether `plan` is no improvement on `current`: then nothing need move."""
+    return Board(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)

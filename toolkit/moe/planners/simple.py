@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.planners.board import Board, balanced, capacities, even_counts, pack, settle
+from toolkit.moe.planners.board import Board, as_even, balanced, capacities, even_counts, pack, settle
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 from toolkit.parallel import EMPTY_ROW
 
@@ -33,11 +33,11 @@ def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 @register_planner("lpt")
 def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> ExpertPlacement:
     """Longest processing time first: the heaviest expert that is left goes to the rank with the least load and a free
-    slot (Graham 1969). Moves nearly every expert. With `level`, exchanges follow until none lowers the busiest rank."""
+    slot (Graham 1969). Moves nearly every expert. With `level`, exchanges follow until none lowers the busiest rank.
+    `current`, where it is as even already and has no replicas."""
     load = checked_load(load_E, current)
-    if level:
-        return balanced(load, current).placement()
-    return settle(pack(load.tolist(), capacities(current)), current)
+    board = balanced(load, current) if level else Board(settle(pack(load.tolist(), capacities(current)), current), load)
+    return current if not current.has_replicas and as_even(current, board, load) else board.placement()
 
 
 @register_planner("swap")
