@@ -59,7 +59,7 @@ def check_world(config: RunConfig) -> None:
         if _is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
                 f"this launch asks for {plugin}, which would take experts for copies: "
-                "use accelerate_configs/ddp.yaml, with --parallel-strategy expert_parallel to spread the experts."
+                "use accelerate_configs/ddp.yaml, with --dense-parallel fsdp2 to cut the other parameters into pieces."
             )
     if world is None:
         told, _ = _accelerate_launch_orders()

@@ -1,6 +1,6 @@
 """A plain Accelerate loop, and expert parallelism for a mixture that knows nothing of it: the lines with `experts`.
 
-accelerate launch --cpu --num_processes 2 docs/examples/plain_accelerate.py
+ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp_cpu.yaml docs/examples/plain_accelerate.py
 """
 
 import torch
@@ -57,3 +57,4 @@ for epoch in range(3):
         optimizer.step()
         optimizer.zero_grad()
     accelerator.print(f"epoch {epoch + 1}  loss {loss.item():.3f}  experts moved {len(experts.migrations)} times")
+accelerator.end_training()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from toolkit import parallel
 from toolkit.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.launch import launched_world
 from toolkit.moe.layer import MoE
 from toolkit.moe.placement import ExpertPlacement, dealt_out, with_spare_slots
 from toolkit.moe.recompute import replaying
@@ -67,6 +68,12 @@ class ExpertParallel:
         if (planner is None) != (replan_every is None):
             raise UserError(
                 f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
+            )
+        world = launched_world()
+        if world not in (None, accelerator.num_processes):
+            raise UserError(
+                f"{world} processes were started and Accelerate made each a world of its own, as it does without GPUs: "
+                "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
             )
         self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
         self.planner, self.replan_every, self.guarded = planner, replan_every, guarded
