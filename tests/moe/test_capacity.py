@@ -166,8 +166,7 @@ def tiny_capacity_on_one_rank() -> dict[str, float]:
 
 
 def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
-    layer = layer_on(1).double()
-    layer.router = ExpertChoiceRouter(DIM, EXPERTS, TOP_K).double()
+    layer = layer_on(1, router_type=ExpertChoiceRouter).double()
     x_TD = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
     kept_TE = layer.router(x_TD).kept_TK
     expected, y_TD = every_copy_computed(layer, x_TD, kept_TE), layer(x_TD)
@@ -177,9 +176,8 @@ def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
 
 
 def test_expert_choice_takes_no_capacity() -> None:
-    layer = layer_on(1)
     with pytest.raises(ValueError, match="give it no capacity"):
-        MoE(ExpertChoiceRouter(DIM, EXPERTS, TOP_K), layer.experts, layer.expert_stack, capacity=Capacity(1.0))
+        layer_on(1, router_type=ExpertChoiceRouter, capacity_factor=1.0)
 
 
 def test_a_capacity_for_nothing_is_refused() -> None:

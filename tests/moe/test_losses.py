@@ -96,8 +96,7 @@ def test_sequences_are_asked_for_where_there_are_none() -> None:
 
 
 def test_expert_choice_takes_no_penalty() -> None:
-    layer = layer_on(1)
-    layer.router = ExpertChoiceRouter(DIM, EXPERTS, TOP_K)
+    layer = make_moe(DIM, 4, EXPERTS, TOP_K, router_type=ExpertChoiceRouter)
     with pytest.raises(ValueError, match="balanced by construction"):
         RouterPenalty(layer, balance_weight=0.01)
     assert RouterPenalty(layer, balance_weight=0.0)() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.helpers import run_distributed
+from tests.models.families import awaken, config
+from tests.models.families import tokens as tokens_of_step
 from toolkit.models import MLP
-from toolkit.moe import MoE, RouterPenalty, make_moe
-from toolkit.moe.recompute import checkpoint
+from toolkit.moe import ExpertParallel, MoE, RouterPenalty, make_moe
+from toolkit.moe.recompute import checkpoint, replay_contexts
 from toolkit.moe.router import TopKRouter
 from toolkit.parallel import ShardGroups, make_shard_groups
 
@@ -191,26 +195,65 @@ def test_evaluation_and_autocast_are_as_without() -> None:
     torch.testing.assert_close(results[2], results[0])
 
 
-def step_on_one_rank(recompute: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    """A step with experts spread over ranks, and the number of its all-to-alls."""
-    exchanges, exchange = 0, dist.all_to_all_single
+@contextmanager
+def counted_exchanges() -> Iterator[list[None]]:
+    """A list that grows by one with each all-to-all."""
+    calls: list[None] = []
+    exchange = dist.all_to_all_single
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal exchanges
-        exchanges += 1
+        calls.append(None)
         return exchange(*args, **kwargs)
 
     dist.all_to_all_single = counted
-    layer = layer_with(make_shard_groups(dist.get_world_size()), recompute=recompute, **options)
-    return step(layer, micro_batches=1), exchanges
+    try:
+        yield calls
+    finally:
+        dist.all_to_all_single = exchange
+
+
+def steps_on_one_rank() -> dict[tuple[str, float | None], tuple[dict[str, Tensor], int]]:
+    """Steps with experts spread over ranks, and the number of their all-to-alls."""
+    groups, found = make_shard_groups(dist.get_world_size()), {}
+    for recompute in ("none", "selective", "full"):
+        for factor in (None, 0.7):
+            layer = layer_with(groups, recompute=recompute, capacity_factor=factor)
+            with counted_exchanges() as calls:
+                found[recompute, factor] = step(layer, micro_batches=1), len(calls)
+    return found
 
 
 def test_between_ranks_rows_are_sent_again_and_counts_are_not() -> None:
     """Counts, rows, results; their gradients; and where all is recomputed, rows and results once more."""
-    for options in ({}, {"capacity_factor": 0.7}):
-        expected = run_distributed(step_on_one_rank, 2, "none", options)
-        for recompute, exchanges in (("selective", 5), ("full", 7)):
-            found = run_distributed(step_on_one_rank, 2, recompute, options)
-            assert [rank[1] for rank in expected] == [5, 5]
-            assert [rank[1] for rank in found] == [exchanges, exchanges]
-            torch.testing.assert_close([rank[0] for rank in found], [rank[0] for rank in expected])
+    for rank in run_distributed(steps_on_one_rank, 2):
+        for (recompute, factor), (values, exchanges) in rank.items():
+            torch.testing.assert_close(values, rank["none", factor][0])
+            assert exchanges == (7 if recompute == "full" else 5)
+
+
+def mixtral_on_one_rank() -> dict[str, tuple[dict[str, Tensor], int]]:
+    """Gradients, loads and all-to-alls of a model of transformers, with and without gradient checkpointing."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    for name in ("kept", "recomputed"):
+        torch.manual_seed(0)
+        model = awaken(AutoModelForCausalLM.from_config(config("mixtral"))).train()
+        if name == "recomputed":
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
+        accelerator = Accelerator(cpu=True)
+        experts = ExpertParallel(accelerator)
+        ids = tokens_of_step(0, 2 + dist.get_rank())
+        wrapped, _ = experts.prepare(model, torch.optim.AdamW(model.parameters()))
+        with counted_exchanges() as calls:
+            accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
+        values = {name: p.grad for name, p in model.named_parameters()}
+        found[name] = values | {name: stack.load_E for name, stack in experts.stacks.items()}, len(calls)
+    return found
+
+
+def test_models_of_transformers_recompute_with_the_decisions_of_the_forward() -> None:
+    for rank in run_distributed(mixtral_on_one_rank, 2):
+        torch.testing.assert_close(rank["recomputed"][0], rank["kept"][0])
+        assert (rank["kept"][1], rank["recomputed"][1]) == (10, 14)

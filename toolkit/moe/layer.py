@@ -115,6 +115,7 @@ def make_moe(
     capacity_factor: float | None = None,
     drop_policy: DropPolicy = "probs",
     recompute: Recompute = "none",
+    router_type: type[TopKRouter] = TopKRouter,
     seed: int = 0,
     **router: Any,
 ) -> MoE:
@@ -122,7 +123,7 @@ def make_moe(
     and leaves `spare_slots` slots of each rank empty, for copies of experts that are in demand.
 
     `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
-    hidden activations (selective), or the whole layer. `router` takes the options of `TopKRouter`.
+    hidden activations (selective), or the whole layer. `router` takes the options of `router_type`.
     """
     groups = groups or ShardGroups()
     placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots)
@@ -138,7 +139,7 @@ def make_moe(
     )
     stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
     return MoE(
-        TopKRouter(dim, num_experts, top_k, **router),
+        router_type(dim, num_experts, top_k, **router),
         experts,
         stack,
         shared_expert,

@@ -7,12 +7,16 @@ rows are sent again, counts are neither exchanged nor counted again.
 
     y = checkpoint(block, x)      # in place of torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
+    # and where transformers calls it, with experts spread by `toolkit.moe.ExpertParallel`:
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
+
 For those who write layers: `in_region`, `replaying` and `decide`, as `toolkit.moe.router` and `layer` use them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -36,7 +40,7 @@ class _Tape:
 _current: ContextVar[_Tape | None] = ContextVar("tape", default=None)
 
 
-class _Running:
+class _Running(AbstractContextManager[None]):
     """While it is entered, decisions go to a tape or come from it. Each backward through a region enters it again."""
 
     def __init__(self, tape: _Tape, start: int | None):
@@ -59,9 +63,13 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not torch.is_grad_enabled() or in_region():
         return fn(*args, **kwargs)
+    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=replay_contexts, **kwargs)
+
+
+def replay_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For the `context_fn` of PyTorch's own `checkpoint`, where others call it: what makes a region one of these."""
     tape = _Tape()
-    contexts = (_Running(tape, None), _Running(tape, 0))
-    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+    return _Running(tape, None), _Running(tape, 0)
 
 
 def in_region() -> bool:
