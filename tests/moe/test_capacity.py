@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.helpers import run_distributed
 from toolkit.moe import MoE, make_moe
 from toolkit.moe.capacity import Capacity, DropPolicy
+from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.router import ExpertChoiceRouter
 from toolkit.parallel import make_shard_groups
 
@@ -116,36 +117,49 @@ def test_nothing_is_dropped_or_counted_in_evaluation() -> None:
     assert layer.dropped_E.tolist() == [0] * EXPERTS
 
 
-def layer_on_one_rank(policy: DropPolicy) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    layer = layer_on(world, capacity_factor=0.6, drop_policy=policy)
-    x_TD = batch().split([13, 27])[rank]
-    y_TD = layer(x_TD)
-    y_TD.square().sum().backward()
-    return {
-        "y": y_TD.detach(),
-        "router": layer.router.weight.grad,
-        "up": layer.experts.up.grad,
-        "dropped": layer.dropped_E,
-        "load": layer.load_E,
-    }
+COPIES = ExpertPlacement(((0, 1, 2), (3, 1)))
+"""Expert 1 lives on both ranks."""
+
+
+def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
+    rank, found = dist.get_rank(), {}
+    for policy in ("probs", "position"):
+        for placement in (None, COPIES):
+            layer = layer_on(2, capacity_factor=0.6, drop_policy=policy, placement=placement)
+            y_TD = layer(batch().split([13, 27])[rank])
+            y_TD.square().sum().backward()
+            found[policy, placement is not None] = {
+                "y": y_TD.detach(),
+                "router": layer.router.weight.grad,
+                "up": layer.experts.up.grad,
+                "dropped": layer.dropped_E,
+                "load": layer.load_E,
+            }
+    return found
 
 
 def batch() -> Tensor:
     return torch.randn(40, DIM, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_ranks_together_compute_what_one_process_computes(policy: DropPolicy) -> None:
-    ranks = run_distributed(layer_on_one_rank, 2, policy)
-    layer = layer_on(1, capacity_factor=0.6, drop_policy=policy)
-    y_TD = layer(batch())
-    y_TD.square().sum().backward()
-    torch.testing.assert_close(torch.cat([rank["y"] for rank in ranks]), y_TD.detach())
-    torch.testing.assert_close(sum(rank["router"] for rank in ranks), layer.router.weight.grad)
-    torch.testing.assert_close(torch.cat([rank["up"] for rank in ranks]), layer.experts.up.grad)
-    assert torch.equal(sum(rank["dropped"] for rank in ranks), layer.dropped_E)
-    assert torch.equal(sum(rank["load"] for rank in ranks), layer.load_E)
+def test_ranks_together_compute_what_one_process_computes() -> None:
+    ranks = run_distributed(layers_on_one_rank, 2)
+    for policy, copies in ranks[0]:
+        found = {name: [rank[policy, copies][name] for rank in ranks] for name in ranks[0][policy, copies]}
+        layer = layer_on(1, capacity_factor=0.6, drop_policy=policy)
+        y_TD = layer(batch())
+        y_TD.square().sum().backward()
+        up_grad = layer.experts.up.grad
+        assert up_grad is not None
+        torch.testing.assert_close(torch.cat(found["y"]), y_TD.detach())
+        torch.testing.assert_close(sum(found["router"]), layer.router.weight.grad)
+        if copies:
+            torch.testing.assert_close(found["up"][0][:1], up_grad[:1])
+            torch.testing.assert_close(found["up"][0][1] + found["up"][1][1], up_grad[1])
+        else:
+            torch.testing.assert_close(torch.cat(found["up"]), up_grad)
+        assert torch.equal(sum(found["dropped"]), layer.dropped_E)
+        assert torch.equal(sum(found["load"]), layer.load_E)
 
 
 def test_a_rank_all_of_whose_copies_are_dropped_takes_part() -> None:
