@@ -23,7 +23,10 @@ from toolkit.config import MoERunConfig, OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.manifest import read_manifest
 from toolkit.moe import BiasBalancing, ExpertLoad, RouterPenalty, WholeStepBalance
+from toolkit.moe.replan import Replan
+from toolkit.moe.stack import expert_stacks
 from toolkit.optim import build_optimizer
 from toolkit.parallel import make_shard_groups, sharding_of
 from toolkit.run import start_run
@@ -60,7 +63,12 @@ class StopAt(Callback):
 
 @contextmanager
 def trainer_of(
-    folder: Path, layout: Layout, balance: str, callbacks: Sequence[Callback], **settings: Any
+    folder: Path,
+    layout: Layout,
+    balance: str,
+    callbacks: Sequence[Callback],
+    planner: str | None = None,
+    **settings: Any,
 ) -> Iterator[Trainer]:
     world, ep_size, placement = layout
     config = MoERunConfig(
@@ -81,6 +89,7 @@ def trainer_of(
         table = TensorTable(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
         )
+        replan = [] if planner is None else [Replan(model, planner=planner, every=3, guarded=False)]
         penalty = RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
         yield Trainer(
             run,
@@ -92,7 +101,7 @@ def trainer_of(
             schedule=warmup_cosine(max_steps=STEPS, warmup_steps=3),
             max_grad_norm=0.5,
             log_every=config.log_every,
-            callbacks=[WholeStepBalance(penalty), BiasBalancing(model), ExpertLoad(model), *callbacks],
+            callbacks=[WholeStepBalance(penalty), BiasBalancing(model), ExpertLoad(model), *replan, *callbacks],
         )
 
 
@@ -153,8 +162,10 @@ def load_all(folder: Path, layouts: list[Layout]) -> dict[tuple[Layout, Layout],
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Layout, Any], dict[tuple[Layout, Layout], Any]]:
-    """What each rank had when a layout saved, and what each rank had when another had loaded that."""
+def loaded(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[Layout, Any], dict[tuple[Layout, Layout], Any], dict[Layout, Any]]:
+    """What each rank had when a layout saved, what each rank had when another had loaded that, and the manifests."""
     folder = tmp_path_factory.mktemp("elastic")
     worlds = {world: [layout for layout in LAYOUTS if layout[0] == world] for world in (1, 2, 4)}
     saved: dict[Layout, Any] = {}
@@ -165,7 +176,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Layout, Any],
     for world, layouts in worlds.items():
         ranks = run_distributed(load_all, world, folder, layouts, timeout_s=300)
         pairs |= {pair: [rank[pair] for rank in ranks] for pair in ranks[0]}
-    return saved, pairs
+    manifests = {
+        layout: read_manifest(run_folder(folder, layout) / "checkpoints" / "step-00000003") for layout in LAYOUTS
+    }
+    return saved, pairs, manifests
 
 
 def all_tensors(ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -184,7 +198,7 @@ def test_the_pairs_are_as_many_and_as_various_as_promised():
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda layout: "{}p-ep{}-{}".format(*layout))
 def test_what_any_layout_saved_any_other_loads_without_a_difference(loaded: Any, before: Layout, after: Layout):
-    saved, pairs = loaded
+    saved, pairs, _ = loaded
     then, now = saved[before], pairs[before, after]
     expected, found = all_tensors(then), all_tensors(now)
     assert found.keys() == expected.keys()
@@ -196,6 +210,19 @@ def test_what_any_layout_saved_any_other_loads_without_a_difference(loaded: Any,
         assert rank["load"] == then[0]["load"]
         assert rank["position"] == then[0]["position"] == (3, 3 * BATCH)
     assert sum(map(sum, then[0]["load"][1])) == 3 * BATCH * (2 + 3), "every routed copy was counted"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "{}p-ep{}-{}".format(*layout))
+def test_a_row_is_written_once_by_its_owner_and_where_all_copies_were_is_noted(loaded: Any, layout: Layout):
+    about = loaded[2][layout]
+    placement = place(layout[2], layout[1])
+    for name, where in about["placement"].items():
+        assert where["slots"] == [list(row) for row in placement.slots]
+        written = {file: rows[name] for file, rows in about["rows"].items()}
+        owners = {f"experts-{rank:05d}.safetensors": [] for rank in range(layout[1])}
+        for expert in range(EXPERTS):
+            owners[f"experts-{placement.owner(expert).rank:05d}.safetensors"].append(expert)
+        assert {file: sorted(ids) for file, ids in written.items()} == owners
 
 
 # --- a run that changes its size -----------------------------------------------------------------------------------
@@ -227,6 +254,43 @@ def test_a_run_that_goes_from_four_processes_to_two_eight_and_one_keeps_its_loss
         assert abs(found - wanted) <= 1e-6 * abs(wanted)
     assert_equal_rows(last, weights, 1e-6)
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def replanned(folder: Path, layout: Layout, planner: str, until: int) -> dict[str, Any]:
+    """Losses, everything a checkpoint would hold, and where experts are, of a run that moves them every three steps."""
+    trace = Trace()
+    callbacks = [trace, StopAt(until), Checkpointing()]
+    with trainer_of(folder, layout, "loss", callbacks, planner, log_every=1) as trainer:
+        trainer.fit()
+        placements = [stack.placement for stack in expert_stacks(trainer.raw_model).values()]
+        return {"losses": trace.losses, "placements": placements} | contents(trainer)
+
+
+def stop_and_go(folder: Path, layout: Layout, planner: str) -> list[dict[str, Any]]:
+    """A run of twelve steps, and one that was stopped between two plans and continued."""
+    whole = replanned(folder / "whole", layout, planner, 12)
+    first = replanned(folder / "cut", layout, planner, 7)
+    second = replanned(folder / "cut", layout, planner, 12)
+    assert first["placements"] != [place(layout[2], layout[1])] * 2, "nothing had moved when it was stopped"
+    return [whole, second | {"losses": first["losses"] + second["losses"]}]
+
+
+@pytest.mark.parametrize(("layout", "planner"), [((4, 2, "spare"), "lpt"), ((4, 4, "copies"), "replicate")])
+def test_a_run_that_moves_experts_continues_bit_for_bit_on_as_many_processes(layout, planner, tmp_path: Path):
+    for whole, cut in run_distributed(stop_and_go, layout[0], tmp_path, layout, planner):
+        assert cut["placements"] == whole["placements"]
+        assert cut["losses"] == whole["losses"]
+        assert cut["load"] == whole["load"]
+        for name, value in whole["tensors"].items():
+            assert torch.equal(cut["tensors"][name], value), name
+
+
+def test_a_run_that_moved_experts_goes_on_with_other_processes(tmp_path: Path):
+    ((expected, _),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), 12)
+    first, *_ = run_distributed(replanned, 4, tmp_path / "run", (4, 4, "spare"), "replicate", 7)
+    second, *_ = run_distributed(replanned, 2, tmp_path / "run", (2, 2, "spare"), "replicate", 12)
+    for found, wanted in zip(first["losses"] + second["losses"], expected, strict=True):
+        assert abs(found - wanted) <= 1e-6 * abs(wanted)
 
 
 def test_another_batch_size_or_seed_is_still_refused(tmp_path: Path):
