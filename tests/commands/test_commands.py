@@ -35,7 +35,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
     ("words", "said"),
     [
         (["chekpoint"], "unknown command 'chekpoint': did you mean checkpoint?"),
-        (["zzz"], "unknown command 'zzz': take one of checkpoint"),
+        (["zzz"], f"unknown command 'zzz': take one of {', '.join(COMMANDS)}."),
         (["checkpoint", "verfy", "x"], "unknown 'verfy': did you mean verify?"),
         (["checkpoint"], "the following arguments are required: COMMAND: see toolkit checkpoint --help."),
         (["checkpoint", "verify", "x", "--quik"], "unexpected '--quik': see toolkit checkpoint --help."),
