@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -61,10 +62,9 @@ class Model(nn.Module):
         self.head = nn.Linear(DIM, 3)
         if skew:  # all tokens to the same two experts: some ranks get none
             with torch.no_grad():
-                self.stem.bias += 3
                 for block in self.blocks:
-                    block.gate.weight.zero_()
-                    block.gate.weight[0] += 0.01
+                    block.norm.bias += 1
+                    block.gate.weight[:2] += 0.5
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).tanh()
@@ -74,7 +74,8 @@ class Model(nn.Module):
 
 
 def place(kind: str) -> Any:
-    """By name: in any order; 5 on rank 0; experts 0 and 1 on every rank."""
+    """By name: in any order; 4 on rank 0; experts 0 and 1 on every rank; the last expert on all ranks but the last two
+    and its own, so three copies on four ranks."""
     if kind == "blocks":
         return None
 
@@ -85,7 +86,9 @@ def place(kind: str) -> Any:
         if kind == "uneven":
             return ExpertPlacement((tuple(order[:4]), *(tuple(order[4 + r :: ranks - 1]) for r in range(ranks - 1))))
         blocks = contiguous(experts, ranks)
-        return ExpertPlacement(tuple((*row, *(e for e in (0, 1) if e not in row)) for row in blocks.slots))
+        hot = (0, 1) if kind == "copies" else (experts - 1,)
+        rows = [(*row, *(e for e in hot if e not in row)) for row in blocks.slots]
+        return ExpertPlacement((*rows[:-2], blocks.slots[-2], rows[-1]) if kind == "three" else tuple(rows))
 
     return placement
 
@@ -112,6 +115,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     options = dict(options)
     dtype, accumulation = options.pop("dtype", torch.float64), options.pop("accumulation", 1)
     skew, kind, autocast = options.pop("skew", False), options.pop("placement", "blocks"), options.pop("bf16", False)
+    AcceleratorState._reset_state()  # cases of one launch differ in precision
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="bf16" if autocast else "no",
@@ -179,11 +183,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "planner": "swap", "replan_every": 1},
         {"ep_size": 2, "skew": True, "planner": "replicate", "replan_every": 2, "spare_slots": 1, "guarded": False},
         {"ep_size": 2, "dtype": torch.float32, "placement": "shuffled"},
+        {"ep_size": 2, "dtype": torch.float32, "bf16": True, "placement": "copies"},
+        {"ep_size": 2, "dtype": torch.float32, "bf16": True, "dense": "fsdp2"},
         {"ep_size": 2, "dtype": torch.float32, "placement": "shuffled", "dense": "fsdp2"},
     ],
     4: [
         {"ep_size": 2, "accumulation": 2, "placement": "copies", "spare_slots": 1},
         {"ep_size": 4, "placement": "uneven"},
+        {"ep_size": 4, "placement": "three"},
+        {"ep_size": 4, "placement": "three", "dtype": torch.float32, "accumulation": 2},
         {"ep_size": 4, "placement": "copies", "dense": "fsdp2", "skew": True},
         {"ep_size": 2, "dense": "fsdp2", "placement": "shuffled", **MIGRATING},
         {"ep_size": 4, "skew": True, "planner": "replicate", "replan_every": 1, "spare_slots": 1, "guarded": False},
@@ -193,10 +201,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 8, "placement": "copies"},
         {"ep_size": 8, "dense": "fsdp2", "placement": "shuffled"},
         {"ep_size": 4, "placement": "uneven", **MIGRATING},
+        {"ep_size": 2, "placement": "copies", "skew": True, "accumulation": 2},
+        {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2"},
         {"ep_size": 1},
     ],
 }
-REFERENCES = [{}, {"skew": True}, {"dtype": torch.float32}]
+REFERENCES = [{}, {"skew": True}, {"dtype": torch.float32}, {"dtype": torch.float32, "bf16": True}]
+BF16 = 0.05
+"""In bf16 a product has 8 bits, about 0.4 %, and another split of the batch rounds otherwise. Adam makes much of small
+gradients, so those of later steps are not compared; losses, norms and weights are."""
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +246,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 @pytest.mark.parametrize("world", CASES)
 def test_a_plain_accelerate_loop_learns_what_one_process_learns(world: int, reference: list[dict[str, Any]]) -> None:
     for case, *ranks in zip(CASES[world], *run_distributed(train_all, world, CASES[world], timeout_s=300), strict=True):
-        tolerance = 1e-6 if case.get("dtype") is torch.float32 else 1e-10
-        expected = reference[2 if case.get("dtype") is torch.float32 else 1 if case.get("skew") else 0]
+        single = case.get("dtype") is torch.float32
+        tolerance = BF16 if case.get("bf16") else 1e-6 if single else 1e-10
+        expected = reference[3 if case.get("bf16") else 2 if single else 1 if case.get("skew") else 0]
         for rank in ranks:
             assert relative(rank["losses"], expected["losses"]) < tolerance, case
             assert relative(rank["norms"], expected["norms"]) < tolerance, case
-        for step in range(STEPS):
+        for step in range(1 if case.get("bf16") else STEPS):
             rows = [rank["gradients"][step] for rank in ranks]
             owners = [{k: v for k, v in each.items() if not k.endswith(" copy")} for each in rows]
             assert_same(together(owners), expected["gradients"][step], tolerance)
