@@ -66,6 +66,25 @@ def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
     assert penalty().item() == pytest.approx(expected.item())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_changes_neither_gradients_nor_counts(family: str):
+    found = []
+    for checkpointing in (False, True):
+        model = model_of(family).train()
+        penalty = GlobalRouterPenalty(model, balance_weight=1.0)
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        ids = tokens(0, 4)
+        (model(input_ids=ids, labels=ids).loss + penalty()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((gradients, [watch.load_E.tolist() for watch in penalty.watches]))
+    (plain, counts), (again, recounts) = found
+    assert recounts == counts
+    assert again.keys() == plain.keys()
+    assert all(torch.allclose(again[name], gradient, rtol=1e-5, atol=1e-9) for name, gradient in plain.items())
+
+
 def share_of_ranks(samples: int) -> tuple[float, float, list[int]]:
     model = model_of("qwen3_moe")
     penalty = GlobalRouterPenalty(model, balance_weight=1.0, z_weight=0.5)

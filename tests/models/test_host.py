@@ -19,7 +19,7 @@ STEPS, SAMPLES = 4, 8
 ORDER = (5, 0, 7, 2, 6, 1, 4, 3)
 
 CASES = [(2, 2, family, "permuted") for family in FAMILIES]
-CASES += [(2, 2, "qwen3_moe", "replanned"), (4, 4, "gpt_oss", "replanned")]
+CASES += [(2, 2, "qwen3_moe", "replanned"), (2, 2, "qwen3_moe", "recomputed"), (4, 4, "gpt_oss", "replanned")]
 CASES += [(4, 2, "qwen3_moe", "permuted"), (4, 2, "qwen3_moe", "replanned")]
 """(processes, ep_size, family, placement): with ep_size 2 on 4 processes FSDP cuts each rank's experts in two."""
 
@@ -43,7 +43,7 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         experts_implementation="batched_mm",  # grouped products know no float64
     )
     replan = replan_callback(reverse, every=1)
-    if placement == "permuted":
+    if placement in ("permuted", "recomputed"):
         place_experts(model, ExpertPlacement.from_slot_of_expert(ORDER, ep_size))
 
     class Samples(Dataset):
@@ -70,6 +70,7 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         per_device_train_batch_size=SAMPLES // world,
         learning_rate=1e-2,
         max_grad_norm=0.3,
+        gradient_checkpointing=placement == "recomputed",
         lr_scheduler_type="constant",
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -139,7 +140,7 @@ def test_trainer_with_experts_anywhere_equals_stock_expert_parallelism(runs: Any
 def test_experts_really_were_elsewhere(runs: Any, case: tuple[int, int, str, str]):
     _, ep_size, _, placement = case
     (first, *_) = runs[case]
-    if placement == "permuted":
+    if placement != "replanned":
         assert first["held"] == [ExpertPlacement.from_slot_of_expert(ORDER, ep_size).slots] * len(first["held"])
     else:
         assert first["moved"] == [EXPERTS] * len(first["moved"])
@@ -148,6 +149,7 @@ def test_experts_really_were_elsewhere(runs: Any, case: tuple[int, int, str, str
 
 def test_loads_are_counted_by_expert(runs: Any):
     total = torch.tensor([rank["load"] for rank in runs[(2, 2, "qwen3_moe", "permuted")]]).sum(0)
-    again = torch.tensor([rank["load"] for rank in runs[(2, 2, "qwen3_moe", "replanned")]]).sum(0)
-    assert torch.equal(total, again)
+    for other in ("replanned", "recomputed"):
+        again = torch.tensor([rank["load"] for rank in runs[(2, 2, "qwen3_moe", other)]]).sum(0)
+        assert torch.equal(total, again), other
     assert total.sum(1).tolist() == [STEPS * SAMPLES * 12 * 2] * 2

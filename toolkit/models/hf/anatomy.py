@@ -80,12 +80,19 @@ class RouterWatch:
         if self.sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
             scores_TE = logits_TE.sigmoid()
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
+            return
         self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE)
         chosen = ids_TK.detach().flatten()
         self.last_load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
         self.last_load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
         if router.training and torch.is_grad_enabled():
             self.load_E = self.load_E.to(chosen.device) + self.last_load_E
+
+
+def recomputing() -> bool:
+    """Whether this is a forward for the second time, in the backward of a checkpointed region: not to be counted."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class GlobalRouterPenalty:

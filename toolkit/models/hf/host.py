@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.models.hf.anatomy import recomputing
 from toolkit.models.hf.kernel import slots_of_rows
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.migrate import MigrationReport, migrate
@@ -66,7 +67,7 @@ class PlacedExperts:
 
     def __call__(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         rows, plan = self.dispatcher.dispatch(hidden_TD, ids_TK)
-        if self.experts.training and torch.is_grad_enabled():
+        if self.experts.training and torch.is_grad_enabled() and not recomputing():
             self.load_E = self.load_E.to(plan.load_E.device) + plan.load_E
         if len(rows):
             slot_N1 = slots_of_rows(plan.rows_per_slot, len(rows))
