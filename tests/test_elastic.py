@@ -293,6 +293,28 @@ def test_a_run_that_moved_experts_goes_on_with_other_processes(tmp_path: Path):
         assert abs(found - wanted) <= 1e-6 * abs(wanted)
 
 
+def losses_under(folder: Path, layout: Layout, until: int, dense_parallel: str) -> list[float]:
+    trace = Trace()
+    callbacks = [trace, StopAt(until), Checkpointing()]
+    with trainer_of(folder, layout, "loss", callbacks, log_every=1, dense_parallel=dense_parallel) as trainer:
+        trainer.fit()
+    return trace.losses
+
+
+def test_a_run_goes_from_whole_dense_parameters_to_cut_ones_and_back(tmp_path: Path):
+    ((expected, _),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), 9)
+    losses: list[float] = []
+    for layout, until, dense_parallel in [
+        ((1, 1, "blocks"), 3, "ddp"),
+        ((2, 2, "uneven"), 6, "fsdp2"),
+        ((2, 2, "copies"), 9, "ddp"),
+    ]:
+        leg, *_ = run_distributed(losses_under, layout[0], tmp_path / "run", layout, until, dense_parallel)
+        losses += leg
+    for found, wanted in zip(losses, expected, strict=True):
+        assert abs(found - wanted) <= 1e-6 * abs(wanted)
+
+
 def test_another_batch_size_or_seed_is_still_refused(tmp_path: Path):
     with trainer_of(tmp_path / "run", LAYOUTS[0], "loss", [StopAt(1), Checkpointing()]) as trainer:
         trainer.fit()
