@@ -10,6 +10,7 @@ from tests.helpers import run_distributed
 from toolkit.doctor.causes import diagnose
 from toolkit.doctor.compare import Comparison
 from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.examine import judge
 from toolkit.doctor.probe import watch
 from toolkit.doctor.record import read_records
 
@@ -42,15 +43,15 @@ def watch_toy(folder: str, *fault: str) -> None:
     watch(Path(folder), 3, str(TOY), list(fault))
 
 
+def run_toy(out: Path, world: int, *fault: str) -> Evidence:
+    out.mkdir()
+    run_distributed(watch_toy, world, str(out), *fault)
+    return Evidence(read_records(out))
+
+
 def compare(folder: Path, *fault: str) -> Comparison:
     """The toy in one process and in two."""
-    runs = []
-    for world in (1, 2):
-        out = folder / str(world)
-        out.mkdir()
-        run_distributed(watch_toy, world, str(out), *fault)
-        runs.append(Evidence(read_records(out)))
-    return Comparison(*runs, 1e-6)
+    return Comparison(run_toy(folder / "one", 1, *fault), run_toy(folder / "two", 2, *fault), 1e-6)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -78,3 +79,26 @@ def test_what_is_right_is_not_reported(tmp_path: Path):
         "save and load",
     }
     assert comparison.many.has_moved(2), "the toy moves experts after its second step"
+
+
+def test_a_script_that_is_another_each_time_is_called_that_first(tmp_path: Path):
+    one, many = run_toy(tmp_path / "one", 1, "time"), run_toy(tmp_path / "two", 2, "time")
+    _, findings = judge(one, many, 1e-6, lambda name, world, _: run_toy(tmp_path / name, world, "time"))
+    assert findings[0].name == "not repeatable"
+
+
+def test_what_rounding_alone_does_is_no_fault_and_what_is_more_is_one(tmp_path: Path):
+    one, many = run_toy(tmp_path / "one", 1), run_toy(tmp_path / "two", 2)
+    rounded = run_toy(tmp_path / "rounded", 1)
+    for record in many.records:
+        for name in [name for name in record.tensors if name.startswith("1/gradient")]:
+            record.tensors[name] = record.tensors[name] * (1 + 1e-5)
+    for name in [name for name in rounded.first.tensors if name.startswith("1/gradient")]:
+        rounded.first.tensors[name] = rounded.first.tensors[name] * (1 + 4e-6)
+
+    yardstick = Comparison(one, rounded, 1e-6)
+    assert not Comparison(one, many, 1e-6).ok
+    assert Comparison(one, many, 1e-6, yardstick).ok
+    for name in [name for name in many.first.tensors if name.startswith("1/gradient")]:
+        many.first.tensors[name] = many.first.tensors[name] * (1 + 2e-5)
+    assert not Comparison(one, many, 1e-6, yardstick)["gradients"].ok

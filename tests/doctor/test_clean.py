@@ -15,9 +15,9 @@ from toolkit.doctor.record import read_records
 RECIPE = ["debug", "--dataset", "digits", "--tracker", "none"]
 
 
-def watch_recipe(folder: str, args: list[str], rounding: float) -> None:
-    recipe = str(ROOT / "recipes" / "mnist_moe.py")
-    watch(Path(folder), 3, recipe, [*args, "--run-dir", f"{folder}/run"], rounding)
+def watch_script(folder: str, steps: int, script: str, args: list[str], rounding: float = 0.0) -> None:
+    run_dir = ["--run-dir", f"{folder}/run"] if args else []
+    watch(Path(folder), steps, str(ROOT / script), [*args, *run_dir], rounding)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,9 @@ def watch_recipe(folder: str, args: list[str], rounding: float) -> None:
 def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path: Path):
     def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
         (tmp_path / name).mkdir()
-        run_distributed(watch_recipe, processes, str(tmp_path / name), [*RECIPE, *args], rounding)
+        run_distributed(
+            watch_script, processes, str(tmp_path / name), 3, "recipes/mnist_moe.py", [*RECIPE, *args], rounding
+        )
         return Evidence(read_records(tmp_path / name))
 
     many = run("many", world)
@@ -44,3 +46,17 @@ def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path
     assert [check for check in comparison.checks if not check.ok] == []
     assert findings == []
     assert many.first.saved_by == "Trainer.save and restore"
+
+
+def test_the_example_of_a_plain_loop_raises_no_alarm(tmp_path: Path):
+    def run(name: str, processes: int, _: float = 0.0) -> Evidence:
+        (tmp_path / name).mkdir()
+        run_distributed(watch_script, processes, str(tmp_path / name), 3, "docs/examples/plain_accelerate.py", [])
+        return Evidence(read_records(tmp_path / name))
+
+    many = run("many", 2)
+    comparison, findings = judge(run("one", 1), many, 1e-6, run)
+    assert [check for check in comparison.checks if not check.ok] == []
+    assert findings == []
+    assert comparison["expert counts"] in comparison.checks
+    assert many.first.saved_by == "ExpertParallel.save and load"

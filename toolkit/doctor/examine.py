@@ -187,14 +187,14 @@ def _run(
                     )
                 )
         failed = _wait(ranks, time.monotonic() + timeout_s)
+        if failed is None and any(process.poll() is None for process in ranks):
+            raise ScriptFailed(f"no end within {timeout_s:g} s: ranks may be waiting for each other; see --timeout.")
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
     if failed is not None:
-        if ranks[failed].returncode < 0:
-            raise ScriptFailed(f"no end within {timeout_s:g} s: ranks may be waiting for each other; see --timeout.")
         raise ScriptFailed(_last_line(folder / f"output{failed}.txt"))
     evidence = Evidence(read_records(folder))
     if len(evidence.records) < world or not evidence.steps:
@@ -206,17 +206,15 @@ def _run(
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Wait for all; the rank that failed first, or one that did not end in time."""
+    """Wait for all to end, at most until `deadline`; the rank that failed first, if one did."""
     failed: int | None = None
-    while running := [rank for rank, process in enumerate(ranks) if process.poll() is None]:
-        if failed is None and (bad := [rank for rank, process in enumerate(ranks) if process.poll()]):
+    while True:
+        codes = [process.poll() for process in ranks]
+        if failed is None and (bad := [rank for rank, code in enumerate(codes) if code]):
             failed, deadline = bad[0], min(deadline, time.monotonic() + GRACE_S)
-        if time.monotonic() > deadline:
-            ranks[running[0]].kill()
-            ranks[running[0]].wait()
-            return running[0] if failed is None else failed
+        if None not in codes or time.monotonic() > deadline:
+            return failed
         time.sleep(0.05)
-    return failed if failed is not None else next((r for r, process in enumerate(ranks) if process.returncode), None)
 
 
 def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:

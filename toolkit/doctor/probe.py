@@ -104,7 +104,8 @@ class Probe:
         return result
 
     def _listen(self, number: int, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        # Before the hooks of FSDP2, which swap the parameters that the optimizer knows for gathered ones.
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after_forward)
         inside: tuple[str, ...] = ()
         dropouts = 0
@@ -272,8 +273,9 @@ class Probe:
                 phase.rows[name] = list(sharding.row_ids)
                 phase.owns[name] = [bool(owns) for owns in sharding.owns]
         for key, tensor in self._state().items():
+            value = plain(tensor)  # on every rank: it may be a collective
             if self.is_first_rank or key.split("/")[1] in phase.rows:
-                self.record.tensors[f"{number}/{key}"] = plain(tensor)
+                self.record.tensors[f"{number}/{key}"] = value
         self.record.phases.append(phase)
 
     def _state(self) -> dict[str, Tensor]:
