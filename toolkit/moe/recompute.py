@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +36,9 @@ class _Tape:
     """Which decision comes next; None while the first forward makes them."""
 
 
-_current: ContextVar[_Tape | None] = ContextVar("tape", default=None)
+# A plain global, because torch.compile breaks its graphs at a ContextVar. One thread at a time runs the model: where
+# the backward has a thread of its own, the main one waits for it.
+_current: _Tape | None = None
 
 
 class _Running(AbstractContextManager[None]):
@@ -47,11 +48,13 @@ class _Running(AbstractContextManager[None]):
         self.tape, self.start = tape, start
 
     def __enter__(self) -> None:
-        self.tape.next = self.start
-        self.token = _current.set(self.tape)
+        global _current
+        self.tape.next, self.outer = self.start, _current
+        _current = self.tape
 
     def __exit__(self, *error: object) -> None:
-        _current.reset(self.token)
+        global _current
+        _current = self.outer
 
 
 @torch.compiler.disable
@@ -74,13 +77,12 @@ def replay_contexts() -> tuple[AbstractContextManager[None], AbstractContextMana
 
 def in_region() -> bool:
     """Whether this is a region's first or second forward."""
-    return _current.get() is not None
+    return _current is not None
 
 
 def replaying() -> bool:
     """Whether this is a region's second forward."""
-    tape = _current.get()
-    return tape is not None and tape.next is not None
+    return _current is not None and _current.next is not None
 
 
 def decide(make: Callable[[], Decision]) -> Decision:
@@ -88,7 +90,7 @@ def decide(make: Callable[[], Decision]) -> Decision:
 
     A decision holds no tensor with a gradient, or region and graph would keep each other alive.
     """
-    tape = _current.get()
+    tape = _current
     if tape is None:
         return make()
     if tape.next is None:
