@@ -339,6 +339,24 @@ def test_a_continued_loop_has_its_experts_where_they_were_and_ends_with_the_same
         assert all(torch.equal(its_weights[name], weights[name]) for name in weights)
 
 
+def frozen_experts() -> tuple[bool, bool]:
+    """Whether what is frozen stayed and the rest moved."""
+    model = Model()
+    for block in model.blocks:
+        block.experts.up.requires_grad_(False)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model, optimizer = ExpertParallel(Accelerator(cpu=True)).prepare(model, optimizer)
+    before = [p.detach().clone() for p in model.module.blocks[0].experts.parameters()]
+    model(torch.randn(8, 5)).square().sum().backward()
+    optimizer.step()
+    up, *rest = (torch.equal(p, q) for p, q in zip(model.module.blocks[0].experts.parameters(), before, strict=True))
+    return up, any(rest)
+
+
+def test_frozen_experts_are_spread_and_stay_as_they_are() -> None:
+    assert run_distributed(frozen_experts, 2) == [(True, False)] * 2
+
+
 def refusals() -> list[str]:
     said = []
 

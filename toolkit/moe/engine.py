@@ -112,7 +112,8 @@ class ExpertParallel:
         owned = self.expert_parameters()
         if self.groups.ep_size > 1:
             for parameter in owned:
-                self._average_in_backward(parameter)
+                if parameter.requires_grad:
+                    self._average_in_backward(parameter)
         if self.planner is not None and self.replan_every is not None:
             self.replanner = Replanner(
                 self.stacks,
