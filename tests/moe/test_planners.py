@@ -167,6 +167,15 @@ def test_where_no_exchange_helps_two_ranks_are_dealt_anew():
     assert swap(load, current, min_gain=0.15) == current
 
 
+def test_where_the_busiest_rank_cannot_be_helped_the_others_are_levelled():
+    # Rank 0 has one expert that weighs more than the mean; 9 and 1 become 5 and 5, or 4 and 6.
+    load, current = [40, 0, 5, 4, 1, 0], blocks(6, 3)
+    assert swap(load, current, others_gain=0.4).slots == ((0, 1), (4, 3), (2, 5))
+    assert swap(load, current, others_gain=None) == current
+    # They gain 4, and an expert weighs 50 / 6 on average.
+    assert swap(load, current, others_gain=0.5) == current
+
+
 def test_experts_that_are_alike_are_divided_into_what_fills_the_gaps():
     # Five of five ranks' load for four ranks: one expert in four copies, and the other slots stay empty.
     current = with_spare_slots(ExpertPlacement(((0, 1), (2,), (3,), (4,))), 1)
@@ -345,11 +354,11 @@ def test_with_a_spare_slot_per_rank_replicas_come_within_two_percent_of_balance(
 
 
 @pytest.mark.parametrize("experts", [64, 128])
-@pytest.mark.parametrize("sigma", [0.02, 0.05])
+@pytest.mark.parametrize("sigma", [0.05, 0.1])
 def test_on_drifting_load_swaps_equal_planning_from_scratch_with_a_fifth_of_the_moves(experts: int, sigma: float):
     scratch, swaps = [], []
     for seed in range(5):
-        load_TE = drifting(Sizes(steps=300, experts=experts, seed=seed), sigma=sigma).sum(1)
+        load_TE = drifting(Sizes(steps=400, experts=experts, seed=seed), sigma=sigma).sum(1)
         for planner, runs in ((lpt, scratch), (swap, swaps)):
             runs.append(replay(load_TE, blocks(experts, 8), planner, every=20))
     imbalance = [np.mean([run.imbalance_T[20:].mean() for run in runs]) for runs in (scratch, swaps)]

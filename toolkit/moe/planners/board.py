@@ -24,7 +24,7 @@ LITTLE_GAIN = 1e-3
 """What from-scratch planners stop at, as a part of the mean load of a rank."""
 GOOD_ENOUGH = 1.01
 """An imbalance that single exchanges may end at."""
-PARTNERS, DEAL_NODES = 4, 40
+PARTNERS, DEAL_NODES = 3, 30
 """How many ranks to deal anew with are tried, and how long to search with each: what keeps a plan in milliseconds."""
 
 
@@ -134,6 +134,7 @@ class Board:
         target: float = 1.0,
         min_gain: float = 0.0,
         max_moves: int | None = None,
+        others_gain: float | None = None,
         node_of_rank: Ints | None = None,
     ) -> None:
         """Exchange what lies in two slots, one of them on the busiest rank, for as long as that lowers the busiest
@@ -142,13 +143,18 @@ class Board:
 
         Ends at an imbalance of `target`, when an exchange would gain no more than `min_gain` (a fraction of the mean
         load of a rank), or before more than `max_moves` experts have moved; an exchange with an empty slot moves one,
-        any other two. A new deal must gain as much per expert that moves as an exchange of two. With `node_of_rank`,
-        only between ranks of one node.
+        any other two. A new deal must gain as much per expert that moves as an exchange of two. With `others_gain`,
+        goes on where nothing lowers the busiest rank, with the busiest of the others, for gains above that. With
+        `node_of_rank`, only between ranks of one node.
         """
         mean = float(self.load_R.mean())
         moves_left = len(self.expert_G) ** 2 if max_moves is None else max_moves
-        while mean and self.imbalance > target and moves_left:
-            busiest = int(self.load_R.argmax())
+        # Ranks that nothing lowers. No exchange of another rank with one of these helps, as they bear more than it.
+        stuck_R = np.zeros(len(self.load_R), dtype=bool)
+        while mean and moves_left and not stuck_R.all():
+            busiest = int(np.where(stuck_R, -np.inf, self.load_R).argmax())
+            if self.load_R[busiest] <= target * float(self.load_R[~stuck_R].mean()):
+                return
             start, end = self.first_slot[busiest], self.first_slot[busiest + 1]
             shift = self.weight_G[start:end, None] - self.weight_G
             higher = np.maximum(self.load_R[busiest] - shift, self.load_R[self.rank_G] + shift)
@@ -163,12 +169,14 @@ class Board:
                 higher[already_there | already_here] = np.inf
             lowest = float(higher.min())
             gain = float(self.load_R[busiest]) - lowest
-            least_gain = max(min_gain * mean, NO_GAIN * float(self.load_R[busiest]))
+            asked = min_gain if others_gain is None or not stuck_R.any() else others_gain
+            least_gain = max(asked * mean, NO_GAIN * float(self.load_R[busiest]))
             if gain <= least_gain:
-                moved = self._deal_anew(busiest, least_gain, moves_left, node_of_rank)
-                if not moved:
-                    return
+                moved = 0 if stuck_R.any() else self._deal_anew(busiest, least_gain, moves_left, node_of_rank)
                 moves_left -= moved
+                if not moved and others_gain is None:
+                    return
+                stuck_R[busiest] = not moved
                 continue
             i, j = np.nonzero(higher == lowest)
             i += start

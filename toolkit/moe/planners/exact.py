@@ -75,6 +75,10 @@ def _choices(
     ranks: Sequence[int], number: int, loads: Sequence[float], free: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
     """Ways to take `number` of `ranks`, which are sorted, where those that bear and hold as much are alike."""
+    if number == 1:
+        kinds = {(loads[rank], free[rank]): rank for rank in reversed(ranks)}
+        yield from ((rank,) for rank in reversed(kinds.values()))
+        return
     alike = [list(group) for _, group in groupby(ranks, key=lambda rank: (loads[rank], free[rank]))]
     behind = [0]
     for group in reversed(alike):

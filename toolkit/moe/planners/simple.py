@@ -47,15 +47,21 @@ def swap(
     *,
     target: float = 1.0,
     min_gain: float = 0.005,
+    others_gain: float | None = 0.8,
     max_moves: int | None = None,
 ) -> ExpertPlacement:
     """The few exchanges that help most, from where experts are now: never worse than `current`, replicas kept.
 
     Ends at an imbalance of `target`, when an exchange would lower it by no more than `min_gain`, or when `max_moves`
     experts have moved (an exchange of two experts moves two, a move into a spare slot one).
+
+    Where the busiest rank cannot be helped, the others are levelled among themselves, as one of them may be busiest
+    next, by exchanges that gain more than `others_gain` times the mean load of an expert; None leaves them alone.
     """
     board = Board(current, checked_load(load_E, current))
-    board.level(target=target, min_gain=min_gain, max_moves=max_moves)
+    if others_gain is not None:
+        others_gain *= current.ranks / current.num_experts
+    board.level(target=target, min_gain=min_gain, others_gain=others_gain, max_moves=max_moves)
     return board.placement()
 
 
