@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe import dispatch, make_moe
 from toolkit.moe.expert_load import ExpertLoad
+from toolkit.moe.forwards import ForwardLoads
+from toolkit.moe.imbalance import rank_imbalance
 from toolkit.moe.metrics import (
     RowBytes,
     Window,
@@ -198,6 +201,16 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         if not recompute:
             assert sums["moe/all_to_all_bytes_per_step"] == sum(sent for sent, _, _ in ranks)
         results = ranks[0][2]
+        assert sum(line["moe/migration_bytes"] for line in live) == migrated[1]
+        assert live[-1]["moe/migration_bytes_per_step"] == migrated[1] / STEPS
+        promised = []
+        for layer in range(2):
+            # The last time that this layer's placement changed, and the window of four steps that was planned for.
+            pairs = list(pairwise(trace.placements))
+            first, new = [(at, to[layer]) for (_, of), (at, to) in pairs if of[layer] != to[layer]][-1]
+            window_FSE = trace.load_FLSE[first - PLAN * accumulation : first, layer]
+            promised.append(rank_imbalance(window_FSE.sum((0, 1)), new))
+        assert live[-1]["moe/predicted_imbalance"] == pytest.approx(np.mean(promised))
         assert results["migrated_experts"] == migrated[0] > 0
         assert results["migration_bytes"] == migrated[1]
 
@@ -253,3 +266,17 @@ def test_replicas_cost_memory_and_bytes_for_each_copy_beyond_the_first():
 def test_an_expert_below_a_tenth_of_its_fair_share_is_dead():
     assert expert_metrics(np.array([[1000] * 49 + [95]]))["moe/dead_experts"] == 1
     assert expert_metrics(np.array([[1000] * 49 + [105]]))["moe/dead_experts"] == 0
+
+
+def test_copies_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
+    torch.manual_seed(0)
+    layer = make_moe(DIM, 4, EXPERTS, 2, capacity_factor=0.5)
+    forwards = ForwardLoads(layer)
+    for _ in range(2):
+        layer(torch.randn(12, DIM))
+    ((_, sent_FLE, dropped_FLE),) = forwards.take()
+    assert forwards.may_drop
+    assert (sent_FLE.sum(0)[0] + dropped_FLE.sum(0)[0]).tolist() == layer.load_E.tolist()
+    assert dropped_FLE.sum(0)[0].tolist() == layer.dropped_E.tolist()
+    assert sent_FLE.max() == 2, "a capacity of half of 24 copies over 6 experts"
+    assert dropped_FLE.sum() >= 2 * (24 - 12)

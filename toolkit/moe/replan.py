@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +71,8 @@ class Replanner:
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """What was carried out since the start of this process."""
+        self.planner_seconds = 0.0
+        """Spent on making plans on this rank, since the start of this process."""
         self._before = {name: stack.load_E.clone() for name, stack in stacks.items()}
         self._ends: list[float] = []
         """When the steps of this window ended."""
@@ -87,7 +89,9 @@ class Replanner:
         for (name, stack), load_E in zip(self.stacks.items(), loads, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
+            began = time.perf_counter()
             new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **self.options)
+            self.planner_seconds += time.perf_counter() - began
             if new is None:
                 continue
             report = migrate(stack, new, optimizer)
@@ -169,14 +173,19 @@ class Replanner:
 class Replan(Callback):
     """Moves experts between ranks every `every` steps, as `planner` says; None leaves them where they are.
 
-    Records `moe/migrated_experts` and `moe/migration_bytes`, each since the last line, and leaves the sums of the run
-    in its results.
+    Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, each since the
+    last line; `moe/migration_bytes_per_step` over the whole run; `moe/predicted_imbalance`, what the plans in force
+    promised, mean over layers that have one, to hold beside `moe/rank_imbalance_of_sum`; and of this rank
+    `perf/planner_ms` and `perf/migration_ms` since the last line. Leaves the sums of the run in its results.
     """
 
     def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
         stacks = expert_stacks(model) if planner else {}
         self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
-        self._experts = self._bytes = 0
+        self._experts = self._bytes = self._optimizer_bytes = 0
+        self._predicted: dict[str, float] = {}
+        self._seconds = (0.0, 0.0)
+        """Of planning and of migrating up to the last line, in this process."""
         self._restored: Mapping[str, Any] | None = None
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -185,12 +194,26 @@ class Replan(Callback):
         moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
         self._experts += sum(migration.report.cost.experts for migration in moved)
         self._bytes += sum(migration.report.cost.bytes for migration in moved)
+        self._optimizer_bytes += sum(migration.report.cost.optimizer_bytes for migration in moved)
+        self._predicted |= {migration.layer: migration.predicted_imbalance for migration in moved}
         if trainer.at_log_step:
             trainer.record("moe/migrated_experts", self._experts)
             trainer.record("moe/migration_bytes", self._bytes)
+            trainer.record("moe/migration_optimizer_bytes", self._optimizer_bytes)
+            if self._predicted:
+                trainer.record("moe/predicted_imbalance", fmean(self._predicted.values()))
+            before = self._seconds
+            self._seconds = (
+                self.replanner.planner_seconds,
+                sum(migration.report.seconds for migration in self.replanner.migrations),
+            )
+            trainer.record("perf/planner_ms", 1e3 * (self._seconds[0] - before[0]))
+            trainer.record("perf/migration_ms", 1e3 * (self._seconds[1] - before[1]))
             for name, value in (("migrated_experts", self._experts), ("migration_bytes", self._bytes)):
                 trainer.results[name] = trainer.results.get(name, 0) + value
-            self._experts = self._bytes = 0
+            amortised = trainer.results["migration_bytes"] / trainer.state.step
+            trainer.record("moe/migration_bytes_per_step", amortised)
+            self._experts = self._bytes = self._optimizer_bytes = 0
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
         if self._restored is not None:
@@ -200,8 +223,15 @@ class Replan(Callback):
     def state_dict(self) -> dict[str, Any]:
         if not self.replanner.stacks:
             return {}
-        return {"replanner": self.replanner.state_dict(), "experts": self._experts, "bytes": self._bytes}
+        return {
+            "replanner": self.replanner.state_dict(),
+            "experts": self._experts,
+            "bytes": self._bytes,
+            "optimizer_bytes": self._optimizer_bytes,
+            "predicted": self._predicted,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Experts go where they were once their rows are here, which is when the first step is about to begin.
         self._restored, self._experts, self._bytes = state, state["experts"], state["bytes"]
+        self._optimizer_bytes, self._predicted = state["optimizer_bytes"], dict(state["predicted"])
