@@ -11,8 +11,8 @@ from toolkit.doctor.causes import diagnose
 from toolkit.doctor.compare import Comparison
 from toolkit.doctor.evidence import Evidence
 from toolkit.doctor.examine import judge
-from toolkit.doctor.probe import watch
 from toolkit.doctor.record import read_records
+from toolkit.doctor.watch import watch
 
 TOY = Path(__file__).parent / "toy.py"
 

@@ -9,8 +9,8 @@ import pytest
 from tests.helpers import ROOT, run_distributed
 from toolkit.doctor.evidence import Evidence
 from toolkit.doctor.examine import judge
-from toolkit.doctor.probe import watch
 from toolkit.doctor.record import read_records
+from toolkit.doctor.watch import watch
 
 RECIPE = ["debug", "--dataset", "digits", "--tracker", "none"]
 

@@ -170,7 +170,7 @@ def _run(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
         }
-    command = [sys.executable, "-m", "toolkit.doctor.probe", str(folder), str(steps), str(rounding)]
+    command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding)]
     command += [str(script), *words]
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -1,4 +1,4 @@
-"""Run a script with a stethoscope on it: `python -m toolkit.doctor.probe OUT STEPS ROUNDING SCRIPT [ARGUMENT ...]`.
+"""What one process of a script does, seen without its help.
 
 Everything is seen from torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
 `Accelerator.backward` the loss, whatever clips the norm, the optimizer's step hooks the gradients. The state after a
@@ -8,22 +8,16 @@ left, by an exception that only this file catches.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import runpy
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from toolkit import parallel
 from toolkit.doctor.compare import GRADIENT_FLOOR
@@ -342,135 +336,3 @@ def plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.to("cpu", copy=True).contiguous()
-
-
-# --- putting it on ------------------------------------------------------------------------------------------------
-
-
-def attach(probe: Probe) -> None:
-    """Put the probe between the script and its libraries, for the rest of this process."""
-    _attach_accelerator(probe)
-    register_optimizer_step_pre_hook(probe.before_update)
-    register_optimizer_step_post_hook(probe.after_update)
-    for owner in (torch.nn.utils, parallel):
-        original = owner.clip_grad_norm_
-        _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
-    if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        _replace(parallel.make_shard_groups, lambda _ep_size=1: parallel.ShardGroups(), parallel)
-    _attach_ours(probe)
-
-
-def _replace(original: Any, replacement: Any, owner: Any) -> None:
-    """Wherever modules have taken `original` by name already, and in its home."""
-    name = original.__name__
-    functools.update_wrapper(replacement, original)
-    for module in [owner, *list(sys.modules.values())]:
-        if vars(module).get(name) is original if hasattr(module, "__dict__") else False:
-            setattr(module, name, replacement)
-
-
-def _attach_accelerator(probe: Probe) -> None:
-    cls = accelerate.Accelerator
-    start, backward, clip = cls.__init__, cls.backward, cls.clip_grad_norm_
-
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **settings: Any) -> None:
-        loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
-        probe.splits = not loading.split_batches
-        loading.split_batches = loading.use_seedable_sampler = True
-        if loading.data_seed is None:
-            loading.data_seed = 0
-        start(self, *args, **(settings | {"dataloader_config": loading}))
-
-    def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def prepare(self: Any, *args: Any, **settings: Any) -> Any:
-            models = [
-                m for m in args if isinstance(m, nn.Module) and not isinstance(m, nn.parallel.DistributedDataParallel)
-            ]
-            if probe.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
-                probe.splits = False
-                probe.record.notes.append(
-                    "split_batches=True was set, so that every world sees the same global batches"
-                )
-            result = probe.prepare(self, models, lambda: original(self, *args, **settings))
-            for wrapper in result if isinstance(result, tuple) else (result,):
-                if isinstance(wrapper, nn.parallel.DistributedDataParallel) and not probe.is_preparing:
-                    wrapper.register_forward_pre_hook(lambda *_: probe.before_wrapped_forward())
-            return result
-
-        return prepare
-
-    cls.__init__ = init
-    cls.prepare, cls.prepare_model = preparing(cls.prepare), preparing(cls.prepare_model)
-    cls.backward = lambda self, loss, **kw: probe.backward(loss, lambda: backward(self, loss, **kw))
-    cls.clip_grad_norm_ = lambda self, *args, **kw: probe.clip(lambda: clip(self, *args, **kw))
-
-
-def _attach_ours(probe: Probe) -> None:
-    """What our own parts tell beyond what torch and Accelerate do."""
-    from toolkit import launch
-    from toolkit.moe.engine import ExpertParallel
-    from toolkit.moe.losses import RouterPenalty
-    from toolkit.trainer import Trainer
-
-    launch.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
-
-    def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
-        start = cls.__init__
-
-        @functools.wraps(start)
-        def init(self: Any, *args: Any, **settings: Any) -> None:
-            start(self, *args, **settings)
-            probe.save, probe.load, probe.record.saved_by = save(self), load(self), name
-
-        cls.__init__ = init
-
-    remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
-    remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
-    penalty = RouterPenalty.__call__
-
-    def call(self: Any) -> Any:
-        value = penalty(self)
-        if value is not None and torch.is_grad_enabled():
-            probe.step.penalties.append(float(value.detach()))
-        return value
-
-    RouterPenalty.__call__ = call  # type: ignore[method-assign]
-
-
-def watch(out: Path, steps: int, script: str, args: list[str], rounding: float = 0.0) -> Record:
-    """Run `script` as if from the command line, and leave it once `steps` optimizer steps were seen."""
-    probe = Probe(out, steps, rounding)
-    attach(probe)
-    sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
-    with contextlib.suppress(Finished):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as stop:
-            if stop.code not in (None, 0):
-                raise
-    if not probe.done:  # it came to its end before
-        if probe._open_step and probe.record.phases:
-            probe.take_phase()
-        probe.finish()
-    return probe.record
-
-
-def main() -> None:
-    out, steps, rounding, script, *args = sys.argv[1:]
-    code = 0
-    try:
-        watch(Path(out), int(steps), script, args, float(rounding))
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # another rank may never come to say goodbye
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,108 @@
+"""Where the probe is put between a script and its libraries: Accelerate, torch, and our own parts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from toolkit import parallel
+from toolkit.doctor.probe import Probe
+
+
+def attach(probe: Probe) -> None:
+    """Put the probe between the script and its libraries, for the rest of this process."""
+    _attach_accelerator(probe)
+    register_optimizer_step_pre_hook(probe.before_update)
+    register_optimizer_step_post_hook(probe.after_update)
+    for owner in (torch.nn.utils, parallel):
+        original = owner.clip_grad_norm_
+        _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
+    if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        _replace(parallel.make_shard_groups, lambda _ep_size=1: parallel.ShardGroups(), parallel)
+    _attach_ours(probe)
+
+
+def _replace(original: Any, replacement: Any, owner: Any) -> None:
+    """Wherever modules have taken `original` by name already, and in its home."""
+    name = original.__name__
+    functools.update_wrapper(replacement, original)
+    for module in [owner, *list(sys.modules.values())]:
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replacement)
+
+
+def _attach_accelerator(probe: Probe) -> None:
+    cls = accelerate.Accelerator
+    start, backward, clip = cls.__init__, cls.backward, cls.clip_grad_norm_
+
+    @functools.wraps(start)
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
+        probe.splits = not loading.split_batches
+        loading.split_batches = loading.use_seedable_sampler = True
+        if loading.data_seed is None:
+            loading.data_seed = 0
+        start(self, *args, **(settings | {"dataloader_config": loading}))
+
+    def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare(self: Any, *args: Any, **settings: Any) -> Any:
+            models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
+            if probe.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
+                probe.splits = False
+                probe.record.notes.append(
+                    "split_batches=True was set, so that every world sees the same global batches"
+                )
+            result = probe.prepare(self, models, lambda: original(self, *args, **settings))
+            for wrapper in result if isinstance(result, tuple) else (result,):
+                if isinstance(wrapper, DistributedDataParallel) and not probe.is_preparing:
+                    wrapper.register_forward_pre_hook(lambda *_: probe.before_wrapped_forward())
+            return result
+
+        return prepare
+
+    cls.__init__ = init
+    cls.prepare, cls.prepare_model = preparing(cls.prepare), preparing(cls.prepare_model)
+    cls.backward = lambda self, loss, **kw: probe.backward(loss, lambda: backward(self, loss, **kw))
+    cls.clip_grad_norm_ = lambda self, *args, **kw: probe.clip(lambda: clip(self, *args, **kw))
+
+
+def _attach_ours(probe: Probe) -> None:
+    """What our own parts tell beyond what torch and Accelerate do."""
+    from toolkit import launch
+    from toolkit.moe.engine import ExpertParallel
+    from toolkit.moe.losses import RouterPenalty
+    from toolkit.trainer import Trainer
+
+    launch.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+
+    def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
+        start = cls.__init__
+
+        @functools.wraps(start)
+        def init(self: Any, *args: Any, **settings: Any) -> None:
+            start(self, *args, **settings)
+            probe.save, probe.load, probe.record.saved_by = save(self), load(self), name
+
+        cls.__init__ = init
+
+    remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
+    remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
+    penalty = RouterPenalty.__call__
+
+    def call(self: Any) -> Any:
+        value = penalty(self)
+        if value is not None and torch.is_grad_enabled():
+            probe.step.penalties.append(float(value.detach()))
+        return value
+
+    RouterPenalty.__call__ = call  # type: ignore[method-assign]

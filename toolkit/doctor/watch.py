@@ -1,0 +1,51 @@
+"""Run a script under the probe: `python -m toolkit.doctor.watch OUT STEPS ROUNDING SCRIPT [ARGUMENT ...]`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from toolkit.doctor.attach import attach
+from toolkit.doctor.probe import Finished, Probe
+from toolkit.doctor.record import Record
+
+
+def watch(out: Path, steps: int, script: str, args: list[str], rounding: float = 0.0) -> Record:
+    """Run `script` as if from the command line, and leave it once `steps` optimizer steps were seen."""
+    probe = Probe(out, steps, rounding)
+    attach(probe)
+    sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
+    with contextlib.suppress(Finished):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+    if not probe.done:  # it came to its end before
+        if probe._open_step and probe.record.phases:
+            probe.take_phase()
+        probe.finish()
+    return probe.record
+
+
+def main() -> None:
+    out, steps, rounding, script, *args = sys.argv[1:]
+    code = 0
+    try:
+        watch(Path(out), int(steps), script, args, float(rounding))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # another rank may never come to say goodbye
+
+
+if __name__ == "__main__":
+    main()
