@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.helpers import run_distributed
 from tests.models.families import EXPERTS, FAMILIES, awaken, config, tokens
+from toolkit.errors import UserError
 from toolkit.models.hf import GlobalRouterPenalty, causal_lm, experts_modules, save_pretrained, use_toolkit_kernel
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.parallel import EMPTY_ROW, sharding_of
@@ -93,6 +94,9 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    if world > 1:
+        with pytest.raises(UserError, match="of one rank only"):
+            inner.save_pretrained(folder / "one rank's")
     saved = folder / "-".join(map(str, case))
     save_pretrained(model, saved)
     if world > 1:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers import run_distributed
 from tests.models.families import EXPERTS, FAMILIES, awaken, config, tokens
-from toolkit.models.hf import causal_lm, place_experts, placed_experts, replan_callback, use_toolkit_ep
+from toolkit.errors import UserError
+from toolkit.models.hf import PlacedExperts, causal_lm, place_experts, placed_experts, replan_callback, use_toolkit_ep
 from toolkit.moe.placement import ExpertPlacement
 
 STEPS, SAMPLES = 4, 8
@@ -43,6 +46,14 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         experts_implementation="batched_mm",  # grouped products know no float64
     )
     replan = replan_callback(reverse, every=1)
+    refused = []
+    if placement == "permuted":
+        uneven = ExpertPlacement((ORDER[:5], ORDER[5:]))
+        for wrong in (uneven, {"model.layers.7.mlp.experts": uneven}):
+            try:
+                place_experts(model, wrong)
+            except UserError as error:
+                refused.append(str(error))
     if placement in ("permuted", "recomputed"):
         place_experts(model, ExpertPlacement.from_slot_of_expert(ORDER, ep_size))
 
@@ -92,6 +103,7 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         "weights": dict(causal_lm(saved, dtype=torch.float64).state_dict()) if dist.get_rank() == 0 else {},
         "moved": [report.cost.experts for report in replan.reports],
         "held": [placed.placement.slots for placed in placed_experts(model).values()],
+        "refused": refused,
         "load": [placed.load_E.tolist() for placed in placed_experts(model).values()],
     }
 
@@ -145,6 +157,34 @@ def test_experts_really_were_elsewhere(runs: Any, case: tuple[int, int, str, str
     else:
         assert first["moved"] == [EXPERTS] * len(first["moved"])
         assert len(first["moved"]) == STEPS * len(first["held"])
+
+
+def test_placements_that_do_not_fit_are_refused_on_every_rank(runs: Any):
+    for rank in runs[(2, 2, "gpt_oss", "permuted")]:
+        slots, layer = rank["refused"]
+        assert "[5, 3] slots per rank" in slots
+        assert "no experts at 'model.layers.7.mlp.experts'" in layer
+
+
+def test_models_that_came_another_way_are_refused():
+    with pytest.raises(UserError, match="no experts under ep_implementation='toolkit'"):
+        place_experts(causal_lm(config("mixtral")), ExpertPlacement((ORDER,)))
+
+
+def test_ranks_that_share_a_batch_are_refused():
+    with pytest.raises(UserError, match="tp_size=2"):
+        PlacedExperts(nn.Identity(), SimpleNamespace(), SimpleNamespace(size=lambda: 2))
+
+
+def test_an_interval_of_no_steps_is_refused():
+    with pytest.raises(UserError, match="every=0"):
+        replan_callback("swap", every=0)
+
+
+def test_a_transformers_without_a_registry_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    with pytest.raises(UserError, match=r"use 5\.23 or newer"):
+        use_toolkit_ep()
 
 
 def test_loads_are_counted_by_expert(runs: Any):

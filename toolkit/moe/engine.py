@@ -230,6 +230,15 @@ class ExpertParallel:
         self.accelerator.register_save_state_pre_hook(refuse)
         self.accelerator.register_load_state_pre_hook(refuse)
 
+        def refuse_weights(*_: Any, **__: Any) -> None:
+            raise UserError(
+                "model.save_pretrained would write the experts of one rank only: "
+                "use save_pretrained(model, folder) of toolkit.models.hf."
+            )
+
+        if hasattr(self._model, "save_pretrained"):
+            self._model.save_pretrained = refuse_weights  # type: ignore[assignment]
+
     # --- while training -----------------------------------------------------------------------------------------
 
     def _after_step(self) -> None:

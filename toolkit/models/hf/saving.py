@@ -36,7 +36,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     failure: list[str | None] = [None]
     if rank == 0:
         try:
-            inner.save_pretrained(folder, state_dict=state, **options)
+            # Not the instance's own: where the engine has spread experts, that one refuses.
+            type(inner).save_pretrained(inner, folder, state_dict=state, **options)
         except OSError as error:
             failure = [f"model folder {os.fspath(folder)} cannot be written ({error}): use one that can be."]
     if dist.is_initialized():
