@@ -1,8 +1,9 @@
 """What planners reach and what they cost, on made-up loads.
 
-    python benchmarks/planners.py                 all four tables, about a minute
+    python benchmarks/planners.py                 all five tables, about a minute
     python benchmarks/planners.py cost            milliseconds per plan
     python benchmarks/planners.py balance         imbalance beside the bound for the slots given, W0 to W7
+    python benchmarks/planners.py small           the same for few experts, beside bounds that are searched for
     python benchmarks/planners.py drift           swaps beside planning from scratch, on load that drifts
     python benchmarks/planners.py guard           plans beside doing nothing, over each span of two plans
 
@@ -35,6 +36,8 @@ from toolkit.moe.replay import replay, worst_span
 from toolkit.moe.workloads import WORKLOADS, Sizes, drifting
 
 SEEDS = 5
+SEARCH = 20_000
+"""Partial placements looked at per limit, where bounds are searched for."""
 EVERY = 20
 """Steps between plans."""
 EXPERT = 3 * 2048 * 1024
@@ -120,6 +123,33 @@ def balance() -> None:
     write_report("planners_balance", rows, seeds=SEEDS)
 
 
+def small() -> None:
+    """Few experts seldom divide evenly, so that the bound has to be searched for. Spare: one slot more on each rank."""
+    rows: list[Row] = []
+    for experts, ranks in ((8, 2), (8, 4), (16, 4), (16, 8)):
+        for name, workload in {**WORKLOADS, "drift": drifting}.items():
+            ratios: list[list[float]] = []
+            for seed in range(SEEDS):
+                sizes = Sizes(steps=EVERY, ranks=ranks, experts=experts, copies=32768 // ranks, seed=seed)
+                load = workload(sizes).sum((0, 1))
+                spare = start("replicate", experts, ranks)
+                ratios.append([])
+                for current, planners in ((start("", experts, ranks), (lpt, swap)), (spare, (lpt, swap, replicate))):
+                    bounds = {
+                        copied: lower_bound(load, current, replicas=copied, search=SEARCH) for copied in (False, True)
+                    }
+                    ratios[-1] += [
+                        rank_imbalance(load, planner(load, current)) / bounds[planner is replicate]
+                        for planner in planners
+                    ]
+            worst = [round(x, 4) for x in np.max(ratios, axis=0).tolist()]
+            titles = ["lpt / bound", "swap / bound", "lpt, spare", "swap, spare", "replicate / its bound"]
+            rows.append(
+                {"experts, ranks": f"{experts}, {ranks}", "workload": name, **dict(zip(titles, worst, strict=True))}
+            )
+    write_report("planners_small", rows, seeds=SEEDS, search=SEARCH)
+
+
 def drift() -> None:
     """Imbalance that came about, not what plans promised: means over steps after the first plan, and over seeds."""
     rows: list[Row] = []
@@ -181,7 +211,7 @@ def guard() -> None:
     write_report("planners_guard", rows, seeds=SEEDS, every=EVERY, experts=64, ranks=8)
 
 
-TABLES = {"cost": cost, "balance": balance, "drift": drift, "guard": guard}
+TABLES = {"cost": cost, "balance": balance, "small": small, "drift": drift, "guard": guard}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from toolkit.moe.planners import (
     swap,
 )
 from toolkit.moe.planners.board import Board, even_counts, pack
+from toolkit.moe.planners.exact import SearchTooLong, fit
 from toolkit.moe.planners.replicas import copies_for
 from toolkit.moe.replay import replay
 from toolkit.moe.traffic import traffic
@@ -351,6 +353,30 @@ def test_with_a_spare_slot_per_rank_replicas_come_within_two_percent_of_balance(
     sizes = Sizes(steps=20, ranks=ranks, experts=experts, copies=32768 // ranks)
     load, current = WORKLOADS[workload](sizes).sum((0, 1)), with_spare_slots(blocks(experts, ranks), 1)
     assert rank_imbalance(load, replicate(load, current)) <= 1.02 * lower_bound(load, current, replicas=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("workload", [WORKLOADS["W1"], WORKLOADS["W5"], WORKLOADS["W7"], drifting])
+def test_few_experts_come_within_two_percent_of_a_bound_that_is_searched_for(
+    ranks: int, workload: Callable[[Sizes], np.ndarray]
+):
+    for seed, experts in itertools.product(range(2), (8, 16)):
+        load = workload(Sizes(steps=20, ranks=ranks, experts=experts, seed=seed)).sum((0, 1))
+        spare = with_spare_slots(blocks(experts, ranks), 1)
+        for current, planner in ((blocks(experts, ranks), lpt), (blocks(experts, ranks), swap), (spare, replicate)):
+            bound = lower_bound(load, current, replicas=planner is replicate, search=20_000)
+            assert rank_imbalance(load, planner(load, current)) <= 1.02 * bound
+
+
+def test_a_search_finds_a_placement_or_proves_that_there_is_none_or_gives_up():
+    assert fit([3, 2, 2, 1], [2, 2], 4, spare=0, nodes=100) == [[0, 3], [1, 2]]
+    assert fit([3, 2, 2, 1], [3, 2], 3.9, spare=0, nodes=100) is None
+    # With one copy more, a half of 2 lies beside each 3.
+    assert fit([3, 3, 2], [2, 2], 4, spare=1, nodes=100) == [[0, 2], [1, 2]]
+    assert fit([3, 3, 2], [2, 2], 4, spare=0, nodes=100) is None
+    assert fit([1, 1], [1], 9, spare=0, nodes=100) is None
+    with pytest.raises(SearchTooLong):
+        fit([3, 2, 2, 1], [2, 2], 4, spare=0, nodes=3)
 
 
 @pytest.mark.parametrize("experts", [64, 128])

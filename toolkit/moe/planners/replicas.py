@@ -19,8 +19,10 @@ SLACKS = (1.002, 1.008, 1.015, 1.025, 1.04, 1.07)
 """Limits to try, as parts of the least that the busiest rank can bear."""
 
 
-FEW_SLOTS, SEARCH_NODES = 64, 60
-"""Up to how many slots in all a search is worth its time, and how long it is for each limit."""
+SEARCH_EFFORT = 150_000
+"""Partial placements that a search looks at for each limit, times the square of the slots."""
+FEW_SLOTS = 64
+"""Up to how many slots in all a search is worth its time."""
 
 
 def copies_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
@@ -109,7 +111,7 @@ def _pack_with_copies(weights: Sequence[float], room: Sequence[int], spare: int,
         if lowest <= max(CLOSE, slack) * target:
             break
         try:
-            found = fit(weights, room, slack * target, spare=spare, nodes=SEARCH_NODES)
+            found = fit(weights, room, slack * target, spare=spare, nodes=SEARCH_EFFORT // sum(room) ** 2)
         except SearchTooLong:
             continue
         if found is not None:
