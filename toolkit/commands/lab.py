@@ -114,7 +114,9 @@ def _write(folder: Path, report: str, cases: Sequence[Case], rows: Sequence[dict
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}; give a folder that can be written.") from None
-    (folder / "report.md").write_text(report + "\n![Imbalance over steps](imbalance.png)\n")
+    (folder / "report.md").write_text(
+        report + "\nImbalance over steps, with the guard:\n\n![Imbalance over steps](imbalance.png)\n"
+    )
     facts = [
         {"case": case.name, "shape": case.load_TLSE.shape, "seed": case.seed, "sha256": case.digest} for case in cases
     ]

@@ -1,0 +1,60 @@
+"""Planners on recorded traces and on workloads W0 to W7: what `toolkit lab` says of all of them, in one table.
+
+    python benchmarks/record_traces.py FOLDER       twelve traces of two real runs, some ten minutes
+    python benchmarks/placement_lab.py FOLDER       the table, half a minute
+
+A row for each case and planner without the guard; the last columns are the same planner with it. `over bound` is the
+worst plan on the load that it was made for; imbalances are means over steps. Writes
+benchmarks/results/placement_lab.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import write_report
+from toolkit.moe.lab import STAY, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.moe.traces import read_trace
+from toolkit.moe.workloads import WORKLOADS, Sizes
+
+RULES = Rules(every=20)
+PLANNERS = ("lpt", "swap", "replicate")
+
+
+def main(folder: Path) -> None:
+    cases = [case_of_trace(path.stem, read_trace(path)) for path in sorted(folder.glob("*.npz"))]
+    cases += [case_of_workload(name, Sizes(steps=400)) for name in WORKLOADS]
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        stay = try_planner(case, STAY, guarded=False, rules=RULES)
+        for name in PLANNERS:
+            free, guarded = (try_planner(case, name, guarded=guard, rules=RULES) for guard in (False, True))
+            rows.append(
+                {
+                    "case": case.name,
+                    "planner": name,
+                    "doing nothing": round(stay["imbalance"], 3),
+                    "imbalance": round(free["imbalance"], 3),
+                    "over bound": round(free["plan over bound"], 4),
+                    "moved": free["experts moved"],
+                    "worst span": round(free["worst span"], 3),
+                    "guarded": round(guarded["imbalance"], 3),
+                    "guarded moved": guarded["experts moved"],
+                    "guarded worst span": round(guarded["worst span"], 3),
+                    "planner ms": round(free["planner ms"], 2),
+                }
+            )
+    digests = {case.name: case.digest for case in cases}
+    write_report("placement_lab", rows, every=RULES.every, sha256=digests)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of traces")
+    main(parser.parse_args().folder)
