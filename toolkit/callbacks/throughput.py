@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Throughput(Callback):
-    """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics.
+    """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
+    `perf/step_time_worst_rank_ms`; `perf/step_time_median_ms` and `perf/step_time_p95_ms` of this rank's steps, one
+    by one (on a GPU as the host issues them, which may run ahead).
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
     begins the window anew, so neither its time nor the steps before it in that window are counted. To be put before
@@ -28,6 +33,7 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._samples = self._seconds = 0.0
         self._begin_at = (0.0, 0, 0)
+        self._ends: list[float] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run.device.type == "cuda":
@@ -39,6 +45,7 @@ class Throughput(Callback):
             self._begin(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
+        self._ends.append(time.perf_counter())
         if not trainer.at_log_step:
             return
         if trainer.run.device.type != "cpu":
@@ -51,6 +58,13 @@ class Throughput(Callback):
         self._samples, self._seconds = self._samples + samples, self._seconds + seconds
         trainer.record("perf/samples_per_second", samples / seconds)
         trainer.record("perf/step_time_ms", 1e3 * seconds / steps)
+        worst = torch.tensor(1e3 * seconds / steps, device=trainer.run.device)
+        if dist.is_initialized():
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        single = sorted(after - before for before, after in pairwise([began, *self._ends]))
+        trainer.record("perf/step_time_worst_rank_ms", worst)
+        trainer.record("perf/step_time_median_ms", 1e3 * median(single))
+        trainer.record("perf/step_time_p95_ms", 1e3 * single[math.ceil(0.95 * len(single)) - 1])
         trainer.record("perf/peak_memory_bytes", peak_memory_bytes(trainer.run.device))
         self._begin(trainer)
 
@@ -75,6 +89,7 @@ class Throughput(Callback):
 
     def _begin(self, trainer: Trainer) -> None:
         self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
+        self._ends = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self._samples, "seconds": self._seconds}
