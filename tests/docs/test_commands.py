@@ -25,7 +25,7 @@ BLOCKS = [
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a checkout to a command, so that runs do not land in this one."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "examples"):
+    for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "docs"):
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
     return folder

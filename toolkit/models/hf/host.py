@@ -30,6 +30,7 @@ from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.plan import plan_layer
 from toolkit.moe.planners import Planner
+from toolkit.moe.recompute import replaying
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ShardGroups
 from toolkit.tensor_files import unwrapped
