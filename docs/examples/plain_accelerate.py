@@ -1,6 +1,6 @@
 """A plain Accelerate loop, and expert parallelism for a mixture that knows nothing of it: the lines with `experts`.
 
-ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp_cpu.yaml docs/examples/plain_accelerate.py
+ACCELERATE_USE_CPU=1 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml docs/examples/plain_accelerate.py
 """
 
 import torch

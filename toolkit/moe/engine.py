@@ -25,7 +25,7 @@ from toolkit.errors import UserError
 from toolkit.launch import launched_world
 from toolkit.moe.layer import MoE
 from toolkit.moe.placement import ExpertPlacement, dealt_out, with_spare_slots
-from toolkit.moe.recompute import replaying
+from toolkit.moe.recompute import recomputing
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel import EMPTY_ROW, ShardGroups, make_shard_groups
@@ -295,7 +295,7 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
         hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
-        if not replaying():
+        if not recomputing():
             stack.count(plan.load_E, training=module.training and torch.is_grad_enabled())
         slots = torch.arange(stack.slots, device=rows.device)
         slot_R1 = slots.repeat_interleave(plan.rows_per_slot, output_size=len(rows)).unsqueeze(1)

@@ -85,6 +85,11 @@ def replaying() -> bool:
     return _current is not None and _current.next is not None
 
 
+def recomputing() -> bool:
+    """Whether this is a forward for the second time, in the backward of a checkpointed region: not to be counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def decide(make: Callable[[], Decision]) -> Decision:
     """What `make` decides; in a region's second forward what it decided in the first.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.moe.losses import load_balancing_share, z_loss_share
+from toolkit.moe.recompute import recomputing
 from toolkit.moe.router import Routing
 
 
@@ -88,11 +89,6 @@ class RouterWatch:
         self.last_load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
         if router.training and torch.is_grad_enabled():
             self.load_E = self.load_E.to(chosen.device) + self.last_load_E
-
-
-def recomputing() -> bool:
-    """Whether this is a forward for the second time, in the backward of a checkpointed region: not to be counted."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class GlobalRouterPenalty:

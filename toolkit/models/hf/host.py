@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.models.hf.anatomy import recomputing
 from toolkit.models.hf.kernel import slots_of_rows
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.plan import plan_layer
 from toolkit.moe.planners import Planner
-from toolkit.moe.recompute import replaying
+from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ShardGroups
 from toolkit.tensor_files import unwrapped
