@@ -47,7 +47,8 @@ def measured_prices(
 
 
 def _row_bytes(stacked: torch.Tensor) -> int:
-    return stacked[:1].numel() * stacked.element_size()
+    # Also on a rank that has no slot.
+    return stacked.shape[1:].numel() * stacked.element_size()
 
 
 def state_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
