@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.plan import plan_layer
 from toolkit.moe.planners.registry import planner_named
-from toolkit.moe.prices import measured_prices
+from toolkit.moe.prices import measured_prices, state_bytes
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.tensor_files import unwrapped
 
@@ -117,17 +117,20 @@ class Replanner:
         """Have the guards reckon with the median step of this window, that of the slowest rank. A collective."""
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
-        seconds = torch.tensor(median(gaps) if gaps else 0.0, dtype=torch.float64)
-        stacks = list(self.stacks.values())
+        stacks, inner = list(self.stacks.values()), unwrapped(optimizer)
+        # A rank whose experts never had a token may have no optimizer state yet: all reckon with the most of any.
+        kept = [sum(state_bytes(p, inner) for p in stack.parameters.values()) for stack in stacks]
+        agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
         if dist.is_initialized():
-            seconds = seconds.to(stacks[0].load_E.device)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            agreed = agreed.to(stacks[0].load_E.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        seconds, *optimizer_bytes = agreed.tolist()
         rows = sum(
             float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
         )
-        for name, stack in self.stacks.items():
-            inner = unwrapped(optimizer)
-            prices = measured_prices(stack.parameters.values(), inner, step_seconds=seconds.item(), rows=rows)
+        for (name, stack), most in zip(self.stacks.items(), optimizer_bytes, strict=True):
+            prices = measured_prices(stack.parameters.values(), None, step_seconds=seconds, rows=rows)
+            prices = replace(prices, optimizer_bytes=int(most))
             if name in self.guards:
                 self.guards[name].prices = prices
             else:
