@@ -140,7 +140,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     worst = [worst_span(load_TLSE[:, layer].sum(1), run, rules.prices(case, layer)) for layer, run in enumerate(runs)]
     replicas = name in REPLICATING
     bounds = [
-        lower_bound(load_E, placement, replicas=replicas)
+        lower_bound(load_E, placement, replicas=replicas, search=_nodes(load_E))
         for layer, run in enumerate(runs)
         for load_E, placement in _windows(load_TLSE[:, layer], run)
     ]
@@ -217,5 +217,13 @@ def _plan_over_bound(load_TLSE: Ints, runs: list[Replay], replicas: bool) -> flo
     for layer, run in enumerate(runs):
         for number, plan in enumerate(run.placements[1:]):
             load_E = load_TLSE[number * run.every : (number + 1) * run.every, layer].sum(1).mean(0)
-            worst = max(worst, rank_imbalance(load_E, plan) / lower_bound(load_E, plan, replicas=replicas))
+            worst = max(
+                worst,
+                rank_imbalance(load_E, plan) / lower_bound(load_E, plan, replicas=replicas, search=_nodes(load_E)),
+            )
     return worst
+
+
+def _nodes(load_E: NDArray[Any]) -> int:
+    """How long to search for a tighter bound: not at all where experts are many."""
+    return 20_000 if len(load_E) <= 32 else 0
