@@ -9,6 +9,7 @@ reduction and the wait for the other process included. Writes benchmarks/results
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
@@ -126,6 +127,8 @@ def rank_main(rank: int, world: int, port: int, queue: Any) -> None:
 
 
 def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     rows = []
     for world in (1, 2):
         with socket.socket() as probe:
