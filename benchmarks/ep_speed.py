@@ -37,9 +37,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from tests.helpers import run_distributed
 from toolkit.models.hf import causal_lm, use_toolkit_ep, use_toolkit_kernel
-from toolkit.models.hf.kernel import experts_forward, slots_of_rows
+from toolkit.models.hf.kernel import experts_forward
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.engine import ExpertParallel
+from toolkit.moe.foreign import slots_of_rows
 from toolkit.moe.placement import contiguous
 from toolkit.parallel import make_shard_groups
 from toolkit.run import keep_freed_memory

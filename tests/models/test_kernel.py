@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.models.families import EXPERTS, FAMILIES, awaken, config
 from toolkit.models.hf import causal_lm, experts_modules, use_toolkit_kernel
-from toolkit.models.hf.kernel import slots_of_rows
 from toolkit.moe.feed_forward import GroupedFeedForward
+from toolkit.moe.foreign import slots_of_rows
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 

@@ -23,6 +23,7 @@ from toolkit import parallel
 from toolkit.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.launch import launched_world
+from toolkit.moe.foreign import compute_rows, has_stacked_parameters
 from toolkit.moe.layer import MoE
 from toolkit.moe.placement import ExpertPlacement, dealt_out, with_spare_slots
 from toolkit.moe.recompute import recomputing
@@ -262,14 +263,9 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _holds_stacked_experts(module: nn.Module) -> bool:
-    experts = getattr(module, "num_experts", None)
-    parameters = list(module.parameters(recurse=False))
-    if not isinstance(experts, int) or not parameters:
-        return False
-    stacked = all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
     taken = inspect.signature(module.forward).parameters.values()
     required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
-    return stacked and len(required) <= 3 <= len(taken)
+    return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)
 
 
 def _num_experts(module: nn.Module) -> int:
@@ -297,15 +293,7 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
         rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
         if not recomputing():
             stack.count(plan.load_E, training=module.training and torch.is_grad_enabled())
-        slots = torch.arange(stack.slots, device=rows.device)
-        slot_R1 = slots.repeat_interleave(plan.rows_per_slot, output_size=len(rows)).unsqueeze(1)
-        slot_R1.rows_per_slot = plan.rows_per_slot  # type: ignore[attr-defined]  # spares some kernels a sort
-        if len(rows) == 0:
-            # A row of zeros keeps experts and exchange in the graph: their backward is a collective, too.
-            rows = rows.sum(0, keepdim=True)
-            outputs = compute(rows, slots[:1].unsqueeze(1), rows.new_ones(1, 1))[:0]
-        else:
-            outputs = compute(rows, slot_R1, rows.new_ones(len(rows), 1))
+        outputs = compute_rows(compute, rows, plan.rows_per_slot)
         return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
 
     module.forward = forward

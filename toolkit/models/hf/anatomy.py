@@ -1,8 +1,7 @@
 """Where a transformers model keeps its mixture: its experts modules, and the routers in front of them.
 
-Nothing here names a family. An experts module is what transformers' own expert parallelism asks for: a module with
-`num_experts` whose parameters are stacked along dimension 0, called with (hidden (T, D), top_k_index (T, K),
-top_k_weights (T, K)). Its router is the sibling with one weight row per expert, which returns (logits, weights, ids).
+Nothing here names a family. What an experts module is, `toolkit.moe.foreign` says; its router is the
+sibling with one weight row per expert, which returns (logits, weights, ids).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
+from toolkit.moe.foreign import has_stacked_parameters
 from toolkit.moe.losses import load_balancing_share, z_loss_share
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.router import Routing
@@ -21,13 +21,11 @@ from toolkit.moe.router import Routing
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that hold stacked experts, by name."""
-    found = {}
-    for name, module in model.named_modules():
-        experts = getattr(module, "num_experts", None)
-        rows = {p.shape[0] if p.ndim > 1 else None for p in module.parameters(recurse=False)}
-        if isinstance(experts, int) and rows == {experts} and _router_rows(module) is None:
-            found[name] = module
-    return found
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if has_stacked_parameters(module) and _router_rows(module) is None
+    }
 
 
 def _router_rows(module: nn.Module) -> int | None:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.models.hf.kernel import slots_of_rows
 from toolkit.moe.dispatch import AllToAllDispatcher
+from toolkit.moe.foreign import compute_rows
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.plan import plan_layer
@@ -69,12 +69,7 @@ class PlacedExperts:
         rows, plan = self.dispatcher.dispatch(hidden_TD, ids_TK)
         if self.experts.training and torch.is_grad_enabled() and not recomputing():
             self.load_E = self.load_E.to(plan.load_E.device) + plan.load_E
-        if len(rows):
-            slot_N1 = slots_of_rows(plan.rows_per_slot, len(rows))
-            rows = self.experts_forward(rows, slot_N1, torch.ones_like(slot_N1, dtype=rows.dtype))
-        else:  # a row of zeros keeps the parameters in the graph, so that FSDP's collectives still run
-            row, slot = rows.sum(0, keepdim=True), ids_TK.new_zeros(1, 1)
-            rows = self.experts_forward(row, slot, torch.ones_like(slot, dtype=rows.dtype))[:0]
+        rows = compute_rows(self.experts_forward, rows, plan.rows_per_slot)
         return self.dispatcher.combine(rows, plan, weights_TK)
 
     def place(self, new: ExpertPlacement, optimizer: torch.optim.Optimizer | None = None) -> MigrationReport:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.feed_forward import GroupedFeedForward
+from toolkit.moe.foreign import slots_of_rows
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.moe.placement import contiguous
 
@@ -26,14 +26,6 @@ def use_toolkit_kernel() -> str:
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     return NAME
-
-
-def slots_of_rows(rows_per_slot: Tensor, num_rows: int) -> Tensor:
-    """int64 (N, 1): the slot of each of `num_rows` rows that lie slot by slot, in the form of a top-1 choice."""
-    slots = torch.arange(len(rows_per_slot), device=rows_per_slot.device)
-    slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
-    slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # for `experts_forward`
-    return slot_N1
 
 
 def experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
