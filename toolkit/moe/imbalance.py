@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.planners.board import Floats, capacities
+from toolkit.moe.planners.board import Floats
 from toolkit.moe.planners.exact import SearchTooLong, fit
 from toolkit.moe.planners.registry import Load, as_floats, checked_load
 from toolkit.moe.planners.replicas import copies_for
@@ -83,7 +83,7 @@ def lower_bound(load_E: Load, placement: ExpertPlacement, *, replicas: bool = Fa
     load = checked_load(load_E, placement)
     if not load.any():
         return 1.0
-    room = np.sort(capacities(placement))
+    room = np.sort(placement.slots_per_rank)
     mean = float(load.sum()) / len(room)
     if replicas:
         copies = copies_for(load.tolist(), int(room.sum()) - len(load), int((room > 0).sum()))

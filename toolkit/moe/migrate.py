@@ -91,7 +91,7 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
 
 
 def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
-    before, after = [len(row) for row in old.slots], [len(row) for row in new.slots]
+    before, after = old.slots_per_rank, new.slots_per_rank
     if before != after:
         raise ValueError(f"experts cannot migrate from {before} slots per rank to {after}: the slots must be the same")
     if old.num_experts != new.num_experts:

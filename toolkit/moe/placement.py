@@ -64,6 +64,10 @@ class ExpertPlacement:
     def ranks(self) -> int:
         return len(self.slots)
 
+    @property
+    def slots_per_rank(self) -> list[int]:
+        return [len(row) for row in self.slots]
+
     @cached_property
     def num_experts(self) -> int:
         return 1 + max(e for row in self.slots for e in row)
@@ -71,7 +75,7 @@ class ExpertPlacement:
     @cached_property
     def stride(self) -> int:
         """Slots of the rank that has most: global slot = rank * stride + slot, so that rank = global slot // stride."""
-        return max(len(row) for row in self.slots)
+        return max(self.slots_per_rank)
 
     @cached_property
     def _copies(self) -> tuple[tuple[Place, ...], ...]:

@@ -163,7 +163,7 @@ class Replanner:
                 counted = torch.tensor(state["window"][name]).to(stack.load_E.device)
                 self._before[name] = self._before[name].to(counted.device) - counted
             saved = ExpertPlacement.from_dict(state["placements"][name])
-            if [len(row) for row in saved.slots] != [len(row) for row in stack.placement.slots]:
+            if saved.slots_per_rank != stack.placement.slots_per_rank:
                 continue
             if saved != stack.placement:
                 migrate(stack, saved, optimizer)

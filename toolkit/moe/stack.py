@@ -24,8 +24,6 @@ class ExpertStack:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ShardGroups):
-        self.name = ""
-        """The layer's name in the model, once `expert_stacks` has found it."""
         self.parameters, self.groups = dict(parameters), groups
         self.dispatcher = make_dispatcher(placement, groups)
         # Not buffers: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
@@ -50,7 +48,7 @@ class ExpertStack:
 
     def place(self, new: ExpertPlacement) -> None:
         """Say that experts live where `new` says, once their rows are there: see `toolkit.moe.migrate`."""
-        if [len(row) for row in new.slots] != [len(row) for row in self.placement.slots]:
+        if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)
         self._mark()
@@ -78,6 +76,5 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     for name, module in model.named_modules():
         stack = getattr(module, "expert_stack", None)
         if isinstance(stack, ExpertStack):
-            stack.name = name
             stacks[name] = stack
     return stacks

@@ -74,10 +74,10 @@ class PlacedExperts:
 
     def place(self, new: ExpertPlacement, optimizer: torch.optim.Optimizer | None = None) -> MigrationReport:
         """Carry weights and optimizer rows to where `new` has them, and route by it. A collective of all ranks."""
-        if [len(row) for row in new.slots] != [len(row) for row in self.placement.slots]:
+        if new.slots_per_rank != self.placement.slots_per_rank:
             raise UserError(
-                f"a placement with {[len(row) for row in new.slots]} slots per rank cannot be used by "
-                f"ep_implementation={NAME!r}, which has {[len(row) for row in self.placement.slots]}: "
+                f"a placement with {new.slots_per_rank} slots per rank cannot be used by "
+                f"ep_implementation={NAME!r}, which has {self.placement.slots_per_rank}: "
                 "move experts between the slots there are."
             )
         parameters = dict(self.experts.named_parameters(recurse=False))

@@ -28,16 +28,11 @@ PARTNERS, DEAL_NODES = 3, 30
 """How many ranks to deal anew with are tried, and how long to search with each: what keeps a plan in milliseconds."""
 
 
-def capacities(placement: ExpertPlacement) -> list[int]:
-    """Slots per rank."""
-    return [len(row) for row in placement.slots]
-
-
 class Board:
     """The slots of a placement, open to exchanges. An expert's load is shared equally by its copies."""
 
     def __init__(self, placement: ExpertPlacement, load_E: Floats):
-        sizes = capacities(placement)
+        sizes = placement.slots_per_rank
         self.expert_G: Ints = np.array([e for row in placement.slots for e in row], dtype=np.int64)
         self.rank_G: Ints = np.repeat(np.arange(len(sizes)), sizes)
         self.first_slot = np.cumsum([0, *sizes])
@@ -239,7 +234,7 @@ def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
 
 def balanced(load_E: Floats, current: ExpertPlacement) -> Board:
     """Longest processing time first, then exchanges until none helps: one copy each, from scratch."""
-    board = Board(settle(pack(load_E.tolist(), capacities(current)), current), load_E)
+    board = Board(settle(pack(load_E.tolist(), current.slots_per_rank), current), load_E)
     board.level(min_gain=LITTLE_GAIN)
     return board
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.planners.board import LITTLE_GAIN, Board, Floats, balanced, capacities, pack, settle
+from toolkit.moe.planners.board import LITTLE_GAIN, Board, Floats, balanced, pack, settle
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 from toolkit.parallel import EMPTY_ROW
 
@@ -42,7 +42,7 @@ def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float
     """Heaviest first, each expert to the rank whose experts it fires with more than chance would have it."""
     of_each = together.sum(1)
     surplus = together - np.outer(of_each, of_each) / max(float(of_each.sum()), 1e-300)
-    room = np.array(capacities(current))
+    room = np.array(current.slots_per_rank)
     load_R, pull_RE = np.zeros(len(room)), np.zeros((len(room), len(load)))
     experts_R: list[list[int]] = [[] for _ in room]
     for expert in np.argsort(-load, kind="stable").tolist():
@@ -106,7 +106,7 @@ def _near_senders(
 ) -> list[list[int]]:
     """Experts with most to lose first, each to the node that sends it most and can take it; packed within nodes."""
     nodes = len(sent_NE)
-    room = np.bincount(node_R, capacities(current), nodes).astype(np.int64)
+    room = np.bincount(node_R, current.slots_per_rank, nodes).astype(np.int64)
     limit_N = limit * load.sum() / current.ranks * np.bincount(node_R, minlength=nodes)
     load_N = np.zeros(nodes)
     experts_N: list[list[int]] = [[] for _ in range(nodes)]

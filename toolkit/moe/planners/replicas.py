@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.planners.board import LITTLE_GAIN, Board, as_even, capacities, even_counts, pack, settle
+from toolkit.moe.planners.board import LITTLE_GAIN, Board, as_even, even_counts, pack, settle
 from toolkit.moe.planners.exact import SearchTooLong, fit
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 
@@ -141,7 +141,7 @@ def replicate(
     that and is as even already, and no nodes are given.
     """
     load = checked_load(load_E, current)
-    room = capacities(current)
+    room = current.slots_per_rank
     experts_R: list[list[int]] = [[] for _ in room]
     spare = sum(room) - current.num_experts
     share = 1.0 if max_replicas is None or not spare else min(1.0, max_replicas / spare)

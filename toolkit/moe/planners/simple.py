@@ -9,7 +9,6 @@ from toolkit.moe.planners.board import (
     Floats,
     as_even,
     balanced,
-    capacities,
     even_counts,
     pack,
     settle,
@@ -28,7 +27,7 @@ def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Consecutive blocks, whatever the load: what others do, for comparison."""
     checked_load(load_E, current)
     ids = iter(range(current.num_experts))
-    counts = even_counts(current.num_experts, capacities(current))
+    counts = even_counts(current.num_experts, current.slots_per_rank)
     return settle([[next(ids) for _ in range(count)] for count in counts], current)
 
 
@@ -36,7 +35,7 @@ def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Dealt out like cards, whatever the load: neighbouring ids, often alike, get different ranks."""
     checked_load(load_E, current)
-    counts = even_counts(current.num_experts, capacities(current))
+    counts = even_counts(current.num_experts, current.slots_per_rank)
     rounds = range(max(counts))
     order = [rank for turn in rounds for rank, count in enumerate(counts) if turn < count]
     experts_R: list[list[int]] = [[] for _ in counts]
@@ -52,7 +51,9 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
     a few experts are then placed by a short search, where that finds better. `current`, where it is as even already
     and has no replicas."""
     load = checked_load(load_E, current)
-    board = balanced(load, current) if level else Board(settle(pack(load.tolist(), capacities(current)), current), load)
+    board = (
+        balanced(load, current) if level else Board(settle(pack(load.tolist(), current.slots_per_rank), current), load)
+    )
     if level and len(load) <= FEW:
         board = _searched(board, load, current)
     return current if not current.has_replicas and as_even(current, board, load) else board.placement()
@@ -67,7 +68,7 @@ def _searched(board: Board, load: Floats, current: ExpertPlacement) -> Board:
             break
         limit = (low + high) / 2
         try:
-            found = fit(load.tolist(), capacities(current), limit, spare=0, nodes=NODES)
+            found = fit(load.tolist(), current.slots_per_rank, limit, spare=0, nodes=NODES)
         except SearchTooLong:
             found = None
         if found is None:
