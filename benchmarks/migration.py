@@ -15,11 +15,9 @@ benchmarks/results/migration_<table>.json; exit code 1 where a target is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.helpers import run_distributed
+from tests.helpers import peak_bytes, run_distributed
 from toolkit import parallel
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.migrate import migrate
@@ -125,7 +123,7 @@ def move(kind: str, ep_size: int) -> Row:
         seconds.append(_slowest(migrate(layer.expert_stack, new if turn % 2 else old, optimizer).seconds))
         dist.barrier()
         bare.append(_slowest(_ring(busiest, arrived)))
-    peak = torch.tensor(_peak(profile) / one_expert, dtype=torch.float64)
+    peak = torch.tensor(peak_bytes(profile) / one_expert, dtype=torch.float64)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     took = statistics.median(seconds)
     return {
@@ -158,19 +156,6 @@ def _slowest(seconds: float) -> float:
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
-
-
-def _peak(profile: torch.profiler.profile) -> int:
-    """Most bytes that were allocated at one time since the profile began."""
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
 
 
 def moves() -> bool:

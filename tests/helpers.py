@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,6 +98,19 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 process.kill()
             process.join(10)
     return [results[rank] for rank in range(world_size)]
+
+
+def peak_bytes(profile: torch.profiler.profile) -> int:
+    """Most bytes that were allocated at one time since `profile`, made with `profile_memory`, began."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
 
 
 def run_recipe(

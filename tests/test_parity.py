@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from toolkit.callbacks import Callback
 from toolkit.config import MoERunConfig, OptimizerConfig
@@ -182,22 +183,6 @@ def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> 
             assert name not in rows or torch.equal(rows[name], row), f"copies of {name} differ"
             rows[name] = row
     return rows
-
-
-def relative_difference(a: Tensor, b: Tensor) -> float:
-    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
-
-
-def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Each row differs by less than `tolerance` times the norm of the whole parameter that it belongs to."""
-    assert found.keys() == expected.keys()
-    squares: dict[str, float] = {}
-    for name, value in expected.items():
-        parameter = name.partition("/")[0]
-        squares[parameter] = squares.get(parameter, 0.0) + value.square().sum().item()
-    for name, value in expected.items():
-        difference = (found[name] - value).norm().item()
-        assert difference <= tolerance * squares[name.partition("/")[0]] ** 0.5, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

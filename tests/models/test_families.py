@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.equality import assert_equal_rows
 from tests.helpers import run_distributed
 from tests.models.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
@@ -140,17 +141,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, 
     return found
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Within 1e-6 of the norm of the parameter that each row belongs to."""
-    assert found.keys() == expected.keys()
-    squares: dict[str, float] = {}
-    for name, value in expected.items():
-        parameter = name.partition("/")[0]
-        squares[parameter] = squares.get(parameter, 0.0) + value.square().sum().item()
-    for name, value in expected.items():
-        assert (found[name] - value).norm() <= 1e-6 * squares[name.partition("/")[0]] ** 0.5, name
-
-
 def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for rank in ranks:
@@ -165,8 +155,8 @@ def test_a_family_trains_as_on_one_process(runs: Any, case: Case):
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-6)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-6)
     for step in range(STEPS):
-        assert_equal(gathered(ranks, "grads", step), alone["grads"][step])
-    assert_equal(gathered(ranks, "weights"), alone["weights"])
+        assert_equal_rows(gathered(ranks, "grads", step), alone["grads"][step], 1e-6)
+    assert_equal_rows(gathered(ranks, "weights"), alone["weights"], 1e-6)
     assert torch.equal(sum(rank["load"] for rank in ranks), alone["load"])
 
 

@@ -14,6 +14,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.moe.engine import ExpertParallel
@@ -218,10 +219,6 @@ def reference() -> list[dict[str, Any]]:
     return found
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-
-
 def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The rows of all ranks under plain names; replicas and copies must have the same bits."""
     found: dict[str, Tensor] = {}
@@ -233,16 +230,6 @@ def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """In norm, and beside the whole parameter's."""
-    assert found.keys() == expected.keys()
-    norms: dict[str, float] = {}
-    for name, value in expected.items():
-        norms[name.partition("/")[0]] = norms.get(name.partition("/")[0], 0.0) + value.square().sum().item()
-    for name, value in expected.items():
-        assert (found[name] - value).norm().item() <= tolerance * norms[name.partition("/")[0]] ** 0.5 + 1e-30, name
-
-
 @pytest.mark.parametrize("world", CASES)
 def test_a_plain_accelerate_loop_learns_what_one_process_learns(world: int, reference: list[dict[str, Any]]) -> None:
     for case, *ranks in zip(CASES[world], *run_distributed(train_all, world, CASES[world], timeout_s=300), strict=True):
@@ -250,14 +237,14 @@ def test_a_plain_accelerate_loop_learns_what_one_process_learns(world: int, refe
         tolerance = BF16 if case.get("bf16") else 1e-6 if single else 1e-10
         expected = reference[3 if case.get("bf16") else 2 if single else 1 if case.get("skew") else 0]
         for rank in ranks:
-            assert relative(rank["losses"], expected["losses"]) < tolerance, case
-            assert relative(rank["norms"], expected["norms"]) < tolerance, case
+            assert relative_difference(rank["losses"], expected["losses"]) < tolerance, case
+            assert relative_difference(rank["norms"], expected["norms"]) < tolerance, case
         for step in range(1 if case.get("bf16") else STEPS):
             rows = [rank["gradients"][step] for rank in ranks]
             owners = [{k: v for k, v in each.items() if not k.endswith(" copy")} for each in rows]
-            assert_same(together(owners), expected["gradients"][step], tolerance)
+            assert_equal_rows(together(owners), expected["gradients"][step], tolerance)
             assert not any(value.any() for each in rows for name, value in each.items() if name.endswith(" copy"))
-        assert_same(together([rank["weights"] for rank in ranks]), expected["weights"], tolerance)
+        assert_equal_rows(together([rank["weights"] for rank in ranks]), expected["weights"], tolerance)
         if case.get("guarded") is False:
             assert ranks[0]["moved"] > 0, f"nothing moved, so nothing was shown: {case}"
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from tests.helpers import run_distributed
+from tests.helpers import peak_bytes, run_distributed
 from tests.moe.placements import random_placement
 from toolkit import parallel
 from toolkit.errors import UserError
@@ -244,15 +241,11 @@ def peak_beyond_what_was_there(ep_size: int) -> tuple[int, int, int]:
     stack, optimizer = make_stack(old, make_shard_groups(ep_size), "adamw", sizes=(256, 128))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         report = migrate(stack, new, optimizer)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak, report.staging_bytes, sum(tensor[0].nbytes for tensor in tensors_of(stack, optimizer).values())
+    return (
+        peak_bytes(profile),
+        report.staging_bytes,
+        sum(tensor[0].nbytes for tensor in tensors_of(stack, optimizer).values()),
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4])

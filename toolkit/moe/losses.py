@@ -6,7 +6,8 @@ towards balance on its own few tokens. In scope "global" the fractions come from
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,14 @@ class RouterPenalty:
         return load_balancing_share(routing.probs_TE, fraction_E, tokens)
 
 
-def global_load(layers: list[MoE]) -> Tensor:
+class CountsLoad(Protocol):
+    """A layer, or who watches one."""
+
+    @property
+    def last_load_E(self) -> Tensor: ...
+
+
+def global_load(layers: Sequence[CountsLoad]) -> Tensor:
     """(layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
     load_LE = torch.stack([layer.last_load_E for layer in layers])
     if dist.is_initialized():

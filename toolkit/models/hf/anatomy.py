@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.moe.foreign import has_stacked_parameters
-from toolkit.moe.losses import load_balancing_share, z_loss_share
+from toolkit.moe.losses import global_load, load_balancing_share, z_loss_share
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.router import Routing
 
@@ -125,7 +124,4 @@ class GlobalRouterPenalty:
 
     def last_load(self) -> Tensor:
         """int64 (layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
-        load_LE = torch.stack([watch.last_load_E for watch in self.watches])
-        if dist.is_initialized():
-            dist.all_reduce(load_LE)
-        return load_LE
+        return global_load(self.watches)
