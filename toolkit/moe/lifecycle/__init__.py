@@ -1,0 +1,1 @@
+"""Experts that live: they are grown, merged and pruned while the model trains."""
