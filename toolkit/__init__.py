@@ -16,7 +16,15 @@ from toolkit.version import __version__
 
 _HOMES = {
     "toolkit.cli": ["run_recipe"],
-    "toolkit.config": ["CheckpointConfig", "MoERunConfig", "OptimizerConfig", "RunConfig", "ScheduleConfig", "require"],
+    "toolkit.config": [
+        "CheckpointConfig",
+        "ExpertRunConfig",
+        "MoERunConfig",
+        "OptimizerConfig",
+        "RunConfig",
+        "ScheduleConfig",
+        "require",
+    ],
     "toolkit.errors": ["Preempted", "UserError"],
     "toolkit.run": ["Run", "start_run"],
     "toolkit.task": ["Batch", "Loss", "Task"],
@@ -71,7 +79,15 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
     from toolkit.cli import run_recipe
-    from toolkit.config import CheckpointConfig, MoERunConfig, OptimizerConfig, RunConfig, ScheduleConfig, require
+    from toolkit.config import (
+        CheckpointConfig,
+        ExpertRunConfig,
+        MoERunConfig,
+        OptimizerConfig,
+        RunConfig,
+        ScheduleConfig,
+        require,
+    )
     from toolkit.data import BatchOrder, BlankPixels, EvalBatches, ImageData, TensorTable, TrainBatches, load_images
     from toolkit.errors import Preempted, UserError
     from toolkit.models import MLP, Pixels, ResidualClassifier

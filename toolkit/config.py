@@ -189,8 +189,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoERunConfig(RunConfig):
-    """Fields of every recipe with a mixture of experts."""
+class ExpertRunConfig(RunConfig):
+    """Fields of every recipe with a mixture of experts, whoever wrote its layers."""
 
     experts: int = 8
     """Experts per layer; 0 trains a dense network of equal active parameters instead."""
@@ -212,14 +212,46 @@ class MoERunConfig(RunConfig):
     """Refuse plans whose gain does not pay for their bytes, by the step times of this run."""
     record_traces: bool = False
     """Write how tokens were routed, forward by forward, to traces.npz in the run's folder, for `toolkit lab`."""
-    balance: Literal["loss", "bias", "none"] = "loss"
-    """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
     balance_weight: float = 0.007
     """Weight of the balance loss."""
-    balance_scope: Literal["global", "local", "sequence"] = "global"
-    """Whose tokens the loss balances: those of the whole step, of each process by itself, or of each sequence."""
     z_weight: float = 0.0
     """Weight of the router's z-loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.experts >= 0, "experts", self.experts, "take one or more, or 0 for a dense network")
+        require(self.expert_hidden_size >= 1, "expert_hidden_size", self.expert_hidden_size, "take one or more")
+        most = max(1, self.experts)
+        require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
+        for name in ("balance_weight", "z_weight"):
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "take zero or more")
+        require(self.replan_every >= 1, "replan_every", self.replan_every, "take one step or more")
+        require(self.spare_slots >= 0, "spare_slots", self.spare_slots, "take zero or more")
+        if self.ep_size is not None:
+            require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
+            copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1
+            require(not copied, "ep_size", self.ep_size, "leave it out, or use --parallel-strategy expert_parallel")
+            fits = self.ep_size <= most
+            require(fits, "ep_size", self.ep_size, f"take at most {most}, the number of --experts")
+            if self.num_processes is not None:
+                fits = self.num_processes % self.ep_size == 0
+                require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
+
+    def ep_size_in(self, world_size: int) -> int:
+        """How many of `world_size` processes share one set of experts."""
+        if self.parallel_strategy == "data_parallel":
+            return 1
+        return self.ep_size or math.gcd(world_size, self.experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoERunConfig(ExpertRunConfig):
+    """Fields of every recipe with mixture-of-experts layers of ours."""
+
+    balance: Literal["loss", "bias", "none"] = "loss"
+    """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
+    balance_scope: Literal["global", "local", "sequence"] = "global"
+    """Whose tokens the loss balances: those of the whole step, of each process by itself, or of each sequence."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """How the router scores experts: against each other, or each by itself."""
     routed_scaling: float = 1.0
@@ -241,12 +273,7 @@ class MoERunConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.experts >= 0, "experts", self.experts, "take one or more, or 0 for a dense network")
-        require(self.expert_hidden_size >= 1, "expert_hidden_size", self.expert_hidden_size, "take one or more")
         most = max(1, self.experts)
-        require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
-        for name in ("balance_weight", "z_weight"):
-            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "take zero or more")
         require(0 < self.routed_scaling < math.inf, "routed_scaling", self.routed_scaling, "take a positive number")
         groups, chosen = self.router_groups, self.top_k_groups
         fits = groups >= 1 and self.experts % groups == 0
@@ -260,17 +287,6 @@ class MoERunConfig(RunConfig):
         factor = self.capacity_factor
         fits = factor is None or 0 < factor < math.inf
         require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
-        require(self.replan_every >= 1, "replan_every", self.replan_every, "take one step or more")
-        require(self.spare_slots >= 0, "spare_slots", self.spare_slots, "take zero or more")
-        if self.ep_size is not None:
-            require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
-            copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1
-            require(not copied, "ep_size", self.ep_size, "leave it out, or use --parallel-strategy expert_parallel")
-            fits = self.ep_size <= most
-            require(fits, "ep_size", self.ep_size, f"take at most {most}, the number of --experts")
-            if self.num_processes is not None:
-                fits = self.num_processes % self.ep_size == 0
-                require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
 
     def layer_options(self) -> dict[str, Any]:
         """What `toolkit.moe.make_moe` is to know of the router and the layer."""
@@ -286,9 +302,3 @@ class MoERunConfig(RunConfig):
             "drop_policy": self.drop_policy,
             "recompute": self.recompute,
         }
-
-    def ep_size_in(self, world_size: int) -> int:
-        """How many of `world_size` processes share one set of experts."""
-        if self.parallel_strategy == "data_parallel":
-            return 1
-        return self.ep_size or math.gcd(world_size, self.experts)

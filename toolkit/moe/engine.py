@@ -9,9 +9,8 @@ Accelerate would get wrong in silence is set right here, or refused: see `docs/a
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,20 +22,14 @@ from toolkit import parallel
 from toolkit.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.launch import launched_world
-from toolkit.moe.foreign import compute_rows, has_stacked_parameters
-from toolkit.moe.layer import MoE
-from toolkit.moe.placement import ExpertPlacement, dealt_out, with_spare_slots
-from toolkit.moe.recompute import recomputing
 from toolkit.moe.replan import Migration, Replanner
-from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel import EMPTY_ROW, ShardGroups, make_shard_groups
+from toolkit.moe.spread import PlacementOf, find_experts, num_experts, spread_experts
+from toolkit.moe.stack import ExpertStack
+from toolkit.parallel import ShardGroups, make_shard_groups
 from toolkit.tensor_files import unwrapped
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-PlacementOf = Callable[[str, int, int], ExpertPlacement]
-"""`(layer, number of experts, ep_size)` to where the layer's experts live at first."""
 
 
 class ExpertParallel:
@@ -106,9 +99,7 @@ class ExpertParallel:
                 "them num_experts, and a forward of (hidden, expert ids, weights)."
             )
         self.groups = make_shard_groups(self._fitting_ep_size(layers))
-        for name, module in layers.items():
-            self._spread(name, module)
-        self.stacks = expert_stacks(model)
+        self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         self._refuse_other_optimizers(optimizer)
         owned = self.expert_parameters()
         if self.groups.ep_size > 1:
@@ -166,25 +157,7 @@ class ExpertParallel:
         if self.ep_size is not None:
             return self.ep_size
         world = self.accelerator.num_processes
-        return math.gcd(world, *(_num_experts(module) for module in layers.values()))
-
-    def _spread(self, name: str, module: nn.Module) -> None:
-        """Keep this rank's experts of a layer, and bring it its tokens."""
-        experts, ranks = _num_experts(module), self.groups.ep_size
-        if self._place is None:
-            placement = dealt_out(experts, ranks, spare_slots=self.spare_slots)
-        else:
-            placement = with_spare_slots(self._place(name, experts, ranks), self.spare_slots)
-        if placement.num_experts != experts:
-            raise UserError(f"placement of {placement.num_experts} experts for {name!r}, which has {experts}.")
-        holder = module.experts if isinstance(module, MoE) else module
-        parameters = dict(holder.named_parameters(recurse=False))
-        here = list(placement.slots[self.groups.ep_rank])
-        for parameter in parameters.values():
-            parameter.data = _rows(parameter.data, here)
-        module.expert_stack = ExpertStack(parameters, placement, self.groups)  # type: ignore[assignment]
-        if not isinstance(module, MoE):
-            _bring_tokens(module, module.expert_stack)  # type: ignore[arg-type]
+        return math.gcd(world, *map(num_experts, layers.values()))
 
     def _refuse_other_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of parameters that are not the model's would train nothing, in silence."""
@@ -247,53 +220,3 @@ class ExpertParallel:
         parallel.refresh_copies(self.expert_parameters())
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizer)
-
-
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose experts can be spread, by name: our `MoE`, and foreign modules of stacked experts."""
-    layers: dict[str, nn.Module] = {}
-    ours: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, MoE):
-            ours.append(f"{name}." if name else "")
-            layers[name] = module
-        elif not any(name.startswith(prefix) for prefix in ours) and _holds_stacked_experts(module):
-            layers[name] = module
-    return layers
-
-
-def _holds_stacked_experts(module: nn.Module) -> bool:
-    taken = inspect.signature(module.forward).parameters.values()
-    required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
-    return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)
-
-
-def _num_experts(module: nn.Module) -> int:
-    return module.expert_stack.num_experts if isinstance(module, MoE) else int(module.num_experts)  # type: ignore[arg-type]
-
-
-def _rows(stacked: Tensor, experts: list[int]) -> Tensor:
-    """The rows of `experts`, zeros for an empty slot."""
-    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
-    rows = stacked.index_select(0, index)
-    for slot, expert in enumerate(experts):
-        if expert == EMPTY_ROW:
-            rows[slot].zero_()
-    return rows
-
-
-def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
-    """Let the forward of a foreign module see the rows for its slots, one slot per row, with weight 1."""
-    compute, signature = module.forward, inspect.signature(module.forward)
-    module.num_experts = stack.slots  # type: ignore[assignment]
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
-        x_TD = hidden.reshape(-1, hidden.shape[-1])
-        rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
-        if not recomputing():
-            stack.count(plan.load_E, training=module.training and torch.is_grad_enabled())
-        outputs = compute_rows(compute, rows, plan.rows_per_slot)
-        return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
-
-    module.forward = forward

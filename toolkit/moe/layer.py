@@ -12,7 +12,7 @@ from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.placement import ExpertPlacement, dealt_out
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
-from toolkit.moe.stack import ExpertStack
+from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel import ShardGroups
 
 
@@ -155,8 +155,8 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 def describe_experts(model: nn.Module, groups: ShardGroups) -> dict[str, Any]:
     """Facts about the mixture for a run's record: how experts are spread, and where each one lives."""
-    layers = moe_layers(model)
+    stacks = expert_stacks(model)
     placement = {
-        name: [layer.placement.experts_on(rank) for rank in range(groups.ep_size)] for name, layer in layers.items()
+        name: [stack.placement.experts_on(rank) for rank in range(groups.ep_size)] for name, stack in stacks.items()
     }
     return {"ep_size": groups.ep_size, "expert_placement": placement}
