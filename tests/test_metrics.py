@@ -48,10 +48,18 @@ def test_counts_may_be_tensors_and_sums_may_be_integers():
     assert sums.compute() == {"accuracy": 0.5}
 
 
+def test_a_table_of_counts_keeps_its_shape():
+    sums = MetricSums(CPU)
+    sums.add({"confusion": torch.tensor([[2, 0, 1], [0, 3, 0]]), "loss": torch.tensor(3.0)}, 6)
+    sums.add({"confusion": torch.tensor([[0, 0, 1], [1, 0, 0]]), "loss": torch.tensor(1.0)}, 2)
+    assert sums.compute() == {"confusion": [[2 / 8, 0, 2 / 8], [1 / 8, 3 / 8, 0]], "loss": 0.5}
+
+
 def mean_over_ranks() -> tuple[dict[str, float], dict[str, float]]:
     rank, sums = dist.get_rank(), MetricSums(CPU)
     sums.add({"loss": torch.tensor(float(rank))}, rank)  # rank r: r samples, sum r
     sums.add({"loss": torch.tensor(8.0)}, 1)
+    sums.add({"pair": torch.tensor([rank, 1])}, 1)
     before = sums.compute()
     state = sums.state_dict()
     resumed = MetricSums(CPU)
@@ -62,4 +70,4 @@ def mean_over_ranks() -> tuple[dict[str, float], dict[str, float]]:
 def test_means_cover_all_ranks_and_survive_a_checkpoint_without_counting_twice():
     for before, resumed in run_distributed(mean_over_ranks, 3):
         # Sums 0 + 1 + 2 and three times 8, over 0 + 1 + 2 and three samples.
-        assert before == resumed == {"loss": pytest.approx(27 / 6)}
+        assert before == resumed == {"loss": pytest.approx(27 / 6), "pair": [1.0, 1.0]}

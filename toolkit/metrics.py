@@ -19,7 +19,7 @@ class MetricSums:
         self._counts: dict[str, Tensor | float] = {}
 
     def add(self, values: Mapping[str, Tensor], count: float | Tensor) -> None:
-        """Add this rank's sums over `count` samples."""
+        """Add this rank's sums over `count` samples: scalars, or tensors of one shape per name."""
         for name, value in values.items():
             value = value.detach()
             if name in self._sums:
@@ -28,23 +28,22 @@ class MetricSums:
             else:
                 self._sums[name], self._counts[name] = value, count
 
-    def _totals(self) -> list[list[float]]:
-        dtype = torch.float64 if self.device.type != "mps" else torch.float32
-        rows = [
-            torch.stack([torch.as_tensor(v, dtype=dtype, device=self.device) for v in column.values()])
-            for column in (self._sums, self._counts)
-        ]
-        both = torch.stack(rows)
-        if dist.is_initialized():
-            dist.all_reduce(both)
-        return both.tolist()
+    def compute(self) -> dict[str, Any]:
+        """The mean of everything added since the last reset, over all ranks; a list for a tensor of several numbers.
 
-    def compute(self) -> dict[str, float]:
-        """The mean of everything added since the last reset, over all ranks. Every rank added the same names."""
+        Every rank added the same names.
+        """
         if not self._sums:
             return {}
-        sums, counts = self._totals()
-        return {name: s / c if c else float("nan") for name, s, c in zip(self._sums, sums, counts, strict=True)}
+        dtype = torch.float64 if self.device.type != "mps" else torch.float32
+        columns = [*self._sums.values(), *self._counts.values()]
+        totals = torch.cat([torch.as_tensor(v, dtype=dtype, device=self.device).reshape(-1) for v in columns])
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        shapes = [value.shape for value in self._sums.values()]
+        *sums, counts = totals.cpu().split([*(shape.numel() for shape in shapes), len(shapes)])
+        means = (total.view(shape) / count for total, shape, count in zip(sums, shapes, counts, strict=True))
+        return {name: mean.tolist() for name, mean in zip(self._sums, means, strict=True)}
 
     def reset(self) -> None:
         self._sums, self._counts = {}, {}
@@ -52,7 +51,7 @@ class MetricSums:
     def state_dict(self) -> list[dict[str, list[Any]]]:
         """Each rank's own [sum, its type, count], so that a log line that spans a checkpoint comes out the same."""
         mine = {
-            name: [value.item(), str(value.dtype).removeprefix("torch."), float(self._counts[name])]
+            name: [value.tolist(), str(value.dtype).removeprefix("torch."), float(self._counts[name])]
             for name, value in self._sums.items()
         }
         if not dist.is_initialized():
@@ -68,5 +67,6 @@ class MetricSums:
         for part in state[rank::world]:
             for name, (value, dtype, count) in part.items():
                 self.add({name: torch.tensor(value, dtype=getattr(torch, dtype), device=self.device)}, count)
-        for name, (_, dtype, _) in state[0].items():
-            self.add({name: torch.zeros((), dtype=getattr(torch, dtype), device=self.device)}, 0.0)
+        for name, (value, dtype, _) in state[0].items():
+            zeros = torch.zeros_like(torch.tensor(value, dtype=getattr(torch, dtype), device=self.device))
+            self.add({name: zeros}, 0.0)

@@ -30,11 +30,17 @@ class Loss:
     """Scalar: this rank's share of a term that is a mean over the micro-batch of *all* ranks (a router's
     balance loss); the shares of the ranks add up to it."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """More sums to report as means over the same count, such as the number of correct answers."""
+    """More sums to report as means over the same count, such as the number of correct answers, or a table of counts
+    for `summarise` to turn into a number."""
 
 
 class Task(Protocol):
-    """How a batch becomes a `Loss`. Holds no model; the trainer passes one that is ready for use."""
+    """How a batch becomes a `Loss`. Holds no model; the trainer passes one that is ready for use.
+
+    A task whose metrics are no means, such as an F1 score or a word error rate, has a fourth method:
+    `summarise(means) -> metrics` gets the means of what `evaluate` summed, over all batches and ranks, and returns what
+    to report in their place.
+    """
 
     def count(self, batch: Batch) -> int:
         """How many examples `loss` will divide by, known before the forward pass."""

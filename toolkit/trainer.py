@@ -145,7 +145,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: EvalBatches, name: str = "eval") -> dict[str, float]:
-        """Means over all of `batches` and all ranks, named `name/...`; each sample counts once."""
+        """Means over all of `batches` and all ranks, or what the task makes of them, named `name/...`; each sample
+        counts once."""
         sums = MetricSums(self.run.device)
         self.model.eval()
         for batch in batches:
@@ -153,7 +154,8 @@ class Trainer:
                 loss = self.task.evaluate(self.model, batch)
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
-        metrics = {f"{name}/{key}": value for key, value in sums.compute().items()}
+        summarise = getattr(self.task, "summarise", dict)
+        metrics = {f"{name}/{key}": value for key, value in summarise(sums.compute()).items()}
         for key, value in metrics.items():
             self.record(key, value)
         self._line_is_due = True

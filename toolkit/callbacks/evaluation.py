@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Evaluation(Callback):
     """Evaluates on `batches` every `every_steps` (None: at the end of each epoch), and after the last step.
 
-    The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...
+    The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...: the
+    highest accuracy or F1, the lowest of all others. A metric that is a list has no best.
     """
 
     def __init__(self, batches: EvalBatches, every_steps: int | None = None):
@@ -38,9 +39,10 @@ class Evaluation(Callback):
         self._last_step = trainer.state.step
         for name, value in trainer.evaluate(self.batches).items():
             name = f"test_{name.partition('/')[2]}"
-            better = max if "accuracy" in name else min
             self._results[name] = value
-            self._results[f"best_{name}"] = better(value, self._results.get(f"best_{name}", value))
+            if not isinstance(value, list):
+                better = max if "accuracy" in name or "f1" in name else min
+                self._results[f"best_{name}"] = better(value, self._results.get(f"best_{name}", value))
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self._last_step, "results": self._results}
