@@ -20,16 +20,22 @@ from toolkit.moe.router import ExpertChoiceRouter, Routing
 BalanceScope = Literal["global", "local", "sequence"]
 
 
-def load_balancing_share(probs_TE: Tensor, fraction_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+def load_balancing_share(
+    probs_TE: Tensor, fraction_E: Tensor, num_tokens: Tensor | int, num_experts: Tensor | int | None = None
+) -> Tensor:
     """This rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
 
     f_e is the fraction of all ranks' routed copies that went to expert e, and P_e the mean probability of e over all
-    ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss.
+    ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`,
+    None where all seats are taken.
     """
-    return probs_TE.shape[1] * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
+    num_experts = probs_TE.shape[1] if num_experts is None else num_experts
+    return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
 
 
-def sequence_balancing_share(routing: Routing, sequence_length: int, num_tokens: Tensor | int) -> Tensor:
+def sequence_balancing_share(
+    routing: Routing, sequence_length: int, num_tokens: Tensor | int, num_experts: Tensor | int | None = None
+) -> Tensor:
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, each with its own f and P
     (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
 
@@ -39,8 +45,9 @@ def sequence_balancing_share(routing: Routing, sequence_length: int, num_tokens:
     ids_BN = routing.expert_ids_TK.unflatten(0, (-1, sequence_length)).flatten(1)
     load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
     fraction_BE = load_BE.to(probs_BSE.dtype) / ids_BN.shape[1]
+    num_experts = probs_BSE.shape[2] if num_experts is None else num_experts
     # A sequence's mean over its S tokens, and the mean over num_tokens / S sequences: S cancels.
-    return probs_BSE.shape[2] * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
+    return num_experts * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
 
 
 def z_loss_share(logits_TE: Tensor, num_tokens: Tensor | int) -> Tensor:
@@ -104,10 +111,10 @@ class RouterPenalty:
                     "--balance-scope sequence: this model's mixtures get single tokens (T, D) and no sequences "
                     "(B, S, D); use global or local."
                 )
-            return sequence_balancing_share(routing, layer.sequence_length, tokens)
+            return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.router.num_choices)
         if self.balance_scope == "local":
             fraction_E = layer.last_load_E / layer.last_load_E.sum().clamp(min=1)
-        return load_balancing_share(routing.probs_TE, fraction_E, tokens)
+        return load_balancing_share(routing.probs_TE, fraction_E, tokens, layer.router.num_choices)
 
 
 class CountsLoad(Protocol):

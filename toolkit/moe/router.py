@@ -92,6 +92,11 @@ class TopKRouter(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if bias_balancing else None)
         self.takes_the_best = not (bias_balancing or force_balanced or top_k_groups < expert_groups)
 
+    @property
+    def num_choices(self) -> int | Tensor:
+        """How many experts there are to choose from."""
+        return self.num_experts
+
     def forward(self, x_TD: Tensor) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
         if self.takes_the_best and not in_region():  # as below, in one operation
