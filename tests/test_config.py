@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config import NOT_OF_THE_TRAJECTORY, MoERunConfig, OptimizerConfig, RunConfig, to_dict
+from toolkit.config import NOT_OF_THE_TRAJECTORY, MoERunConfig, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
 from toolkit.errors import UserError
 
 
@@ -32,6 +32,23 @@ def test_a_batch_must_divide_and_the_message_says_into_what():
     RunConfig(batch_size=12, num_processes=3, gradient_accumulation_steps=2)
     with pytest.raises(UserError, match=r"divide by 3 process.* times 2 accumulation .*use 12"):
         RunConfig(batch_size=13, num_processes=3, gradient_accumulation_steps=2)
+
+
+def test_a_scaled_rate_is_proportional_to_the_batch_and_warms_up():
+    warm = ScheduleConfig(warmup_epochs=2)
+    assert RunConfig(lr=1e-3, batch_size=128, scale_lr=32, schedule=warm).peak_lr == pytest.approx(4e-3)
+    assert RunConfig(lr=1e-3, batch_size=128).peak_lr == 1e-3
+    assert RunConfig(lr=1e-3, batch_size=16, scale_lr=32).peak_lr == 5e-4
+    with pytest.raises(UserError, match=r"--scale-lr 32: a learning rate raised to 0.004 needs a warm-up: add"):
+        RunConfig(lr=1e-3, batch_size=128, scale_lr=32)
+    with pytest.raises(UserError, match="--scale-lr 0: take a batch size"):
+        RunConfig(scale_lr=0)
+
+
+def test_a_warmup_is_in_steps_or_in_epochs_and_finite():
+    for settings in ({"warmup_epochs": 1.0, "warmup_steps": 5}, {"warmup_epochs": -1.0}, {"warmup_epochs": math.nan}):
+        with pytest.raises(UserError, match=r"--schedule.warmup-epochs .*: take zero or more, and none where"):
+            ScheduleConfig(**settings)
 
 
 @pytest.mark.parametrize(("world", "experts", "ep_size"), [(1, 8, 1), (2, 8, 2), (4, 6, 2), (3, 8, 1), (8, 4, 4)])

@@ -46,3 +46,10 @@ def test_the_config_names_the_schedule():
     assert [decay(15), decay(16), decay(18)] == pytest.approx([1.0, 1.0, 0.5]), "a fifth of the run, when not given"
     late = build_schedule(ScheduleConfig(name="stable_decay", decay_steps=10), max_steps=20)
     assert late(15) == pytest.approx(0.5)
+
+
+def test_a_warmup_in_epochs_is_as_long_as_that_many_steps():
+    by_epochs = build_schedule(ScheduleConfig(warmup_epochs=0.5), max_steps=20, steps_per_epoch=8)
+    by_steps = build_schedule(ScheduleConfig(warmup_steps=4), max_steps=20, steps_per_epoch=8)
+    assert [by_epochs(step) for step in range(20)] == [by_steps(step) for step in range(20)]
+    assert [by_epochs(0), by_epochs(4)] == [0.2, 1.0]

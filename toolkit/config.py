@@ -53,6 +53,8 @@ class ScheduleConfig:
     """Shape after the warm-up."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
+    warmup_epochs: float = 0.0
+    """The same in passes over the training data, instead of steps."""
     final: float = 0.0
     """Last learning rate, as a fraction of the highest."""
     decay_steps: int | None = None
@@ -60,6 +62,9 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "take zero or more steps")
+        epochs, remedy = self.warmup_epochs, "take zero or more, and none where --schedule.warmup-steps says how many"
+        fits = epochs == 0 or (0 < epochs < math.inf and self.warmup_steps == 0)
+        require(fits, "schedule.warmup_epochs", epochs, remedy)
         require(0 <= self.final <= 1, "schedule.final", self.final, "take a fraction between 0 and 1")
         decay = self.decay_steps
         require(decay is None or decay > 0, "schedule.decay_steps", decay, "take one step or more")
@@ -93,7 +98,9 @@ class RunConfig:
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step on each process."""
     lr: float = 1e-3
-    """Highest learning rate."""
+    """Highest learning rate, before --scale-lr."""
+    scale_lr: int | None = None
+    """The batch size that --lr is meant for: another batch gets a rate as many times as high, and needs a warm-up."""
     seed: int = 0
     """Fixes initial weights, the order of the data, and every random draw."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
@@ -132,10 +139,19 @@ class RunConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "take one or more")
         require(0 < self.lr < math.inf, "lr", self.lr, "take a positive number")
+        require(self.scale_lr is None or self.scale_lr >= 1, "scale_lr", self.scale_lr, "take a batch size, or none")
+        warms_up = self.schedule.warmup_steps > 0 or self.schedule.warmup_epochs > 0
+        remedy = f"a learning rate raised to {self.peak_lr:g} needs a warm-up: add --schedule.warmup-epochs 2"
+        require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
         pieces = (self.num_processes or 1) * self.gradient_accumulation_steps
         require_divisible(self.batch_size, self.num_processes or 1, self.gradient_accumulation_steps, pieces)
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate: with `scale_lr`, proportional to the batch (Goyal et al. 2017, section 2.1)."""
+        return self.lr if self.scale_lr is None else self.lr * self.batch_size / self.scale_lr
 
 
 def require_divisible(batch_size: int, processes: int, accumulation: int, pieces: int) -> None:

@@ -47,7 +47,11 @@ def standard_trainer(
     max_steps = config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
-    optimizer = build_optimizer(model, lr=config.lr, config=config.optimizer)
+    optimizer = build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
+    run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
+    if config.scale_lr is not None:
+        scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
+        run.say(f"learning rate {scaled}: the effective batch is {config.batch_size}")
     if config.compile:
         model.compile()
     return Trainer(
@@ -57,7 +61,7 @@ def standard_trainer(
         optimizer,
         batches,
         max_steps=max_steps,
-        schedule=build_schedule(config.schedule, max_steps=max_steps),
+        schedule=build_schedule(config.schedule, max_steps=max_steps, steps_per_epoch=batches.steps_per_epoch),
         max_grad_norm=config.optimizer.max_grad_norm,
         log_every=config.log_every,
         callbacks=[
