@@ -3,6 +3,20 @@
 from toolkit.data.batches import BatchOrder, EvalBatches, TrainBatches
 from toolkit.data.blanking import BlankPixels
 from toolkit.data.images import ImageData, load_images
+from toolkit.data.streams import TaskOrder, TaskStream, permuted_stream, rotated_stream, split_stream
 from toolkit.data.table import TensorTable
 
-__all__ = ["BatchOrder", "BlankPixels", "EvalBatches", "ImageData", "TensorTable", "TrainBatches", "load_images"]
+__all__ = [
+    "BatchOrder",
+    "BlankPixels",
+    "EvalBatches",
+    "ImageData",
+    "TaskOrder",
+    "TaskStream",
+    "TensorTable",
+    "TrainBatches",
+    "load_images",
+    "permuted_stream",
+    "rotated_stream",
+    "split_stream",
+]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from accelerate.utils import send_to_device
@@ -30,6 +31,17 @@ def split(rows: Tensor, parts: int, part: int) -> Tensor:
     if parts == 1:  # the usual case, and slicing costs as much as a third of a fetch
         return rows
     return rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]
+
+
+class Order(Protocol):
+    """Which rows of a table make up the global batch of each step: a pure function of the step."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def samples_before(self, step: int) -> int: ...
+
+    def batches(self, start_step: int) -> Iterator[Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +82,8 @@ class TrainBatches:
     """This rank's micro-batches of each step, on its device.
 
     A global batch is cut into micro-batches first and each of these into ranks, so that what one micro-step sees over
-    all ranks does not depend on how many ranks there are.
+    all ranks does not depend on how many ranks there are. Without an `order` of its own, which has to be
+    made for the same `batch_size`, a table is shuffled anew each epoch.
     """
 
     def __init__(
@@ -85,10 +98,11 @@ class TrainBatches:
         device: torch.device | str = "cpu",
         num_workers: int = 0,
         augment: Augment | None = None,
+        order: Order | None = None,
     ):
         self.table = table
         self.augment = augment
-        self.order = BatchOrder(num_samples=len(table), batch_size=batch_size, seed=seed)
+        self.order: Order = order or BatchOrder(num_samples=len(table), batch_size=batch_size, seed=seed)
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.device = torch.device(device)
         self.num_workers = num_workers
