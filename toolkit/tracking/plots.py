@@ -45,8 +45,8 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
     """
     lines = list(read_metrics(folder / "metrics.jsonl"))
     layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
-    loads = {layer.removeprefix(LOAD_PREFIX): _series(lines, layer) for layer in layers}
-    has_loss = any(_series(lines, name) for name in ("train/loss", "eval/loss"))
+    loads = {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
+    has_loss = any(points_of(lines, name) for name in ("train/loss", "eval/loss"))
     if not (has_loss or loads or placement):
         return {}
     # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
@@ -74,13 +74,13 @@ def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     names = ["loss"]
-    if any(_series(lines, f"{group}/accuracy") for group in ("train", "eval")):
+    if any(points_of(lines, f"{group}/accuracy") for group in ("train", "eval")):
         names.append("accuracy")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         percent = name == "accuracy"
         finite = []
         for group, label, colour in (("train", "training", TRAIN), ("eval", "test", EVAL)):
-            points = _series(lines, f"{group}/{name}")
+            points = points_of(lines, f"{group}/{name}")
             if not points:
                 continue
             steps, values = [step for step, _ in points], [100 * v if percent else v for _, v in points]
@@ -95,7 +95,7 @@ def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
             axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
-        _step_axis(axes)
+        step_axis(axes)
     return figure
 
 
@@ -119,7 +119,7 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
         table = [[math.nan if share is None else 100 * share for share in shares] for shares in padded]
         fair = 100 / experts
         if experts <= 16:
-            for expert, colour in zip(range(experts), _colours(experts), strict=True):
+            for expert, colour in zip(range(experts), palette(experts), strict=True):
                 axes.plot(steps, [row[expert] for row in table], color=colour, lw=1.4, label=str(expert))
             axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
             axes.set_ylim(bottom=0)
@@ -140,7 +140,7 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
             axes.set_ylabel("expert")
             axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(f"Load per expert: {layer}" if layer else "Load per expert")
-        _step_axis(axes)
+        step_axis(axes)
     for axes in panels:
         axes.set_visible(False)
     return figure
@@ -151,7 +151,7 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
     ranks = max(len(by_rank) for by_rank in placement.values())
     widest = max((len(ids) for by_rank in placement.values() for ids in by_rank), default=1) or 1
     experts = 1 + max((i for by_rank in placement.values() for ids in by_rank for i in ids), default=0)
-    colours = _colours(experts)
+    colours = palette(experts)
     width = max(widest, 6)
     figure.set_size_inches(min(14, 1.2 + 0.6 * width), (0.9 + 0.42 * ranks) * len(placement))
     for axes, (layer, by_rank) in zip(
@@ -174,7 +174,7 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
     return figure
 
 
-def _colours(count: int) -> list[Any]:
+def palette(count: int) -> list[Any]:
     """`count` colours that can be told apart as far as that is possible."""
     from matplotlib import colormaps
 
@@ -183,7 +183,7 @@ def _colours(count: int) -> list[Any]:
     return [colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]
 
 
-def _step_axis(axes: Axes) -> None:
+def step_axis(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel("step")
@@ -192,7 +192,7 @@ def _step_axis(axes: Axes) -> None:
     axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
 
 
-def _series(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Any]]:
+def points_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Any]]:
     """(step, value) of each line that has a value for `name`."""
     return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
@@ -217,7 +217,7 @@ def draw_imbalances(path: Path, panels: Mapping[str, Mapping[str, Sequence[float
     from matplotlib.figure import Figure
 
     planners = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    colours = dict(zip(planners, [GREY, *_colours(max(1, len(planners) - 1))], strict=False))
+    colours = dict(zip(planners, [GREY, *palette(max(1, len(planners) - 1))], strict=False))
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     with rc_context(STYLE):
@@ -234,7 +234,7 @@ def draw_imbalances(path: Path, panels: Mapping[str, Mapping[str, Sequence[float
             axes.set_title(title)
             axes.set_ylabel("busiest rank / mean")
             axes.set_ylim(1, max(1.1, axes.get_ylim()[1]))
-            _step_axis(axes)
+            step_axis(axes)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
         handles = grid.flat[0].get_lines()
