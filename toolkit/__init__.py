@@ -43,7 +43,7 @@ _HOMES = {
         "load_images",
     ],
     "toolkit.tasks": ["Classification"],
-    "toolkit.models": ["MLP", "Pixels", "ResidualClassifier"],
+    "toolkit.models": ["LMU", "MLP", "ParallelLMU", "Pixels", "ResidualClassifier", "SequenceClassifier"],
     "toolkit.moe": [
         "BiasBalancing",
         "ExpertLoad",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     )
     from toolkit.data import BatchOrder, BlankPixels, EvalBatches, ImageData, TensorTable, TrainBatches, load_images
     from toolkit.errors import Preempted, UserError
-    from toolkit.models import MLP, Pixels, ResidualClassifier
+    from toolkit.models import LMU, MLP, ParallelLMU, Pixels, ResidualClassifier, SequenceClassifier
     from toolkit.moe import (
         BiasBalancing,
         ExpertLoad,

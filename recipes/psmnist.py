@@ -1,0 +1,95 @@
+"""Permuted sequential MNIST: 784 pixels one after another, in a fixed random order, remembered by a Legendre memory.
+
+python recipes/psmnist.py                 the parallel unit, 166,092 parameters
+python recipes/psmnist.py cell            the nonlinear unit, 102,027 parameters, step by step: hours on a CPU
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import toolkit as tk
+from toolkit.seeding import generator
+
+PIXELS = 28 * 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.RunConfig):
+    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+
+    unit: Literal["parallel", "cell"] = "parallel"
+    """parallel: all steps at once; cell: the nonlinear unit, whose steps need each other."""
+    order: int = 468
+    """Coefficients that the memory keeps of the last 784 pixels."""
+    hidden_size: int = 346
+    """Hidden units that read the memory."""
+    dropout: float = 0.0
+    """Fraction of the hidden units that is dropped in training; drawn on each process by itself."""
+    blank_pixels: float = 0.0
+    """Fraction of the pixels of each training image that is hidden, other ones each time."""
+    permutation: int = 0
+    """Which order of the pixels; the same for all seeds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("order", "hidden_size"):
+            tk.require(getattr(self, name) >= 1, name, getattr(self, name), "take one or more")
+        for name in ("dropout", "blank_pixels"):
+            tk.require(0 <= getattr(self, name) < 1, name, getattr(self, name), "take a fraction below 1")
+
+
+def parallel() -> Config:
+    """The feed-forward network of Chilkuri and Eliasmith 2021, table 2: order 468, 346 hidden units."""
+    return Config(epochs=100, batch_size=100, lr=1e-3, dropout=0.5, log_every=200)
+
+
+def cell() -> Config:
+    """The recurrent network of Voelker et al. 2019, section 3.3: order 256, 212 hidden units."""
+    return Config(unit="cell", order=256, hidden_size=212, epochs=10, batch_size=100, lr=1e-3, log_every=50)
+
+
+def debug() -> Config:
+    """Seconds: the embedded digits, a small memory."""
+    return replace(parallel(), dataset="digits", epochs=2, order=64, hidden_size=32, dropout=0.0, log_every=10)
+
+
+def build_model(config: Config, num_classes: int) -> nn.Module:
+    hidden = config.hidden_size
+    unit: nn.Module = (
+        tk.ParallelLMU(1, hidden, config.order, PIXELS)
+        if config.unit == "parallel"
+        else tk.LMU(1, hidden, config.order, PIXELS)
+    )
+    return tk.SequenceClassifier(
+        tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
+        unit,
+        order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),
+        hidden_size=hidden,
+        num_classes=num_classes,
+        dropout=config.dropout,
+    )
+
+
+def main(config: Config) -> dict[str, Any]:
+    with tk.start_run("psmnist", config) as run:
+        data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+        model = build_model(config, data.num_classes)
+        parameters = sum(p.numel() for p in model.parameters())
+        run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
+        blank = config.blank_pixels
+        augment = tk.BlankPixels(blank, shape=(28, 28), grey=0, seed=config.seed) if blank else None
+        trainer = tk.standard_trainer(
+            run, tk.Classification(), model, train=data.train, test=data.test, augment=augment
+        )
+        return run.finish(trainer.fit())
+
+
+PRESETS = {"parallel": parallel, "cell": cell, "debug": debug}
+
+if __name__ == "__main__":
+    tk.run_recipe(main, PRESETS, __doc__)

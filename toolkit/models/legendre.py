@@ -1,0 +1,133 @@
+"""Legendre memory: a fixed linear recurrence that remembers a sliding window of a signal.
+
+A memory of order D holds the last `theta` steps of a scalar signal u as D coefficients of shifted Legendre polynomials
+(Voelker, Kajic and Eliasmith 2019, NeurIPS 32, eq. 1 and 2). It is linear and does not change with time, so all steps
+can be computed at once (Chilkuri and Eliasmith 2021, ICML, section 3).
+
+Letters: B batch, T steps, C signals that are remembered side by side, D order of the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Form = Literal["chunks", "fft", "steps"]
+CHUNK = 32
+"""Steps per chunk of the chunked form: a chunk's own part costs CHUNK * D per step, what came before it D * D."""
+
+
+def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
+    """A (D, D) and B (D,) of m_t = A m_{t-1} + B u_t in float64, with zero-order hold and a time step of 1."""
+    i = torch.arange(order, dtype=torch.float64)
+    scale = (2 * i + 1) / theta
+    sign = torch.where(i[:, None] < i, -1.0, (-1.0) ** (i[:, None] - i + 1))
+    both = torch.zeros(order + 1, order + 1, dtype=torch.float64)
+    both[:order, :order] = scale[:, None] * sign
+    both[:order, order] = scale * (-1.0) ** i
+    discrete = torch.linalg.matrix_exp(both)
+    return discrete[:order, :order].contiguous(), discrete[:order, order].contiguous()
+
+
+def impulse_response(a: Tensor, b: Tensor, length: int) -> Tensor:
+    """(length, D): A^t B for t = 0, 1, ... Doubles what it has with each product."""
+    response, power = b[None], a
+    while len(response) < length:
+        response, power = torch.cat([response, response @ power.T]), power @ power
+    return response[:length]
+
+
+class LegendreMemory(nn.Module):
+    """Remembers each of C signals (B, T, C) separately as (B, T, C, D). Has no parameters, takes any length.
+
+    Three forms of the same sums: `chunks` (matrix products, a state passed from chunk to chunk; best for small D),
+    `fft` (a convolution with the impulse response; best for large D) and `steps` (one at a time, the specification).
+    """
+
+    A: Tensor
+    B: Tensor
+
+    def __init__(self, order: int, theta: float, *, form: Form = "chunks"):
+        super().__init__()
+        self.order, self.form = order, form
+        a, b = delay_system(order, theta)
+        # Not persistent, because they follow from the arguments.
+        self.register_buffer("A", a.float(), persistent=False)
+        self.register_buffer("B", b.float(), persistent=False)
+        response = impulse_response(a, b, CHUNK)
+        toeplitz = torch.zeros(CHUNK, order, CHUNK, dtype=torch.float64)  # [t, :, s] = A^(t - s) B
+        for t in range(CHUNK):
+            toeplitz[t, :, : t + 1] = response[: t + 1].flip(0).T
+        powers = [a]
+        for _ in range(CHUNK - 1):
+            powers.append(a @ powers[-1])
+        self.register_buffer("own", toeplitz.flatten(0, 1).float(), persistent=False)
+        self.register_buffer("earlier", torch.cat(powers).float(), persistent=False)
+        self._exact = (a, b)
+        self._response = response.float()
+
+    def initial_state(self, batch: int, channels: int) -> Tensor:
+        """(B, C, D) zeros."""
+        return self.B.new_zeros(batch, channels, self.order)
+
+    def forward(self, u: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The memory after each step (B, T, C, D), and after the last (B, C, D): the `state` of what comes next."""
+        with torch.autocast(u.device.type, enabled=False):  # half the digits would not carry a window of 1000 steps
+            u = u.float()
+            if state is None:
+                state = self.initial_state(u.shape[0], u.shape[2])
+            if u.shape[1] == 0:
+                return u.new_zeros(*u.shape, self.order), state
+            if self.form == "fft":
+                memory = self._by_fft(u, state)
+            elif self.form == "chunks":
+                memory = self._by_chunks(u, state)
+            else:
+                memory = self._by_steps(u, state)
+        return memory, memory[:, -1]
+
+    def last(self, u: Tensor) -> Tensor:
+        """The memory after the last step alone, (B, C, D), at the cost of one matrix product."""
+        weights = self.response(u.shape[1]).flip(0)
+        return torch.einsum("btc,td->bcd", u, weights)
+
+    def response(self, length: int) -> Tensor:
+        """The impulse response (length, D), which is kept for the longest signal so far."""
+        if len(self._response) < length:
+            self._response = impulse_response(*self._exact, 2 ** math.ceil(math.log2(length))).float()
+        if self._response.device != self.A.device:
+            self._response = self._response.to(self.A.device)
+        return self._response[:length]
+
+    def _by_steps(self, u: Tensor, state: Tensor) -> Tensor:
+        memories = []
+        for step in u.unbind(1):
+            state = state @ self.A.T + step[..., None] * self.B
+            memories.append(state)
+        return torch.stack(memories, 1)
+
+    def _by_chunks(self, u: Tensor, state: Tensor) -> Tensor:
+        batch, steps, channels = u.shape
+        chunks = -(-steps // CHUNK)
+        padded = F.pad(u, (0, 0, 0, chunks * CHUNK - steps)).view(batch, chunks, CHUNK, channels)
+        own = padded.transpose(2, 3) @ self.own.T  # (B, chunks, C, CHUNK * D)
+        memories = []
+        for part in own.unbind(1):
+            part = part + state @ self.earlier.T
+            memories.append(part.unflatten(-1, (CHUNK, self.order)))
+            state = memories[-1][..., -1, :]
+        return torch.stack(memories, 1).transpose(2, 3).flatten(1, 2)[:, :steps]
+
+    def _by_fft(self, u: Tensor, state: Tensor) -> Tensor:
+        steps = u.shape[1]
+        length = 2 ** math.ceil(math.log2(2 * steps))  # twice, or the end would run into the beginning
+        spectrum = torch.fft.rfft(u.transpose(1, 2), length)[:, :, None]  # (B, C, 1, frequencies)
+        memory = torch.fft.irfft(spectrum * torch.fft.rfft(self.response(steps).T, length), length)[..., :steps]
+        memory = memory.permute(0, 3, 1, 2)
+        if state.any():  # what was remembered before fades by A^(t+1), which has no cheap form
+            memory = memory + self._by_steps(torch.zeros_like(u), state)
+        return memory
