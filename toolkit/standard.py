@@ -28,6 +28,7 @@ def standard_trainer(
     test: TensorTable,
     augment: Augment | None = None,
     callbacks: Sequence[Callback] = (),
+    eval_batch_size: int = EVAL_BATCH_SIZE,
 ) -> Trainer:
     """AdamW on the config's schedule; evaluates and saves each epoch, resumes, and can be preempted.
 
@@ -67,7 +68,7 @@ def standard_trainer(
         callbacks=[
             *callbacks,
             Throughput(),
-            Evaluation(EvalBatches(test, batch_size=EVAL_BATCH_SIZE, **where)),
+            Evaluation(EvalBatches(test, batch_size=eval_batch_size, **where)),
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             Preemption(),
             Progress(),
