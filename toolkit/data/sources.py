@@ -9,17 +9,21 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from toolkit.errors import UserError
+
+T = TypeVar("T")
 
 HUB_REPOS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 PROBE_TIMEOUT_S = 2.0
 HUB_ANSWER_TIMEOUT_S = 4
 SPLITS = ("train", "test")
+_HUB_PATTERNS = ("*train-*.parquet", "*test-*.parquet")
 
 _IDX_STEMS = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -100,36 +104,38 @@ def _in_environment_folder(name: str) -> ImageFiles:
 
 
 def _in_hub_cache(name: str) -> ImageFiles:
-    return _snapshot(name, local_files_only=True, reason=f"{HUB_REPOS[name]} is not in the Hub's cache")
+    return find_on_hub(HUB_REPOS[name], _HUB_PATTERNS, lambda folder: find_in_folder(folder, name), ask=False)
 
 
 def _on_hub(name: str) -> ImageFiles:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise NotFoundHere("HF_HUB_OFFLINE forbids to ask the Hub")
     if importlib.util.find_spec("datasets") is None:
         raise NotFoundHere("what the Hub has cannot be read without the package datasets")
-    host = _unreachable_host(constants.ENDPOINT)
-    if host is not None:
-        raise NotFoundHere(f"{host} does not answer")
-    return _snapshot(name, local_files_only=False, reason=f"{constants.ENDPOINT} does not give {HUB_REPOS[name]}")
+    return find_on_hub(HUB_REPOS[name], _HUB_PATTERNS, lambda folder: find_in_folder(folder, name), ask=True)
 
 
-def _snapshot(name: str, *, local_files_only: bool, reason: str) -> ImageFiles:
+def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *, ask: bool) -> T:
+    """What `find` makes of the folder with the files of data set `repo` that match `patterns`: as the Hub's cache has
+    them, or, with `ask`, as the Hub has them now. Raises NotFoundHere, within seconds, downloads aside.
+    """
     import huggingface_hub
+    from huggingface_hub import constants
 
+    reason = f"{constants.ENDPOINT} does not give {repo}" if ask else f"{repo} is not in the Hub's cache"
+    if ask and constants.HF_HUB_OFFLINE:
+        raise NotFoundHere("HF_HUB_OFFLINE forbids to ask the Hub")
+    if ask and (host := _unreachable_host(constants.ENDPOINT)):
+        raise NotFoundHere(f"{host} does not answer")
     try:
-        if not local_files_only:  # a download itself waits long for a host that connects and then says nothing
-            huggingface_hub.HfApi().dataset_info(HUB_REPOS[name], timeout=HUB_ANSWER_TIMEOUT_S)
+        if ask:  # a download itself waits long for a host that connects and then says nothing
+            huggingface_hub.HfApi().dataset_info(repo, timeout=HUB_ANSWER_TIMEOUT_S)
         folder = huggingface_hub.snapshot_download(
-            HUB_REPOS[name],
+            repo,
             repo_type="dataset",
-            allow_patterns=["*train-*.parquet", "*test-*.parquet"],
-            local_files_only=local_files_only,
+            allow_patterns=list(patterns),
+            local_files_only=not ask,
             etag_timeout=HUB_ANSWER_TIMEOUT_S,
         )
-        return find_in_folder(Path(folder), name)
+        return find(Path(folder))
     # Whatever its client raises (errors of three HTTP libraries, of the disk, of a half-filled cache), the Hub is
     # one place among several.
     except Exception as error:
