@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import gzip
 import io
-import logging
 import math
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import cached_columns
+from toolkit.data.parquet import damaged, first_line, read_columns
 from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
@@ -150,17 +148,13 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray]:
     labels_path = labels_path or path
     if images.ndim != 3 or images.shape[1:] != (SIZE, SIZE) or not len(images):
-        raise _bad(path, f"holds images of shape {images.shape} where (N, {SIZE}, {SIZE}) is needed")
+        raise damaged(path, f"holds images of shape {images.shape} where (N, {SIZE}, {SIZE}) is needed")
     if labels.shape != images.shape[:1]:
-        raise _bad(labels_path, f"holds labels of shape {labels.shape} for {len(images)} images")
+        raise damaged(labels_path, f"holds labels of shape {labels.shape} for {len(images)} images")
     if labels.min() < 0 or labels.max() >= NUM_CLASSES:
         wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise _bad(labels_path, f"holds the label {wrong}, which is not between 0 and {NUM_CLASSES - 1}")
+        raise damaged(labels_path, f"holds the label {wrong}, which is not between 0 and {NUM_CLASSES - 1}")
     return images, labels.astype(np.int64)
-
-
-def _bad(path: Path, fault: str) -> UserError:
-    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another copy.")
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -172,52 +166,23 @@ def read_idx(path: Path) -> np.ndarray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise _bad(path, f"cannot be read ({error})") from None
+        raise damaged(path, f"cannot be read ({error})") from None
     ndim = content[3] if len(content) > 3 else 0
     if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * ndim:
-        raise _bad(path, "is not an idx file of bytes")
+        raise damaged(path, "is not an idx file of bytes")
     shape = tuple(np.frombuffer(content, ">i4", count=ndim, offset=4).tolist())
     data = np.frombuffer(content, np.uint8, offset=4 + 4 * ndim)
     if data.size != math.prod(shape):
-        raise _bad(path, f"holds {data.size} bytes of data where its header says {math.prod(shape)}")
+        raise damaged(path, f"holds {data.size} bytes of data where its header says {math.prod(shape)}")
     return data.reshape(shape).copy()
 
 
 def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """The columns "image" (encoded, such as PNG) and "label" of a Parquet file, as arrays."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{path} is read by the package datasets, which is missing: pip install datasets.") from None
-    # Streamed, so that nothing is copied into the cache of `datasets`; the folder is for what it makes regardless.
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it raises
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            rows = datasets.load_dataset(
-                "parquet",
-                data_files={"train": [glob.escape(str(path))]},
-                split="train",
-                streaming=True,
-                cache_dir=scratch,
-            )
-            missing = {"image", "label"} - set(rows.column_names)
-            if missing:
-                raise _bad(path, f"has no column {' and '.join(sorted(missing))}")
-            rows = rows.select_columns(["image", "label"]).cast_column("image", datasets.Image(decode=False))
-            batches = list(rows.iter(batch_size=4096))
-        except UserError:
-            raise
-        # Apache Arrow, fsspec and datasets raise their own kinds for a file that is damaged.
-        except Exception as error:
-            raise _bad(path, f"cannot be read as Parquet ({_first_line(error)})") from None
-        finally:
-            datasets.logging.set_verbosity(verbosity)
-    images = decode_images(path, [image for batch in batches for image in batch["image"]])
-    labels = [label for batch in batches for label in batch["label"]]
-    if not all(isinstance(label, int) for label in labels):
-        raise _bad(path, "has a label that is not a whole number")
-    return images, np.array(labels, dtype=np.int64)
+    columns = read_columns(path, ("image", "label"))
+    if not all(isinstance(label, int) for label in columns["label"]):
+        raise damaged(path, "has a label that is not a whole number")
+    return decode_images(path, columns["image"]), np.array(columns["label"], dtype=np.int64)
 
 
 def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
@@ -228,17 +193,13 @@ def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
         try:
             pixels = np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("L"))
         except Exception as error:
-            raise _bad(path, f"has an image that cannot be decoded in row {row} ({_first_line(error)})") from None
+            raise damaged(path, f"has an image that cannot be decoded in row {row} ({first_line(error)})") from None
         if pixels.shape != (SIZE, SIZE):
-            raise _bad(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
+            raise damaged(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
         return pixels
 
     images = [decode(row, image) for row, image in enumerate(encoded)]
     return np.stack(images) if images else np.empty((0, SIZE, SIZE), np.uint8)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def read_digits() -> dict[str, np.ndarray]:

@@ -1,0 +1,63 @@
+"""Columns of Parquet files, read by `datasets` without leaving anything in its cache."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+
+ROWS_PER_READ = 4096
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The columns `names` of one file; images and audio stay encoded, as dicts with their `bytes`.
+
+    Raises UserError where the package is missing, the file is damaged, or a column is not there.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{path} is read by the package datasets, which is missing: pip install datasets.") from None
+    # Streamed, so that nothing is copied into the cache of `datasets`; the folder is for what it makes regardless.
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it raises
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rows = datasets.load_dataset(
+                "parquet",
+                data_files={"train": [glob.escape(str(path))]},
+                split="train",
+                streaming=True,
+                cache_dir=scratch,
+            )
+            missing = set(names) - set(rows.column_names)
+            if missing:
+                raise damaged(path, f"has no column {' and '.join(sorted(missing))}")
+            rows = rows.select_columns(list(names))
+            for name, feature in rows.features.items():
+                if isinstance(feature, (datasets.Image, datasets.Audio)):
+                    rows = rows.cast_column(name, type(feature)(decode=False))
+            batches = list(rows.iter(batch_size=ROWS_PER_READ))
+        except UserError:
+            raise
+        # Apache Arrow, fsspec and datasets raise their own kinds for a file that is damaged.
+        except Exception as error:
+            raise damaged(path, f"cannot be read as Parquet ({first_line(error)})") from None
+        finally:
+            datasets.logging.set_verbosity(verbosity)
+    return {name: [value for batch in batches for value in batch[name]] for name in names}
+
+
+def damaged(path: Path, fault: str) -> UserError:
+    """The error for a file that is not what it claims to be."""
+    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another copy.")
+
+
+def first_line(error: Exception) -> str:
+    """What `error` says, in one line without a full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
