@@ -144,7 +144,7 @@ def mismatched_accumulation() -> None:
     run, model = toy_run(RunConfig(tracker="none", gradient_accumulation_steps=2)), WeightTimesX()
     batches = TrainBatches(TensorTable(x=torch.ones(8)), batch_size=8, seed=0, accumulation=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="4 micro-batches per step, and the run was made for 2"):
+    with pytest.raises(ValueError, match="4 micro-batches per step in a run that was made for 2"):
         Trainer(run, WeightedTargets(), model, optimizer, batches, max_steps=1, schedule=constant())
 
 

@@ -50,11 +50,8 @@ class Trainer:
         self.run, self.task, self.batches, self.schedule = run, task, batches, schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
         self.base_rates = [group["lr"] for group in optimizer.param_groups]
-        if batches.accumulation != run.accelerator.gradient_accumulation_steps:
-            raise ValueError(
-                f"batches come in {batches.accumulation} micro-batches per step, and the run was made for "
-                f"{run.accelerator.gradient_accumulation_steps}"
-            )
+        if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
+            raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
         self.model, self.optimizer = parallel.prepare(
             run.accelerator, model, optimizer, dense=run.config.dense_parallel
@@ -99,11 +96,20 @@ class Trainer:
         return self.results
 
     def train_step(self, micro_batches: list[Batch]) -> None:
-        """One optimizer step: forward and backward of each micro-batch, one synchronisation, one update."""
-        step, accelerator = self.state.step, self.run.accelerator
+        """Learn from the batch of this step, and count it."""
+        multiplier = self.schedule(self.state.step)
         self.hooks("on_step_start", micro_batches)
+        norm = self.learn(micro_batches, multiplier)
+        self.state.step += 1
+        self.state.samples = self.batches.order.samples_before(self.state.step)
+        if self.at_log_step:
+            self.record("train/grad_norm", norm)
+            self.record("train/learning_rate", self.base_rates[0] * multiplier)
+
+    def learn(self, micro_batches: list[Batch], multiplier: float) -> Tensor:
+        """Forward and backward of each micro-batch, one synchronisation, one update; returns the gradients' norm."""
+        accelerator = self.run.accelerator
         counts, total = self.global_counts(micro_batches)
-        multiplier = self.schedule(step)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * multiplier
         # DDP takes the mean over ranks and Accelerate divides by the accumulation steps: undo both, divide once.
@@ -124,11 +130,7 @@ class Trainer:
         parallel.refresh_copies(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
-        self.state.step += 1
-        self.state.samples = self.batches.order.samples_before(self.state.step)
-        if self.at_log_step:
-            self.record("train/grad_norm", norm)
-            self.record("train/learning_rate", self.base_rates[0] * multiplier)
+        return norm
 
     def seed_micro_batch(self, index: int) -> None:
         """Address the random draws of the coming forward pass by (seed, step, micro-batch, rank)."""
@@ -197,9 +199,8 @@ class Trainer:
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.sums.reset()
         recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False
-        self.run.log(
-            {"train/epoch": self.state.step / self.batches.steps_per_epoch, **means, **recorded}, self.state.step
-        )
+        epoch = self.state.step / self.batches.steps_per_epoch
+        self.run.log({"train/epoch": epoch, **means, **recorded}, self.state.step)
 
     def _plain_records(self) -> dict[str, Any]:
         return {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}

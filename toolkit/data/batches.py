@@ -119,6 +119,16 @@ class TrainBatches:
             for micro in range(self.accumulation):
                 yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
 
+    def micro_batches_of(self, rows: Tensor) -> list[Batch]:
+        """This rank's micro-batches of a global batch of `rows`, as they are in the table."""
+        micro = (split(rows, self.accumulation, index) for index in range(self.accumulation))
+        pieces = [split(piece, self.world_size, self.rank) for piece in micro]
+        return list(fetch(self.table, iter(pieces), self.device, num_workers=0))
+
+    def part_of(self, rows: Tensor) -> Batch:
+        """This rank's part of `rows` in one batch, as they are in the table."""
+        return next(fetch(self.table, iter([split(rows, self.world_size, self.rank)]), self.device, num_workers=0))
+
     def steps(self, start_step: int) -> Iterator[list[Batch]]:
         """Lists of this rank's micro-batches, from `start_step` on, without end."""
         table = self.table if self.augment is None else _Augmented(self.table, self.augment)

@@ -55,7 +55,8 @@ class BiasBalancing(Callback):
             return
         load_LE = self.since.take().to(trainer.run.device, torch.float32)
         for layer, load_E in zip(self.layers, load_LE, strict=True):
-            layer.router.bias += self.rate * (load_E.mean() - load_E).sign()
+            mean = load_E.sum() / layer.router.num_choices
+            layer.router.bias += self.rate * (mean - load_E).sign()
 
 
 class WholeStepBalance(Callback):
@@ -83,3 +84,6 @@ class WholeStepBalance(Callback):
                 trainer.task.evaluate(trainer.raw_model, batch)
             loads.append(global_load(self.penalty.layers))
         self.penalty.step_load_LE = torch.stack(loads).sum(0)
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self.penalty.step_load_LE = None

@@ -62,7 +62,7 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     started = time.perf_counter()
     old, groups = stack.placement, stack.groups
     _check(old, new)
-    weights, states = _rows_of_weights(stack), _rows_of_states(stack, optimizer)
+    weights, states = rows_of_weights(stack), rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
     payloads = [
         _Payload(list(weights.values()), schedule(moves(old, new)), groups),
@@ -98,12 +98,12 @@ def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
         raise ValueError(f"a placement of {new.num_experts} experts for a stack of {old.num_experts}")
 
 
-def _rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
+def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
     """Name -> (S, ...)."""
     return {name: _with_contiguous_rows(name, parameter) for name, parameter in stack.parameters.items()}
 
 
-def _rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
+def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """ "<parameter>.<state>" -> (S, ...): moments, master weights, whatever the optimizer keeps by row.
 
     Scalars, such as Adam's step, and tensors of one row, such as Adafactor's mean over all rows, belong to the stack.

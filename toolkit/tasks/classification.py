@@ -34,6 +34,10 @@ class Classification:
         entropy = F.cross_entropy(logits, labels, reduction="sum")
         return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
 
+    def sample_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(N): nats, each sample's own."""
+        return F.cross_entropy(model(batch["input"]), batch["label"], reduction="none")
+
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
     """How many rows of `logits` have their maximum at the label."""

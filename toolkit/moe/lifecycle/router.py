@@ -71,10 +71,9 @@ class SeatedRouter(TopKRouter):
     def seat(self, seat: int, *, beside: int | None = None) -> None:
         """Let an expert sit down on the vacant `seat`, with the row of `beside` or a row of zeros."""
         self.living_E[seat] = True
-        if beside is not None:
-            self.weight[seat] = self.weight[beside]
-            if self.bias is not None:
-                self.bias[seat] = self.bias[beside]
+        self.weight[seat] = 0 if beside is None else self.weight[beside]
+        if self.bias is not None:
+            self.bias[seat] = 0 if beside is None else self.bias[beside]
 
     @torch.no_grad()
     def divide(self, seat: int, beside: int, divider_D: Tensor, threshold: float) -> None:
@@ -100,8 +99,6 @@ class SeatedRouter(TopKRouter):
         self.split_from_E[seat] = NOBODY
         self.living_E[seat] = False
         self.weight[seat] = 0
-        if self.bias is not None:
-            self.bias[seat] = 0
 
     def halves_of(self, seat: int) -> list[int]:
         """The seats that were split from `seat` and still take turns with it, in the order of these splits."""

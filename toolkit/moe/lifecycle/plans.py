@@ -1,0 +1,131 @@
+"""What is to happen to a population, decided by pure functions of what was measured.
+
+Every decision is a plan on expert ids (Grow, Merge, Prune) that says why. All ranks measure the same numbers, so all
+make the same plans; `toolkit.moe.lifecycle.surgery` carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.moe.lifecycle.population import Population
+from toolkit.moe.placement import ExpertPlacement
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Grow:
+    """A new expert: half of `parent`, or a fresh one (None)."""
+
+    parent: int | None
+    seat: int
+    why: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Expert `id` ends in `into`, whose weights become the mean of both, in proportion to their traffic."""
+
+    id: int
+    into: int
+    share: float
+    """Of `into` in the mean, from 0 to 1."""
+    why: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Expert `id` ends, and its tokens go to others."""
+
+    id: int
+    why: Mapping[str, float]
+
+
+Plan: TypeAlias = Grow | Merge | Prune
+
+
+def free_seat(population: Population, placement: ExpertPlacement) -> int | None:
+    """The vacant seat on the rank that has the fewest living experts, ties to the lowest rank and seat; None if full.
+
+    Seats have one place each.
+    """
+    rank_of_seat = [placement.owner(seat).rank for seat in range(population.seats)]
+    living = np.bincount([rank_of_seat[member.seat] for member in population.living], minlength=placement.ranks)
+    return min(population.vacant, key=lambda seat: (living[rank_of_seat[seat]], rank_of_seat[seat], seat), default=None)
+
+
+def plan_growth(
+    population: Population, placement: ExpertPlacement, uncovered: Mapping[int, float], *, fresh: bool = False
+) -> Grow | None:
+    """Halve the living expert with the greatest `uncovered` weight (by id: how many tokens that the model gets wrong
+    it is responsible for), ties to the lowest id; None where no seat is free or nothing is uncovered."""
+    seat = free_seat(population, placement)
+    living = {member.id: uncovered.get(member.id, 0.0) for member in population.living}
+    parent = max(living, key=lambda id: (living[id], -id))
+    if seat is None or living[parent] <= 0:
+        return None
+    return Grow(None if fresh else parent, seat, {"uncovered": living[parent]})
+
+
+def plan_merges(
+    population: Population,
+    distance: Floats,
+    similarity: Mapping[tuple[int, int], float],
+    traffic: Mapping[int, float],
+    *,
+    most_distance: float,
+    least_similarity: float,
+    min_experts: int,
+) -> list[Merge]:
+    """Pairs of living experts that became the same, closest first, each expert in one pair at most.
+
+    `distance` (ids x ids) compares what they say (0 alike, 1 unrelated), `similarity` their aligned weights; both have
+    to agree. The one with more traffic stays, of equals the older.
+    """
+    close = sorted(
+        (distance[a, b], a, b)
+        for a, b in similarity
+        if distance[a, b] <= most_distance and similarity[a, b] >= least_similarity
+    )
+    plans: list[Merge] = []
+    paired: set[int] = set()
+    for apart, a, b in close:
+        if {a, b} & paired or len(population) - len(plans) <= min_experts:
+            continue
+        heir, ends = sorted((a, b), key=lambda id: (-traffic[id], id))
+        total = traffic[a] + traffic[b]
+        why = {"distance": float(apart), "similarity": similarity[a, b]}
+        plans.append(Merge(ends, heir, traffic[heir] / total if total else 0.5, why))
+        paired |= {a, b}
+    return plans
+
+
+def plan_prunes(
+    population: Population,
+    traffic: Mapping[int, float],
+    *,
+    step: int,
+    below: float,
+    min_age: int,
+    min_experts: int,
+    spared: Sequence[int] = (),
+) -> list[Prune]:
+    """Living experts of at least `min_age` steps that got less than the fraction `below` of an even share of the
+    traffic, the least used first; those of `spared` stay."""
+    total = sum(traffic.values())
+    if not total:
+        return []
+    share = {member.id: traffic.get(member.id, 0.0) * len(population) / total for member in population.living}
+    idle = sorted(
+        (share[member.id], member.id)
+        for member in population.living
+        if share[member.id] < below and step - member.born >= min_age and member.id not in spared
+    )
+    allowed = max(0, len(population) - min_experts)
+    return [Prune(id, {"share_of_even": used}) for used, id in idle[:allowed]]
