@@ -257,7 +257,7 @@ class ExpertRunConfig(RunConfig):
         """How many of `world_size` processes share one set of experts."""
         if self.parallel_strategy == "data_parallel":
             return 1
-        return self.ep_size or math.gcd(world_size, self.experts)
+        return self.ep_size or math.gcd(world_size, self.seats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +304,11 @@ class MoERunConfig(ExpertRunConfig):
         fits = factor is None or 0 < factor < math.inf
         require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
 
+    @property
+    def seats(self) -> int:
+        """Rows of the router: the experts, and room for more where there may be more."""
+        return self.experts
+
     def layer_options(self) -> dict[str, Any]:
         """What `toolkit.moe.make_moe` is to know of the router and the layer."""
         return {
@@ -318,3 +323,101 @@ class MoERunConfig(ExpertRunConfig):
             "drop_policy": self.drop_policy,
             "recompute": self.recompute,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeConfig:
+    """How a population of experts changes, where `--max-experts` leaves room for that."""
+
+    grow: bool = True
+    """Halve an expert when the data are no longer covered."""
+    newborn: Literal["split", "fresh"] = "split"
+    """What is born: half of an expert, which changes no output, or an untrained one."""
+    check_every: int = 25
+    """Optimizer steps between looks at how well coming samples are covered."""
+    check_samples: int = 128
+    """Coming samples that are looked at, over all processes."""
+    tolerated: float = 0.1
+    """Fraction of samples with less than even odds that is no reason to grow, once it falls no further."""
+    cooldown_checks: int = 8
+    """Checks after a growth at which nothing is grown."""
+    growths_at_once: int = 1
+    """Experts that are halved when the data shift."""
+    merge: bool = True
+    """Merge experts that became the same, when asleep."""
+    merge_distance: float = 0.3
+    """Most distance between what two such experts say: 0 is the same, 1 unrelated."""
+    merge_similarity: float = 0.8
+    """Least cosine between their aligned weights."""
+    prune: bool = True
+    """End experts that nobody uses, when asleep."""
+    prune_below: float = 0.05
+    """Nobody uses an expert with less than this fraction of an even share of the tokens since the last sleep."""
+    prune_after: int = 500
+    """Optimizer steps that every expert is given."""
+    sleep: bool = True
+    """Replay, merge, prune and tidy up from time to time."""
+    sleep_every: int = 1000
+    """Optimizer steps between sleeps."""
+    adaptive_sleep: bool = True
+    """Sleep more often when the population has grown."""
+    min_sleep_every: int = 500
+    """Fewest steps between sleeps."""
+    max_sleep_every: int = 2000
+    """Most steps between sleeps."""
+    memory_size: int = 2000
+    """Training samples that are remembered for replay, evenly over classes."""
+    replay_steps: int = 40
+    """Optimizer steps of replay in a sleep; 0 replays nothing."""
+    replay_batch_size: int | None = None
+    """Samples per step of replay, over all processes; None takes the batch size."""
+    replay_lr: float = 1e-4
+    """Learning rate of replay."""
+    undo_above: float = 0.02
+    """A change that raises the loss by more than this fraction is undone."""
+
+    def __post_init__(self) -> None:
+        for name in ("check_every", "check_samples", "growths_at_once", "sleep_every", "memory_size"):
+            require(getattr(self, name) >= 1, f"life.{name}", getattr(self, name), "take one or more")
+        for name in ("cooldown_checks", "prune_after", "replay_steps"):
+            require(getattr(self, name) >= 0, f"life.{name}", getattr(self, name), "take zero or more")
+        for name in ("tolerated", "merge_distance", "merge_similarity", "prune_below"):
+            require(0 <= getattr(self, name) <= 1, f"life.{name}", getattr(self, name), "take a fraction from 0 to 1")
+        size = self.replay_batch_size
+        require(size is None or size >= 1, "life.replay_batch_size", size, "take one or more")
+        require(0 < self.replay_lr < math.inf, "life.replay_lr", self.replay_lr, "take a positive number")
+        require(0 <= self.undo_above < math.inf, "life.undo_above", self.undo_above, "take zero or more")
+        fits = 1 <= self.min_sleep_every <= self.max_sleep_every
+        remedy = f"take 1 to --life.max-sleep-every {self.max_sleep_every}"
+        require(fits, "life.min_sleep_every", self.min_sleep_every, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LivingRunConfig(MoERunConfig):
+    """Fields of a recipe whose experts may be born and end."""
+
+    max_experts: int | None = None
+    """Room for so many experts, which may then be grown, merged and pruned; None keeps --experts for ever."""
+    min_experts: int = 2
+    """Experts that are left alive, where they may end."""
+    life: LifeConfig = field(default_factory=LifeConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        room = self.max_experts
+        if room is None:
+            return
+        require(
+            self.experts >= 1 and room >= self.experts, "max_experts", room, f"take --experts {self.experts} or more"
+        )
+        fits = self.top_k <= self.min_experts <= self.experts
+        remedy = f"take --top-k {self.top_k} to --experts {self.experts}"
+        require(fits, "min_experts", self.min_experts, remedy)
+        for name, plain in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0)):
+            value = getattr(self, name)
+            require(value == plain, name, value, "leave it out, or --max-experts: experts that live have no such thing")
+        require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
+
+    @property
+    def seats(self) -> int:
+        return self.max_experts or self.experts

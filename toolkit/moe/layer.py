@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.experts import Activation, GroupedExperts
+from toolkit.moe.lifecycle.router import SeatedRouter
 from toolkit.moe.placement import ExpertPlacement, dealt_out
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
@@ -110,6 +111,7 @@ def make_moe(
     groups: ShardGroups | None = None,
     placement: ExpertPlacement | None = None,
     spare_slots: int = 0,
+    seats: int | None = None,
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
@@ -124,9 +126,14 @@ def make_moe(
 
     `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
     hidden activations (selective), or the whole layer. `router` takes the options of `router_type`.
+
+    With `seats` there is room for so many experts, of which `num_experts` live at first: see `toolkit.moe.lifecycle`.
+    Seats are dealt out one by one, so that ranks have equally many living experts.
     """
     groups = groups or ShardGroups()
-    placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots)
+    if seats is not None:
+        num_experts, router_type, router = seats, SeatedRouter, {"living": num_experts, **router}
+    placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=seats is not None)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(

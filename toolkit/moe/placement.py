@@ -190,8 +190,14 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
     return ExpertPlacement(tuple(rows))
 
 
-def dealt_out(num_experts: int, ranks: int, *, spare_slots: int = 0) -> ExpertPlacement:
-    """Consecutive blocks as equal as can be, and `spare_slots` empty slots more on each rank."""
+def dealt_out(num_experts: int, ranks: int, *, spare_slots: int = 0, by_turns: bool = False) -> ExpertPlacement:
+    """Consecutive blocks as equal as can be, or one expert to each rank by turns; and `spare_slots` empty slots more
+    on each rank."""
+    if by_turns:
+        rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
+        slots = len(rows[0])
+        even = ExpertPlacement(tuple((*row, *[EMPTY_ROW] * (slots - len(row))) for row in rows))
+        return with_spare_slots(even, spare_slots)
     if num_experts % ranks == 0:
         return with_spare_slots(contiguous(num_experts, ranks), spare_slots)
     return contiguous(num_experts, ranks, slots_per_rank=-(-num_experts // ranks) + spare_slots)

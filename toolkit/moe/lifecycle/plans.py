@@ -11,20 +11,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.moe.lifecycle.population import Population
 from toolkit.moe.placement import ExpertPlacement
 
-Floats: TypeAlias = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Grow:
-    """A new expert: half of `parent`, or a fresh one (None)."""
+    """A new expert that takes over half of `parent`'s tokens: as its copy, or untrained (`fresh`)."""
 
-    parent: int | None
+    parent: int
     seat: int
+    fresh: bool
     why: Mapping[str, float]
 
 
@@ -60,6 +58,22 @@ def free_seat(population: Population, placement: ExpertPlacement) -> int | None:
     return min(population.vacant, key=lambda seat: (living[rank_of_seat[seat]], rank_of_seat[seat], seat), default=None)
 
 
+def plan_places(population: Population, placement: ExpertPlacement) -> ExpertPlacement:
+    """`placement` with as few exchanges of living experts for vacant seats as make the numbers of living experts per
+    rank differ by one at most, or as little as the slots allow."""
+    slots = [list(row) for row in placement.slots]
+    sits = {member.seat for member in population.living}
+    while True:
+        living = [sum(seat in sits for seat in row) for row in slots]
+        room = [rank for rank, row in enumerate(slots) if living[rank] < sum(seat >= 0 for seat in row)]
+        full = max(range(len(slots)), key=lambda rank: (living[rank], -rank))
+        if not room or living[full] - living[least := min(room, key=lambda rank: (living[rank], rank))] < 2:
+            return ExpertPlacement(tuple(tuple(row) for row in slots))
+        leaves = max(slot for slot, seat in enumerate(slots[full]) if seat in sits)
+        enters = next(slot for slot, seat in enumerate(slots[least]) if seat >= 0 and seat not in sits)
+        slots[full][leaves], slots[least][enters] = slots[least][enters], slots[full][leaves]
+
+
 def plan_growth(
     population: Population, placement: ExpertPlacement, uncovered: Mapping[int, float], *, fresh: bool = False
 ) -> Grow | None:
@@ -70,12 +84,12 @@ def plan_growth(
     parent = max(living, key=lambda id: (living[id], -id))
     if seat is None or living[parent] <= 0:
         return None
-    return Grow(None if fresh else parent, seat, {"uncovered": living[parent]})
+    return Grow(parent, seat, fresh, {"uncovered": living[parent]})
 
 
 def plan_merges(
     population: Population,
-    distance: Floats,
+    distance: Mapping[tuple[int, int], float],
     similarity: Mapping[tuple[int, int], float],
     traffic: Mapping[int, float],
     *,
@@ -85,8 +99,8 @@ def plan_merges(
 ) -> list[Merge]:
     """Pairs of living experts that became the same, closest first, each expert in one pair at most.
 
-    `distance` (ids x ids) compares what they say (0 alike, 1 unrelated), `similarity` their aligned weights; both have
-    to agree. The one with more traffic stays, of equals the older.
+    By pair of ids, `distance` compares what they say (0 alike, 1 unrelated), `similarity` their aligned weights. Both
+    have to agree. The one with more traffic stays, of equals the older.
     """
     close = sorted(
         (distance[a, b], a, b)
@@ -100,7 +114,7 @@ def plan_merges(
             continue
         heir, ends = sorted((a, b), key=lambda id: (-traffic[id], id))
         total = traffic[a] + traffic[b]
-        why = {"distance": float(apart), "similarity": similarity[a, b]}
+        why = {"distance": apart, "similarity": similarity[a, b]}
         plans.append(Merge(ends, heir, traffic[heir] / total if total else 0.5, why))
         paired |= {a, b}
     return plans

@@ -24,7 +24,7 @@ class Member:
     born: int = 0
     """Optimizer steps before its birth."""
     parent: int | None = None
-    """The expert that it was split from."""
+    """The expert whose tokens it took over half of."""
     died: int | None = None
     fate: Fate = "alive"
     heir: int | None = None

@@ -41,7 +41,7 @@ class Surgeon:
         self.optimizer = optimizer
 
     def carry_out(self, plan: Plan, *, step: int, divider: Divider | None = None) -> Population:
-        """The population afterwards, also kept here. `divider` goes with a split."""
+        """The population afterwards, also kept here. A `Grow` needs a `divider`."""
         if isinstance(plan, Grow):
             self._grow(plan, step, divider)
         elif isinstance(plan, Merge):
@@ -53,26 +53,15 @@ class Surgeon:
         return self.population
 
     def _grow(self, plan: Grow, step: int, divider: Divider | None) -> None:
+        assert divider is not None, "a newborn needs a divider to take turns with its parent"
         rows = ExpertRows(self.layer.expert_stack, self.optimizer)
+        beside = self.population.seat_of(plan.parent)
         born = self.population.grow(plan.seat, step=step, parent=plan.parent)
-        if plan.parent is None:
-            rows.write(plan.seat, self._fresh(born.members[-1].id))
-            self.router.seat(plan.seat)
-        else:
-            beside = self.population.seat_of(plan.parent)
-            rows.write(plan.seat, rows.fetch(beside))
-            self.router.seat(plan.seat, beside=beside)
-            self._router_states(plan.seat, beside)
-        if divider is not None:
-            self._set_apart(plan, divider)
+        rows.write(plan.seat, self._fresh(born.members[-1].id) if plan.fresh else rows.fetch(beside))
+        self.router.seat(plan.seat, beside=beside)
+        self.router.divide(plan.seat, beside, divider.direction_D, divider.threshold)
+        self._router_states(plan.seat, beside)
         self.population = born
-
-    def _set_apart(self, plan: Grow, divider: Divider) -> None:
-        if plan.parent is not None:
-            self.router.divide(plan.seat, self.population.seat_of(plan.parent), divider.direction_D, divider.threshold)
-            return
-        with torch.no_grad():  # a fresh expert is asked for by tokens that lie in the direction it was grown for
-            self.router.weight[plan.seat] = divider.direction_D.to(self.router.weight)
 
     def _fresh(self, id: int) -> dict[str, Tensor]:
         """Weights as an expert of this id would have had them from the start."""

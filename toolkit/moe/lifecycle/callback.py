@@ -1,0 +1,325 @@
+"""The lives of experts while a model trains: when something is to happen, in which order, and whether it stays.
+
+How each thing is done is in the other files of this folder. All ranks measure the same numbers and therefore do the
+same things at the same steps; nothing here depends on how many there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.callbacks.base import Callback
+from toolkit.config import LifeConfig
+from toolkit.metrics import MetricSums
+from toolkit.moe.balance import LoadSince
+from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.lifecycle.alignment import similarity
+from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
+from toolkit.moe.lifecycle.plans import Merge, Plan, Prune, plan_growth, plan_merges, plan_places, plan_prunes
+from toolkit.moe.lifecycle.population import EventKind, LifeEvent, Population
+from toolkit.moe.lifecycle.router import SeatedRouter
+from toolkit.moe.lifecycle.rows import ExpertRows
+from toolkit.moe.lifecycle.sleep import SleepSchedule, Snapshot
+from toolkit.moe.lifecycle.sounding import ScoresSamples, Sounding, output_distances, sound
+from toolkit.moe.lifecycle.surgery import Surgeon
+from toolkit.moe.migrate import migrate
+from toolkit.moe.placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from toolkit.continual.memory import ReplayMemory
+    from toolkit.task import Batch
+    from toolkit.trainer import Trainer
+
+MEASURED = 256
+"""Samples, of those to come and of those remembered each, on which a change is judged."""
+
+
+class Lifecycle(Callback):
+    """Grows experts when the data are no longer covered; in sleep replays, merges, prunes and evens out ranks.
+
+    Acts on the layers of `model` that were made with `seats`, and is idle where there are none. `task` scores samples
+    one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.continual.Remember`).
+
+    Whatever sleep does is measured before and after, on samples to come and on remembered ones, and undone where the
+    loss rose by more than `config.undo_above`.
+
+    Records on each line of metrics `life/experts` (living, mean over layers), and the last readings of
+    `life/uncovered`, `life/loss_before_sleep` and `life/loss_after_sleep`; leaves in the run's results how many
+    experts live and were born, merged and pruned, and how often it slept.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: ScoresSamples,
+        memory: ReplayMemory,
+        config: LifeConfig,
+        *,
+        min_experts: int,
+        seed: int = 0,
+    ):
+        self.layers: dict[str, MoE] = {
+            name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, SeatedRouter)
+        }
+        self.task, self.memory, self.config, self.min_experts, self.seed = task, memory, config, min_experts, seed
+        self.populations = {name: _initial(layer) for name, layer in self.layers.items()}
+        self.history: list[LifeEvent] = []
+        self.likeness: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
+        """By layer, of pairs of experts that the last sleep compared closely: distance of outputs, and similarity of
+        aligned weights."""
+        self.seconds = {"look": 0.0, "sleep": 0.0}
+        """Spent in this process."""
+        self.alarm = CoverageAlarm(tolerated=config.tolerated, cooldown=config.cooldown_checks)
+        self.schedule = SleepSchedule(
+            config.sleep_every, config.min_sleep_every, config.max_sleep_every, config.adaptive_sleep
+        )
+        self._initial = max((len(population) for population in self.populations.values()), default=1)
+        self.next_sleep = self.schedule.steps(self._initial, self._initial)
+        self._since = LoadSince(list(self.layers.values()))
+        self._traffic = {name: [0] * population.seats for name, population in self.populations.items()}
+        """Routed copies per seat since the last sleep, over all ranks."""
+        self._readings: dict[str, float] = {}
+        self._placements: dict[str, Any] = {}
+        """Of the checkpoint that is continued, until its rows are there."""
+
+    # --- when ---------------------------------------------------------------------------------------------------
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        for name, saved in self._placements.items():
+            stack, before = self.layers[name].expert_stack, ExpertPlacement.from_dict(saved)
+            if before.slots_per_rank == stack.placement.slots_per_rank and before != stack.placement:
+                migrate(stack, before, trainer.optimizer)
+        self._placements = {}
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if not self.layers:
+            return
+        step, began = trainer.state.step, time.perf_counter()
+        if self.config.grow and step % self.config.check_every == 0:
+            self.look(trainer)
+            self.seconds["look"] += time.perf_counter() - began
+        if self.config.sleep and step >= self.next_sleep:
+            began = time.perf_counter()
+            self.sleep(trainer)
+            self.seconds["sleep"] += time.perf_counter() - began
+        if trainer.at_log_step:
+            living = [len(population) for population in self.populations.values()]
+            trainer.record("life/experts", sum(living) / len(living))
+            for name, value in self._readings.items():
+                trainer.record(f"life/{name}", value)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if not self.layers:
+            return
+        counts = {f"life_{kind}": sum(event.kind == kind for event in self.history) for kind in _COUNTED}
+        living = max(len(population) for population in self.populations.values())
+        trainer.results |= {"experts_living": living, **counts}
+
+    # --- awake --------------------------------------------------------------------------------------------------
+
+    def look(self, trainer: Trainer) -> None:
+        """See how well the coming samples are covered, and grow where they no longer are."""
+        rows = self._coming(trainer, self.config.check_samples)
+        sounding = sound(trainer, self.task, list(self.layers.values()), rows)
+        self._readings["uncovered"] = sounding.uncovered
+        lack = self.alarm.observe(sounding.uncovered, sounding.samples)
+        if lack is not None:
+            self.grow(trainer, lack)
+
+    def grow(self, trainer: Trainer, lack: Lack) -> None:
+        """Halve the experts that answer for most of what is not covered."""
+        step, layers = trainer.state.step, list(self.layers.values())
+        rows = self._measured(trainer, "grow")
+        for _ in range(self.config.growths_at_once if lack == "shift" else 1):
+            sounding = sound(trainer, self.task, layers, rows)
+            for index, (name, layer) in enumerate(self.layers.items()):
+                population, fresh = self.populations[name], self.config.newborn == "fresh"
+                by_seat = sounding.responsibility(index, population.seats).tolist()
+                uncovered = {member.id: by_seat[member.seat] for member in population.living}
+                plan = plan_growth(population, layer.placement, uncovered, fresh=fresh)
+                if plan is None:
+                    continue
+                divider = sounding.divider(index, population.seat_of(plan.parent))
+                surgeon = self._surgeon(trainer, name)
+                self.populations[name] = surgeon.carry_out(plan, step=step, divider=divider)
+                born = self.populations[name].members[-1].id
+                rank = layer.placement.owner(plan.seat).rank
+                self._note(step, name, "grow", (born, plan.parent), lack=lack, rank=rank, **plan.why)
+
+    # --- asleep -------------------------------------------------------------------------------------------------
+
+    def sleep(self, trainer: Trainer) -> None:
+        """Replay, merge, prune, even out ranks; and say when to sleep next."""
+        step, events = trainer.state.step, len(self.history)
+        self._count_traffic()
+        rows = self._measured(trainer, "sleep")
+        before = loss = self._sound(trainer, rows).loss
+        if self.config.replay_steps and len(self.memory):
+            loss = self._attempt(trainer, rows, loss, "", partial(self._replay, trainer))
+        for name in self.layers:
+            for plan in self._endings(trainer, name, rows):
+                loss = self._attempt(trainer, rows, loss, name, partial(self._end, trainer, name, plan))
+        for name, layer in self.layers.items():
+            places = plan_places(self.populations[name], layer.placement)
+            if places != layer.placement:
+                migrate(layer.expert_stack, places, trainer.optimizer)
+        self._readings |= {"loss_before_sleep": before, "loss_after_sleep": loss}
+        changes = [event.kind for event in self.history[events:]]
+        self._note(step, "", "sleep", (), before=before, after=loss, changes=changes)
+        self._traffic = {name: [0] * population.seats for name, population in self.populations.items()}
+        living = max(len(population) for population in self.populations.values())
+        self.next_sleep = step + self.schedule.steps(living, self._initial)
+
+    def _replay(self, trainer: Trainer) -> None:
+        """Learn from remembered samples and their labels, at the replay's own learning rate."""
+        size = self.config.replay_batch_size or trainer.run.config.batch_size
+        multiplier = self.config.replay_lr / trainer.base_rates[0]
+        kept, trainer.sums = trainer.sums, MetricSums(trainer.run.device)
+        for turn in range(self.config.replay_steps):
+            rows = self.memory.draw(size, "sleep", trainer.state.step, turn)
+            trainer.learn(trainer.batches.micro_batches_of(rows), multiplier)
+        trainer.sums = kept
+
+    def _endings(self, trainer: Trainer, name: str, rows: Tensor) -> list[Plan]:
+        """Whom to merge and whom to prune."""
+        population, config = self.populations[name], self.config
+        traffic = {member.id: float(self._traffic[name][member.seat]) for member in population.living}
+        merges: list[Merge] = []
+        if config.merge:
+            distance, alike = self._compare(trainer, name, rows)
+            self.likeness[name] = {pair: (distance[pair], value) for pair, value in alike.items()}
+            merges = plan_merges(
+                population,
+                distance,
+                alike,
+                traffic,
+                most_distance=config.merge_distance,
+                least_similarity=config.merge_similarity,
+                min_experts=self.min_experts,
+            )
+        prunes: list[Prune] = []
+        if config.prune:
+            prunes = plan_prunes(
+                population,
+                traffic,
+                step=trainer.state.step,
+                below=config.prune_below,
+                min_age=config.prune_after,
+                min_experts=self.min_experts + len(merges),
+                spared=[id for merge in merges for id in (merge.id, merge.into)],
+            )
+        return [*merges, *prunes]
+
+    def _compare(
+        self, trainer: Trainer, name: str, rows: Tensor
+    ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+        """By pair of ids: how differently two experts answer; and of those that answer alike, whether their weights
+        are alike as well."""
+        layer, living = self.layers[name], self.populations[name].living
+        view = sound(trainer, self.task, [layer], rows).views[0]
+        far_LL = output_distances(layer, view.x_TD, [member.seat for member in living]).tolist()
+        pairs = list(combinations(range(len(living)), 2))
+        distance = {(living[a].id, living[b].id): far_LL[a][b] for a, b in pairs}
+        expert_rows, alike = ExpertRows(layer.expert_stack, None), {}
+        for a, b in pairs:
+            if far_LL[a][b] <= self.config.merge_distance:
+                mine, other = expert_rows.fetch(living[a].seat), expert_rows.fetch(living[b].seat)
+                alike[living[a].id, living[b].id] = similarity(mine, other)
+        return distance, alike
+
+    def _end(self, trainer: Trainer, name: str, plan: Plan) -> None:
+        self.populations[name] = self._surgeon(trainer, name).carry_out(plan, step=trainer.state.step)
+        if isinstance(plan, Merge):
+            self._note(trainer.state.step, name, "merge", (plan.into, plan.id), **plan.why)
+        elif isinstance(plan, Prune):
+            self._note(trainer.state.step, name, "prune", (plan.id,), **plan.why)
+
+    def _attempt(self, trainer: Trainer, rows: Tensor, loss: float, layer: str, change: Callable[[], None]) -> float:
+        """Make a change and keep it unless it raises the loss by more than is tolerated; returns the loss after it."""
+        populations, events = dict(self.populations), len(self.history)
+        snapshot = Snapshot(trainer.raw_model, trainer.optimizer)
+        change()
+        after = self._sound(trainer, rows).loss
+        if after <= loss * (1 + self.config.undo_above):
+            return after
+        snapshot.restore()
+        self.populations = populations
+        tried = [str(event.kind) for event in self.history[events:]] or ["replay"]
+        ids = tuple(id for event in self.history[events:] for id in event.ids)
+        del self.history[events:]
+        self._note(trainer.state.step, layer, "undone", ids, tried=tried, before=loss, after=after)
+        return loss
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    def _sound(self, trainer: Trainer, rows: Tensor) -> Sounding:
+        return sound(trainer, self.task, [], rows)
+
+    def _coming(self, trainer: Trainer, samples: int) -> Tensor:
+        """The rows of the steps to come."""
+        rows = torch.empty(0, dtype=torch.int64)
+        for batch in trainer.batches.order.batches(trainer.state.step):
+            rows = torch.cat([rows, batch])
+            if len(rows) >= samples:
+                break
+        return rows[:samples]
+
+    def _measured(self, trainer: Trainer, purpose: str) -> Tensor:
+        """Rows to come and, where any are remembered, as many of those."""
+        coming = self._coming(trainer, MEASURED)
+        if not len(self.memory):
+            return coming
+        return torch.cat([coming, self.memory.draw(len(coming), purpose, trainer.state.step)])
+
+    def _surgeon(self, trainer: Trainer, name: str) -> Surgeon:
+        return Surgeon(self.layers[name], self.populations[name], trainer.optimizer, seed=self.seed)
+
+    def _count_traffic(self) -> None:
+        """A collective."""
+        for name, load_E in zip(self.layers, self._since.take().tolist(), strict=True):
+            self._traffic[name] = [a + b for a, b in zip(self._traffic[name], load_E, strict=True)]
+
+    def _note(self, step: int, layer: str, kind: EventKind, ids: tuple[int, ...], **detail: Any) -> None:
+        self.history.append(LifeEvent(step, layer, kind, ids, detail))
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective."""
+        if not self.layers:
+            return {}
+        self._count_traffic()
+        return {
+            "populations": {name: population.to_dict() for name, population in self.populations.items()},
+            "placements": {name: layer.placement.to_dict() for name, layer in self.layers.items()},
+            "history": [asdict(event) for event in self.history],
+            "alarm": self.alarm.state_dict(),
+            "next_sleep": self.next_sleep,
+            "traffic": self._traffic,
+            "readings": self._readings,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.layers:
+            return
+        self.populations = {name: Population.from_dict(saved) for name, saved in state["populations"].items()}
+        self._placements = state["placements"]
+        self.history = [LifeEvent(**{**event, "ids": tuple(event["ids"])}) for event in state["history"]]
+        self.alarm.load_state_dict(state["alarm"])
+        self.next_sleep, self._readings = state["next_sleep"], dict(state["readings"])
+        self._since.take()
+        self._traffic = {name: list(counts) for name, counts in state["traffic"].items()}
+
+
+_COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "sleep", "undone")
+
+
+def _initial(layer: MoE) -> Population:
+    assert isinstance(layer.router, SeatedRouter)
+    return Population.initial(int(layer.router.living_E.sum()), layer.placement.num_experts)
