@@ -40,10 +40,21 @@ _HOMES = {
         "ImageData",
         "TensorTable",
         "TrainBatches",
+        "TextData",
         "load_images",
+        "load_text",
     ],
-    "toolkit.tasks": ["Classification"],
+    "toolkit.tasks": ["Classification", "LanguageModeling"],
     "toolkit.models": ["LMU", "MLP", "ParallelLMU", "Pixels", "ResidualClassifier", "SequenceClassifier"],
+    "toolkit.models.hf": [
+        "GlobalRouterPenalty",
+        "causal_lm",
+        "describe_language_model",
+        "export_language_model",
+        "language_model_config",
+        "sample_tokens",
+        "use_toolkit_kernel",
+    ],
     "toolkit.moe": [
         "BiasBalancing",
         "ExpertLoad",
@@ -56,6 +67,7 @@ _HOMES = {
         "WholeStepBalance",
         "describe_experts",
         "make_moe",
+        "spread_experts",
     ],
     "toolkit.parallel": ["ShardGroups", "clip_grad_norm_", "make_shard_groups", "mark_sharded"],
 }
@@ -88,9 +100,28 @@ if TYPE_CHECKING:
         ScheduleConfig,
         require,
     )
-    from toolkit.data import BatchOrder, BlankPixels, EvalBatches, ImageData, TensorTable, TrainBatches, load_images
+    from toolkit.data import (
+        BatchOrder,
+        BlankPixels,
+        EvalBatches,
+        ImageData,
+        TensorTable,
+        TextData,
+        TrainBatches,
+        load_images,
+        load_text,
+    )
     from toolkit.errors import Preempted, UserError
     from toolkit.models import LMU, MLP, ParallelLMU, Pixels, ResidualClassifier, SequenceClassifier
+    from toolkit.models.hf import (
+        GlobalRouterPenalty,
+        causal_lm,
+        describe_language_model,
+        export_language_model,
+        language_model_config,
+        sample_tokens,
+        use_toolkit_kernel,
+    )
     from toolkit.moe import (
         BiasBalancing,
         ExpertLoad,
@@ -103,6 +134,7 @@ if TYPE_CHECKING:
         WholeStepBalance,
         describe_experts,
         make_moe,
+        spread_experts,
     )
     from toolkit.optim import build_optimizer
     from toolkit.parallel import ShardGroups, clip_grad_norm_, make_shard_groups, mark_sharded
@@ -110,5 +142,5 @@ if TYPE_CHECKING:
     from toolkit.schedules import build_schedule
     from toolkit.standard import standard_trainer
     from toolkit.task import Batch, Loss, Task
-    from toolkit.tasks import Classification
+    from toolkit.tasks import Classification, LanguageModeling
     from toolkit.trainer import Trainer

@@ -9,6 +9,7 @@ from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.replan import Replan
 from toolkit.moe.router import ExpertChoiceRouter, TopKRouter
+from toolkit.moe.spread import spread_experts
 from toolkit.moe.traces import TraceRecorder
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "describe_experts",
     "make_moe",
     "moe_layers",
+    "spread_experts",
 ]

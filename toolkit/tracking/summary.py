@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     if has("test_accuracy"):
         loss = f", loss {results['test_loss']:.4f}" if has("test_loss") else ""
         rows.append(("test accuracy", f"{results['test_accuracy']:.2%}{loss}"))
+    if has("test_bits_per_byte", "test_loss"):
+        perplexity = math.exp(results["test_loss"])
+        rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
     if has("steps", "samples"):
         epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))

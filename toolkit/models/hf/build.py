@@ -18,12 +18,14 @@ def causal_lm(
     source: str | os.PathLike[str] | PreTrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
     experts_implementation: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """From a configuration: random weights, from torch's generator, so seed it alike on all ranks.
     From a folder or a Hub name: its weights; what lies in the cache is not asked for again.
 
+    `vocab_size`: how many ids the text has, which must not be more than the model knows.
     `experts_implementation`: eager, batched_mm or grouped_mm; None leaves the choice to transformers.
     `options` go to transformers. Raises UserError for what cannot be found, reached or understood.
     """
@@ -39,9 +41,15 @@ def causal_lm(
             raise _refused(f"a {type(source).__name__}", error) from error
     folder = _folder_of(source)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, KeyError) as error:
         raise _refused(str(source), error) from error
+    if vocab_size is not None and model.config.vocab_size < vocab_size:
+        raise UserError(
+            f"model {source} knows {model.config.vocab_size} ids and the tokenizer has {vocab_size}: "
+            "use the tokenizer that it was trained with."
+        )
+    return model
 
 
 def _refused(source: str, error: Exception) -> UserError:

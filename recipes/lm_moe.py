@@ -1,0 +1,123 @@
+"""A small language model of transformers (Qwen3-MoE or Mixtral) whose experts are spread over the processes there are.
+
+python recipes/lm_moe.py                                       Shakespeare byte by byte, some minutes on a CPU
+python recipes/lm_moe.py --num-processes 4 --planner swap      experts owned, and moved while it trains
+python recipes/lm_moe.py --data-dir FOLDER --tokenizer gpt2    any text, any tokenizer
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import toolkit as tk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.ExpertRunConfig):
+    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+
+    architecture: Literal["qwen3_moe", "mixtral"] = "qwen3_moe"
+    """Of a model from scratch; with --experts 0 its dense sibling, Qwen3 or Mistral."""
+    model: str | None = None
+    """Begin with the weights in this folder, or of this name on the Hub, which then decide the model's sizes."""
+    tokenizer: str = "bytes"
+    """bytes, or a folder or Hub name."""
+    context: int = 256
+    """Tokens in a block of text."""
+    dim: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Blocks of attention and experts."""
+    heads: int = 4
+    """Attention heads; two share their keys and values."""
+    sample_tokens: int = 200
+    """Length of the samples at the end, which continue held-out text."""
+    export: bool = True
+    """Write ordinary weights of transformers, the tokenizer and a model card to model/ in the run's folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.context > self.sample_tokens >= 1
+        tk.require(fits, "context", self.context, f"take more than --sample-tokens {self.sample_tokens}, at least one")
+
+
+def full() -> Config:
+    """The published run: an epoch of tinyshakespeare."""
+    schedule = tk.ScheduleConfig(warmup_steps=20)
+    return Config(batch_size=16, lr=2e-3, schedule=schedule, balance_weight=0.01, log_every=20)
+
+
+def debug() -> Config:
+    """Seconds: a tiny model on a little of the standard library's sources."""
+    small: dict[str, Any] = {
+        "dim": 16,
+        "layers": 2,
+        "heads": 2,
+        "experts": 4,
+        "expert_hidden_size": 16,
+        "batch_size": 32,
+    }
+    return replace(
+        full(), **small, dataset="stdlib", context=32, sample_tokens=16, max_steps=20, log_every=5, export=False
+    )
+
+
+def dense() -> Config:
+    """The control: a dense model with as many active parameters, the router's included."""
+    mixture = full()
+    router = -(-mixture.experts // 3)  # hidden units have three rows of weights, experts one of the router's
+    return replace(mixture, experts=0, top_k=1, expert_hidden_size=mixture.top_k * mixture.expert_hidden_size + router)
+
+
+def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
+    """From saved weights, or from scratch."""
+    sizes = ("dim", "layers", "heads", "experts", "top_k", "expert_hidden_size", "context")
+    source = config.model or tk.language_model_config(
+        config.architecture, vocab_size=vocab_size, **{name: getattr(config, name) for name in sizes}
+    )
+    return tk.causal_lm(source, vocab_size=vocab_size, experts_implementation=tk.use_toolkit_kernel())
+
+
+def main(config: Config) -> dict[str, Any]:
+    with tk.start_run("lm_moe", config) as run:
+        sizes = {"block_size": config.context, "batch_size": config.batch_size}
+        data = tk.load_text(config.dataset, config.data_dir, tokenizer=config.tokenizer, agree=run.agree, **sizes)
+        model = build_model(config, data.tokenizer.vocab_size)
+        run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_language_model(model))
+        groups = tk.make_shard_groups(config.ep_size_in(run.world_size))
+        tk.spread_experts(model, groups, spare_slots=config.spare_slots)
+        run.describe(**tk.describe_experts(model, groups))
+        weights = {"balance_weight": config.balance_weight, "z_weight": config.z_weight}
+        penalty = tk.GlobalRouterPenalty(model, **weights) if config.experts else None
+        trainer = tk.standard_trainer(
+            run,
+            tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
+            model,
+            train=data.train,
+            test=data.test,
+            eval_batch_size=config.batch_size,
+            callbacks=[
+                tk.ExpertLoad(model),
+                tk.TraceRecorder(model, enabled=config.record_traces, top_k=[config.top_k] * config.layers),
+                tk.Replan(model, planner=config.planner, every=config.replan_every, guarded=config.guard),
+            ],
+        )
+        results = trainer.fit()
+        prompts = data.prompts(3, config.context - config.sample_tokens)
+        ids = tk.sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
+        samples = [data.tokenizer.decode(row) for row in ids.tolist()]
+        run.say("\n\n".join(["", *samples]))
+        if config.export:
+            facts, folder = asdict(config) | run.facts | results, run.folder / "model"
+            tk.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
+        return run.finish(results)
+
+
+PRESETS = {"full": full, "debug": debug, "dense": dense}
+
+if __name__ == "__main__":
+    tk.run_recipe(main, PRESETS, __doc__)

@@ -1,0 +1,262 @@
+"""Text in packed blocks: documents from a folder, the Hub or Python's own sources, encoded once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.data.cache import cached_columns
+from toolkit.data.images import Agree
+from toolkit.data.table import TensorTable
+from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.errors import UserError
+
+SHAKESPEARE, STDLIB, FOLDER = "tinyshakespeare", "stdlib", "folder"
+SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
+"""Of the files of a folder that are taken for text."""
+IGNORED = -1
+"""Stands where a block of held-out text has no token left."""
+MANY = 10
+"""From so many documents on, every tenth is held out; of fewer, the last tenth of each."""
+CACHE_FORMAT = 1
+"""Goes up when what is cached for the same text changes."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Two tables with the column "tokens" (N, block + 1), whose neighbours share one token: the last of a block is the
+    first of the next, so that each token but the very first is predicted exactly once."""
+
+    name: str
+    train: TensorTable
+    test: TensorTable
+    """Its last block is filled up with `IGNORED`, so that all of the held-out text counts."""
+    tokenizer: Tokenizer
+    bytes_per_token: float
+    """Of the held-out text."""
+    notice: str | None = None
+    """A sentence for the user, when this is not the text that was wished for."""
+
+    def prompts(self, count: int, length: int) -> Tensor:
+        """int64 (count, length): how blocks begin that lie evenly over the held-out text; fewer where it is short."""
+        blocks = self.test.columns["tokens"]
+        full = max(1, len(blocks) - 1)  # the last one may be filled up
+        rows = torch.arange(min(count, full)) * full // min(count, full)
+        return blocks[rows, :length].long().clamp(min=0)
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """What the main process found."""
+
+    name: str
+    kind: Literal["files", "dataset"]
+    source: tuple[str, ...]
+    """Files, or what `datasets.load_dataset` is to be given."""
+    notice: str | None = None
+
+    def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
+        """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
+        if self.kind == "files":
+            facts: Any = [(path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns) for path in self.source]
+            key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+            return cached_columns(self._entry(key, tokenizer), lambda: _encode(*split(self._files()), tokenizer))
+        train, test, key = _read_dataset(*self.source)
+        return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
+
+    def _entry(self, key: str, tokenizer: Tokenizer) -> str:
+        return f"text-{key}-{tokenizer.key}-v{CACHE_FORMAT}"
+
+    def _files(self) -> list[bytes]:
+        try:
+            return [Path(path).read_bytes() for path in self.source]
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read ({error.strerror}): check permissions.") from None
+
+
+def load_text(
+    dataset: str, data_dir: Path | None, *, tokenizer: str, block_size: int, batch_size: int, agree: Agree
+) -> TextData:
+    """The text `dataset`: "tinyshakespeare"; "folder", all text files below `data_dir`; "stdlib", the sources of
+    Python's standard library; "owner/name" or "owner/name:config" of the Hub, or such a folder of Parquet or JSON
+    lines; or "auto": what `data_dir` holds, else tinyshakespeare in $TOOLKIT_DATA_DIR, else the standard library.
+
+    Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which
+    some rank would get. Raises UserError on every rank for text that is not there, not readable, or too short.
+    """
+    columns: dict[str, Tensor] = {}
+    found: list[Tokenizer] = []
+
+    def decide() -> _Corpus:
+        corpus = _choose(dataset, data_dir)
+        found.append(load_tokenizer(tokenizer))
+        columns.update(corpus.columns(found[0]))
+        blocks = (len(columns["train"]) - 1) // block_size
+        if blocks < batch_size or len(columns["test"]) < 2:
+            raise UserError(
+                f"--dataset {dataset}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens where "
+                f"a batch takes {batch_size}: use more text, shorter blocks, or a smaller --batch-size."
+            )
+        return corpus
+
+    corpus: _Corpus = agree(decide)
+    here = found[0] if found else load_tokenizer(tokenizer)
+    columns = columns or corpus.columns(here)
+    train, test = columns["train"], columns["test"]
+    blocks = (len(train) - 1) // block_size // batch_size * batch_size
+    filled = math.ceil((len(test) - 1) / block_size) * block_size + 1
+    padded = torch.nn.functional.pad(test.int(), (0, filled - len(test)), value=IGNORED)
+    return TextData(
+        corpus.name,
+        TensorTable(tokens=train.unfold(0, block_size + 1, block_size)[:blocks]),
+        TensorTable(tokens=padded.unfold(0, block_size + 1, block_size)),
+        here,
+        columns["test_bytes"].item() / len(test),
+        corpus.notice,
+    )
+
+
+# --- where text lies -----------------------------------------------------------------------------------------------
+
+
+def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
+    folder = None if data_dir is None else data_dir.expanduser()
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--data-dir {data_dir}: there is no such folder.")
+    if dataset == STDLIB:
+        return _stdlib()
+    if dataset == SHAKESPEARE or dataset == "auto":
+        places = [folder] if folder else [Path(os.environ["TOOLKIT_DATA_DIR"])] if _environment() else []
+        for place in places:
+            for path in (place / SHAKESPEARE / "input.txt", place / "input.txt"):
+                if path.is_file():
+                    return _Corpus(SHAKESPEARE, "files", (str(path),))
+        if dataset == SHAKESPEARE:
+            where = folder or os.environ.get("TOOLKIT_DATA_DIR") or "$TOOLKIT_DATA_DIR, which is not set,"
+            raise UserError(
+                f"--dataset {SHAKESPEARE}: {where} holds no {SHAKESPEARE}/input.txt: pass --data-dir with that file."
+            )
+        return _folder(folder) if folder else _stdlib(_NO_SHAKESPEARE)
+    if dataset == FOLDER:
+        if folder is None:
+            raise UserError(f"--dataset {FOLDER}: say which, with --data-dir.")
+        return _folder(folder)
+    if "/" in dataset:
+        return _Corpus(dataset, "dataset", tuple(dataset.split(":", 1)))
+    names = ", ".join(("auto", SHAKESPEARE, STDLIB, FOLDER))
+    raise UserError(f"--dataset {dataset}: choose one of {names}, or owner/name of the Hub.")
+
+
+_NO_SHAKESPEARE = (
+    "tinyshakespeare is not here ($TOOLKIT_DATA_DIR names no folder with tinyshakespeare/input.txt); "
+    "training on the sources of Python's standard library."
+)
+
+
+def _environment() -> str | None:
+    return os.environ.get("TOOLKIT_DATA_DIR")
+
+
+def _stdlib(notice: str | None = None) -> _Corpus:
+    """The modules at the top of the standard library: 4.7 MB in Python 3.11."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    if not files:
+        raise UserError(f"--dataset {STDLIB}: this Python keeps no sources: use --data-dir with a folder of text.")
+    return _Corpus(
+        f"standard library of Python {sys.version_info.major}.{sys.version_info.minor}",
+        "files",
+        tuple(map(str, files)),
+        notice,
+    )
+
+
+def _folder(folder: Path) -> _Corpus:
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if files:
+        return _Corpus(folder.name, "files", tuple(map(str, files)))
+    if any(folder.rglob("*.parquet")) or any(folder.rglob("*.jsonl")):
+        return _Corpus(folder.name, "dataset", (str(folder),))
+    raise UserError(
+        f"--data-dir {folder}: holds neither text ({', '.join(sorted(SUFFIXES))}) nor *.parquet nor *.jsonl files."
+    )
+
+
+def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes], Iterable[bytes], str]:
+    """Training and held-out documents of a data set of the Hub or in a folder, and what changes when they do."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"--dataset {name} needs the package datasets: pip install datasets.") from None
+    try:
+        splits = datasets.load_dataset(name, config)
+    # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+        raise UserError(f"--dataset {name}: cannot be loaded ({reason}): check its name and the network.") from error
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    strings = [
+        key for key, kind in train.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
+    ]
+    column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
+    if column is None:
+        raise UserError(f"--dataset {name}: has no column named text, but {', '.join(train.column_names)}: rename it.")
+
+    def documents(split: Any) -> list[bytes]:
+        return [text.encode() for text in split[column] if text]
+
+    key = hashlib.sha256("".join(splits[part]._fingerprint for part in splits).encode()).hexdigest()[:16]
+    if held_out is None or splits[held_out] is train:
+        return *split(documents(train)), key
+    return documents(train), documents(splits[held_out]), key
+
+
+# --- from documents to ids -------------------------------------------------------------------------------------------
+
+
+def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Training and held-out documents: every tenth is held out, or the last tenth of each where there are few."""
+    if len(documents) >= MANY:
+        return [text for i, text in enumerate(documents) if i % MANY != MANY - 1], list(documents[MANY - 1 :: MANY])
+    cuts = [_character_boundary(text, len(text) * 9 // 10) for text in documents]
+    both = list(zip(documents, cuts, strict=True))
+    return [text[:cut] for text, cut in both], [text[cut:] for text, cut in both]
+
+
+def _character_boundary(text: bytes, at: int) -> int:
+    """The first place from `at` on that is not inside a UTF-8 character."""
+    while at < len(text) and text[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+def _encode(train: Iterable[bytes], test: Iterable[bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    test = list(test)
+    # A separator is a byte of the text, too: it has to be predicted like any other.
+    test_bytes = sum(map(len, test)) + max(0, len(test) - 1)
+    return {
+        "train": _joined(train, tokenizer),
+        "test": _joined(test, tokenizer),
+        "test_bytes": np.array([test_bytes], dtype=np.int64),
+    }
+
+
+def _joined(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """All ids in one row, with a separator between documents."""
+    pieces: list[np.ndarray] = []
+    for document in documents:
+        ids = tokenizer.encode(document)
+        if len(ids):
+            pieces += [np.array([tokenizer.separator], dtype=ids.dtype), ids]
+    return np.concatenate(pieces[1:]) if pieces else np.zeros(0, dtype=np.int32)
