@@ -32,7 +32,9 @@ from toolkit.seeding import derive_seed
 from toolkit.tracking.folder import open_folder, recorded_config, write_json, write_text
 from toolkit.tracking.guard import GuardedTracker
 from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.performance import performance_summary
 from toolkit.tracking.plots import draw_plots
+from toolkit.tracking.population_plots import draw_population, for_trackers
 from toolkit.tracking.provenance import code_snapshot, git_revision, versions
 from toolkit.tracking.secrets import mask
 from toolkit.tracking.summary import summarise
@@ -153,17 +155,20 @@ class Run:
             self._draw_plots()
             text = summarise(numbers, self.folder)
             write_text(self.folder / "summary.txt", text)
+            if (told := performance_summary(numbers, self.folder)) is not None:
+                write_text(self.folder / "performance_summary.txt", told)
             self.say("\n" + text.rstrip())
         return numbers
 
     def _draw_plots(self) -> None:
         try:
             pictures = draw_plots(self.folder, self.facts.get("expert_placement"))
+            pictures |= draw_population(self.folder)
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.say(f"no plots ({type(error).__name__}: {error})")
             return
         for tracker in self._trackers or ():
-            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
+            tracker.log_images({f"plots/{name}": path for name, path in for_trackers(pictures).items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {

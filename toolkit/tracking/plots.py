@@ -12,7 +12,7 @@ from toolkit.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 TRAIN, EVAL, GREY, INK = "#4269d0", "#ff725c", "#9aa1ab", "#30343b"
 STYLE: Any = {
@@ -62,7 +62,9 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
 
     with rc_context(STYLE):
         if has_loss:
-            save("loss", _draw_loss(Figure(figsize=(10, 4)), lines))
+            figure = Figure(figsize=(10, 4))
+            draw_loss(figure, lines)
+            save("loss", figure)
         if loads:
             save("expert_load", _draw_loads(Figure(), loads))
         if placement:
@@ -70,7 +72,8 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
     return pictures
 
 
-def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
+def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Loss, and accuracy where there is one, over steps."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     names = ["loss"]
@@ -96,7 +99,6 @@ def _draw_loss(figure: Figure, lines: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
         step_axis(axes)
-    return figure
 
 
 def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[float | None]]]]) -> Figure:

@@ -48,8 +48,9 @@ class Neighbour(NamedTuple):
 class KnowledgeGraph:
     """Experts as nodes under their ids, gone ones too; typed, weighted edges between them.
 
-    Nodes have `alive`, `fate`, `seat`, `rank`, `born`, `died`, `age` (steps), `share` (of routed copies), `classes`
-    (fractions of what it saw), `top_classes` and `specialisation`. Edges have a `kind` and a `weight` from 0 to 1:
+    Nodes have `alive`, `fate`, `seat`, `rank`, `born`, `died`, `age` (steps), `parent`, `heir`, and of the last period
+    `share` (of routed copies), `classes` (fractions of what it saw), `top_classes` and `specialisation`. Edges have a
+    `kind` and a `weight` from 0 to 1:
 
     - similarity: the lower one of the two that `Similarity` names, since only experts alike in both are the same;
     - coactivation: of two experts that saw n and m tokens and t of them both, t / sqrt(n m);
@@ -80,6 +81,8 @@ class KnowledgeGraph:
                 born=member.born,
                 died=member.died,
                 age=age,
+                parent=member.parent,
+                heir=member.heir,
             )
             node = self.graph.nodes[member.id]
             if new:
@@ -87,9 +90,9 @@ class KnowledgeGraph:
                 if member.parent is not None:
                     self._link("split", member.parent, member.id, 1.0)
             if not alive:
-                node |= {"rank": None, "share": 0.0}
-                if member.heir is not None and not self.graph.has_edge(member.id, member.heir, "merge"):
-                    self._link("merge", member.id, member.heir, 1.0)
+                node["rank"] = None
+            if member.heir is not None and not self.graph.has_edge(member.id, member.heir, "merge"):
+                self._link("merge", member.id, member.heir, 1.0)
 
     def observe_routing(
         self,
@@ -101,7 +104,7 @@ class KnowledgeGraph:
         """Take up a period's counts, by expert id.
 
         `together_EE[e, f]`: tokens that chose both; the diagonal holds the tokens that chose e. `classes_EC`: of which
-        class. An expert that is not among `ids` saw nothing.
+        class. Who is not among `ids` saw nothing; who has ended since may be.
         """
         for node in self.graph.nodes.values():
             node["share"] = 0.0
@@ -109,8 +112,7 @@ class KnowledgeGraph:
         total = tokens_E.sum()
         for e, id in enumerate(ids):
             node = self.graph.nodes[id]
-            if node["alive"]:
-                node["share"] = float(tokens_E[e] / total) if total else 0.0
+            node["share"] = float(tokens_E[e] / total) if total else 0.0
             if classes_EC is not None and classes_EC[e].sum():
                 node["classes"] = [round(float(f), 4) for f in classes_EC[e] / classes_EC[e].sum()]
                 node["top_classes"] = top_classes(classes_EC[e])

@@ -1,0 +1,169 @@
+"""The callback that keeps the knowledge graph, and writes down what the pictures of a population are drawn from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from toolkit.callbacks.base import Callback
+from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.lifecycle.census import Counts, Ids, RoutingCensus
+from toolkit.moe.lifecycle.graph import KnowledgeGraph
+from toolkit.moe.lifecycle.population import LifeEvent, Population
+from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.population import POPULATION_FILE, graph_stem
+
+if TYPE_CHECKING:
+    from toolkit.task import Batch
+    from toolkit.trainer import Trainer
+
+
+class Life(Protocol):
+    """What is asked of whoever changes populations."""
+
+    @property
+    def populations(self) -> Mapping[str, Population]:
+        """By layer."""
+        ...
+
+    @property
+    def history(self) -> Sequence[LifeEvent]: ...
+
+
+class FixedLife:
+    """Layers in which nobody is born and nobody dies: every expert sits on the seat of its own id."""
+
+    def __init__(self, model: nn.Module):
+        seats = {name: len(layer.load_E) for name, layer in moe_layers(model).items()}
+        self.populations: Mapping[str, Population] = {name: Population.initial(n, n) for name, n in seats.items()}
+        self.history: Sequence[LifeEvent] = ()
+
+
+class PopulationReport(Callback):
+    """Each epoch: takes up what was routed where in `graphs`, one `KnowledgeGraph` per layer, equal on all ranks, and
+    writes a line of population.jsonl and the graphs' JSON and GraphML files. Pictures are drawn when the run ends.
+
+    `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over living experts
+    weighted by traffic. To be put behind the callbacks that change populations. Ordinary steps pay for a few
+    references; there is one reduction over ranks per epoch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_classes: int,
+        life: Life | None = None,
+        graphs: Mapping[str, KnowledgeGraph] | None = None,
+        label: str = "label",
+    ):
+        self.layers, self.label = moe_layers(model), label
+        self.life: Life = life or FixedLife(model)
+        self.graphs = graphs if graphs is not None else {name: KnowledgeGraph() for name in self.layers}
+        self.census = RoutingCensus(model, num_classes=num_classes, ids_on_seats=self._ids_on_seats)
+        self._events_told = 0
+        self._last_step = 0
+        self._seconds = 0.0
+        self._clock: float | None = None
+        self._file: MetricsFile | None = None
+
+    def _ids_on_seats(self, layer: str) -> Ids:
+        return self.life.populations[layer].id_on_seat
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        self._clock = self._clock or time.perf_counter()
+        self.census.begin_step(batch.get(self.label) for batch in micro_batches)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.census.end_step()
+        step = trainer.state.step
+        if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
+            self._close_epoch(trainer)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        self._close_file()
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self._close_file()
+
+    def _close_epoch(self, trainer: Trainer) -> None:
+        """A collective."""
+        seconds, self._clock, self._seconds = self._seconds_so_far(), None, 0.0
+        step, counts = trainer.state.step, self.census.take()
+        for name, graph in self.graphs.items():
+            observe(graph, self.life.populations[name], counts[name], self.layers[name], step=step)
+            trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
+        if trainer.run.is_main:
+            self._write(trainer, seconds)
+        self._events_told, self._last_step = len(self.life.history), step
+
+    def _write(self, trainer: Trainer, seconds: float) -> None:
+        folder, step = trainer.run.folder, trainer.state.step
+        if self._file is None:
+            self._file = MetricsFile(folder / POPULATION_FILE)
+        layers = {}
+        for name, graph in self.graphs.items():
+            placement = self.layers[name].placement
+            layers[name] = {
+                "graph": graph.node_link(),
+                "ids_on_seats": self._ids_on_seats(name),
+                "seats_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
+            }
+            graph.save(folder / graph_stem(name, list(self.graphs)))
+        self._file.append(
+            step,
+            {
+                "epoch": step / trainer.batches.steps_per_epoch,
+                "began": self._last_step,
+                "seconds": seconds,
+                "world_size": trainer.run.world_size,
+                "device": trainer.run.device.type,
+                "layers": layers,
+                "events": [asdict(event) for event in self.life.history[self._events_told :]],
+            },
+        )
+
+    def _seconds_so_far(self) -> float:
+        """Of this epoch, evaluations left out."""
+        return self._seconds + (0.0 if self._clock is None else time.perf_counter() - self._clock)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective."""
+        return {
+            "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
+            "census": self.census.state_dict(),
+            "events_told": self._events_told,
+            "last_step": self._last_step,
+            "seconds": self._seconds_so_far(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, graph in self.graphs.items():
+            graph.load_state_dict(state["graphs"][name])
+        self.census.load_state_dict(state["census"])
+        self._events_told, self._last_step = state["events_told"], state["last_step"]
+        self._seconds = state["seconds"]
+
+
+def observe(graph: KnowledgeGraph, population: Population, counts: Counts, layer: MoE, *, step: int) -> None:
+    """Let an epoch pass in `graph`, and take up what was counted in it."""
+    graph.observe_population(population, step=step)
+    graph.decay()
+    rank_of = {member.id: layer.placement.owner(member.seat).rank for member in population.living}
+    graph.observe_routing(counts.ids, counts.together_EE, counts.classes_EC, rank_of)
+
+
+def mean_specialisation(graph: KnowledgeGraph) -> float:
+    """Over living experts, weighted by their share of traffic."""
+    nodes = [node for node in graph.graph.nodes.values() if node["alive"]]
+    total = sum(node["share"] for node in nodes)
+    return sum(node["share"] * node["specialisation"] for node in nodes) / total if total else 0.0
