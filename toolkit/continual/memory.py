@@ -7,7 +7,7 @@ checkpoint as a list of integers, and of the same worth as so many stored exampl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -112,13 +112,16 @@ class Remember(Callback):
 
     def __init__(self, memory: ReplayMemory, *, every: int = 10):
         self.memory, self.every = memory, every
+        self._batches: Iterator[Tensor] | None = None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        step = trainer.state.step
-        self._batches = trainer.batches.order.batches(step - step % self.every)
+    def on_fit_start(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self._batches = None  # made when it is known from which step on training continues
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.state.step % self.every == 0:
+        step = trainer.state.step
+        if self._batches is None:
+            self._batches = trainer.batches.order.batches((step - 1) // self.every * self.every)
+        if step % self.every == 0:
             self.memory.add(torch.cat(list(islice(self._batches, self.every))))
 
     def state_dict(self) -> dict[str, Any]:
