@@ -1,10 +1,10 @@
 """Bits per byte of held-out Shakespeare: the mixture beside a dense model of equal active parameters, same tokens.
 
     python benchmarks/lm_bits_per_byte.py            3 seeds of 1 epoch, byte by byte; six runs of some minutes on a CPU
-    python benchmarks/lm_bits_per_byte.py --folder F keep the runs in F, and continue there what was interrupted
+    python benchmarks/lm_bits_per_byte.py --folder F     keeps the runs in F and continues what was interrupted
 
-Each run is `recipes/lm_moe.py` with that preset. Needs tinyshakespeare in $TOOLKIT_DATA_DIR, or --data-dir. Writes a table
-and benchmarks/results/lm_bits_per_byte.json.
+Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
+table and benchmarks/results/lm_bits_per_byte.json.
 """
 
 from __future__ import annotations

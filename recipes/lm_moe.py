@@ -47,23 +47,15 @@ class Config(tk.ExpertRunConfig):
 
 def full() -> Config:
     """The published run: an epoch of tinyshakespeare."""
-    schedule = tk.ScheduleConfig(warmup_steps=20)
-    return Config(batch_size=16, lr=2e-3, schedule=schedule, balance_weight=0.01, log_every=20)
+    schedule = tk.ScheduleConfig(warmup_steps=50)
+    return Config(batch_size=8, lr=2e-3, schedule=schedule, balance_weight=0.01, log_every=20)
 
 
 def debug() -> Config:
     """Seconds: a tiny model on a little of the standard library's sources."""
-    small: dict[str, Any] = {
-        "dim": 16,
-        "layers": 2,
-        "heads": 2,
-        "experts": 4,
-        "expert_hidden_size": 16,
-        "batch_size": 32,
-    }
-    return replace(
-        full(), **small, dataset="stdlib", context=32, sample_tokens=16, max_steps=20, log_every=5, export=False
-    )
+    small: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "experts": 4, "expert_hidden_size": 16}
+    short: dict[str, Any] = {"context": 32, "sample_tokens": 16, "batch_size": 32, "max_steps": 20, "log_every": 5}
+    return replace(full(), **small, **short, dataset="stdlib", export=False)
 
 
 def dense() -> Config:
