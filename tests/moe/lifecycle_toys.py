@@ -22,15 +22,15 @@ def eventful() -> list[tuple[int, Population, list[LifeEvent]]]:
     fourth = third.prune(5, step=310).grow(3, step=390, parent=4)
     return [
         (100, first, []),
-        (200, second, [LifeEvent(120, "moe", "grow", (4,)), LifeEvent(150, "moe", "grow", (5,))]),
+        (200, second, [LifeEvent(120, "moe", "grow", (4, 1)), LifeEvent(150, "moe", "grow", (5,))]),
         (300, third, [LifeEvent(230, "moe", "sleep", ()), LifeEvent(230, "moe", "merge", (2, 3))]),
         (
             400,
             fourth,
             [
                 LifeEvent(310, "moe", "prune", (5,)),
-                LifeEvent(360, "", "undone", ()),
-                LifeEvent(390, "moe", "grow", (6,)),
+                LifeEvent(360, "", "undone", (), {"tried": ["replay"], "before": 0.1, "after": 0.2}),
+                LifeEvent(390, "moe", "grow", (6, 4)),
             ],
         ),
     ]
@@ -49,9 +49,7 @@ def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
         seen = draws.integers(1, 60, (len(ids), classes)) + 900 * (draws.random((len(ids), classes)) < 0.15)
         np.fill_diagonal(together, seen.sum(1))
         seats = population.seats // ranks
-        graph.observe_routing(
-            ids, together, seen, {member.id: member.seat // seats for member in population.living}
-        )
+        graph.observe_routing(ids, together, seen, {member.id: member.seat // seats for member in population.living})
         graph.observe_similarity({(0, ids[-1]): Similarity(0.7, 0.8)})
         lines.append(
             {

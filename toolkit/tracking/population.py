@@ -102,7 +102,10 @@ def tell(event: Mapping[str, Any], layer: LayerState) -> str:
         return f"{', '.join(map(str, ids[1:]))} merged into {ids[0]}"
     if event["kind"] == "prune":
         return f"{', '.join(map(str, ids))} pruned"
-    return {"sleep": f"sleep at step {event['step']:,}", "undone": f"undone at step {event['step']:,}"}[event["kind"]]
+    if event["kind"] == "undone":
+        tried = " and ".join(event["detail"].get("tried", ["change"]))
+        return f"{tried}{' of ' if ids else ''}{', '.join(map(str, ids))} undone"
+    return f"sleep at step {event['step']:,}"
 
 
 def graph_stem(layer: str, layers: Sequence[str]) -> str:

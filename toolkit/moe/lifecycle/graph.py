@@ -28,6 +28,8 @@ EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 LINEAGE = ("split", "merge")
 """What happened once stays true: these fade to the floor and not beyond."""
 TOP_CLASSES = 3
+UNSEEN: Mapping[str, Any] = {"rank": None, "share": 0.0, "classes": [], "top_classes": [], "specialisation": 0.0}
+"""What is known of a newborn."""
 
 
 class Similarity(NamedTuple):
@@ -70,27 +72,25 @@ class KnowledgeGraph:
     def observe_population(self, population: Population, *, step: int) -> None:
         """Take up births, ends and ages as of `step`."""
         for member in population.members:
-            new = member.id not in self.graph
+            unknown = {} if member.id in self.graph else dict(UNSEEN)
             alive = member.fate == "alive"
-            age = (step if member.died is None else member.died) - member.born
             self.graph.add_node(
                 member.id,
+                **unknown,
                 alive=alive,
                 fate=member.fate,
                 seat=member.seat,
                 born=member.born,
                 died=member.died,
-                age=age,
+                age=(step if member.died is None else member.died) - member.born,
                 parent=member.parent,
                 heir=member.heir,
             )
-            node = self.graph.nodes[member.id]
-            if new:
-                node |= {"rank": None, "share": 0.0, "classes": [], "top_classes": [], "specialisation": 0.0}
-                if member.parent is not None:
-                    self._link("split", member.parent, member.id, 1.0)
             if not alive:
-                node["rank"] = None
+                self.graph.nodes[member.id]["rank"] = None
+        for member in population.members:
+            if member.parent is not None and not self.graph.has_edge(member.parent, member.id, "split"):
+                self._link("split", member.parent, member.id, 1.0)
             if member.heir is not None and not self.graph.has_edge(member.id, member.heir, "merge"):
                 self._link("merge", member.id, member.heir, 1.0)
 

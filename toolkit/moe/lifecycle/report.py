@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.census import Counts, Ids, RoutingCensus
-from toolkit.moe.lifecycle.graph import KnowledgeGraph
+from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
 from toolkit.moe.lifecycle.population import LifeEvent, Population
 from toolkit.tracking.jsonl import MetricsFile
 from toolkit.tracking.population import POPULATION_FILE, graph_stem
@@ -33,14 +33,21 @@ class Life(Protocol):
     @property
     def history(self) -> Sequence[LifeEvent]: ...
 
+    @property
+    def likeness(self) -> Mapping[str, Mapping[tuple[int, int], tuple[float, float]]]:
+        """By layer, of pairs that the last sleep compared: distance of outputs, similarity of aligned weights."""
+        ...
+
 
 class FixedLife:
     """Layers in which nobody is born and nobody dies: every expert sits on the seat of its own id."""
 
     def __init__(self, model: nn.Module):
-        seats = {name: len(layer.load_E) for name, layer in moe_layers(model).items()}
-        self.populations: Mapping[str, Population] = {name: Population.initial(n, n) for name, n in seats.items()}
+        self.populations: Mapping[str, Population] = {
+            name: Population.initial(len(layer.load_E), len(layer.load_E)) for name, layer in moe_layers(model).items()
+        }
         self.history: Sequence[LifeEvent] = ()
+        self.likeness: Mapping[str, Mapping[tuple[int, int], tuple[float, float]]] = {}
 
 
 class PopulationReport(Callback):
@@ -65,7 +72,7 @@ class PopulationReport(Callback):
         self.life: Life = life or FixedLife(model)
         self.graphs = graphs if graphs is not None else {name: KnowledgeGraph() for name in self.layers}
         self.census = RoutingCensus(model, num_classes=num_classes, ids_on_seats=self._ids_on_seats)
-        self._events_told = 0
+        self._events_heard = self._events_told = 0
         self._last_step = 0
         self._seconds = 0.0
         self._clock: float | None = None
@@ -81,6 +88,8 @@ class PopulationReport(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.census.end_step()
         step = trainer.state.step
+        if len(self.life.history) != self._events_heard:
+            self._hear(step)
         if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
             self._close_epoch(trainer)
 
@@ -89,6 +98,17 @@ class PopulationReport(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._close_file()
+
+    def _hear(self, step: int) -> None:
+        """Take up what a sleep found out: it is known until the next one, but not kept in checkpoints."""
+        news = self.life.history[self._events_heard :]
+        self._events_heard = len(self.life.history)
+        if any(event.kind == "sleep" for event in news):
+            for name, pairs in self.life.likeness.items():
+                self.graphs[name].observe_population(self.life.populations[name], step=step)
+                self.graphs[name].observe_similarity(
+                    {pair: Similarity(weights=weights, outputs=1 - apart) for pair, (apart, weights) in pairs.items()}
+                )
 
     def _close_epoch(self, trainer: Trainer) -> None:
         """A collective."""
@@ -141,6 +161,7 @@ class PopulationReport(Callback):
         return {
             "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
             "census": self.census.state_dict(),
+            "events_heard": self._events_heard,
             "events_told": self._events_told,
             "last_step": self._last_step,
             "seconds": self._seconds_so_far(),
@@ -150,8 +171,8 @@ class PopulationReport(Callback):
         for name, graph in self.graphs.items():
             graph.load_state_dict(state["graphs"][name])
         self.census.load_state_dict(state["census"])
-        self._events_told, self._last_step = state["events_told"], state["last_step"]
-        self._seconds = state["seconds"]
+        self._events_heard, self._events_told = state["events_heard"], state["events_told"]
+        self._last_step, self._seconds = state["last_step"], state["seconds"]
 
 
 def observe(graph: KnowledgeGraph, population: Population, counts: Counts, layer: MoE, *, step: int) -> None:

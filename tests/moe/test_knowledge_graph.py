@@ -1,0 +1,164 @@
+"""What the knowledge graph knows, forgets, answers and writes."""
+
+from __future__ import annotations
+
+import json
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity, specialisation, top_classes
+from toolkit.moe.lifecycle.population import Population
+from toolkit.moe.placement import contiguous
+from toolkit.moe.planners import planner_named
+
+TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
+CLASSES = np.array([[100, 0], [50, 50], [100, 300]])
+
+
+def known(experts: int = 3, **settings: float) -> KnowledgeGraph:
+    graph = KnowledgeGraph(**settings)
+    graph.observe_population(Population.initial(experts, experts), step=10)
+    return graph
+
+
+def test_specialisation_by_hand():
+    assert specialisation(np.array([5, 5, 5, 5])) == 0.0
+    assert specialisation(np.array([0, 9, 0, 0])) == 1.0
+    # Half and half of four classes: H = log 2, so 1 - log 2 / log 4.
+    assert specialisation(np.array([7, 7, 0, 0])) == pytest.approx(0.5)
+    # Where only these two come, nothing was chosen.
+    assert specialisation(np.array([7, 7, 0, 0]), np.array([True, True, False, False])) == 0.0
+    assert specialisation(np.zeros(4)) == specialisation(np.array([3])) == 0.0
+
+
+def test_the_classes_seen_most_come_first_and_unseen_ones_not_at_all():
+    assert top_classes(np.array([1, 0, 5, 5, 2])) == [2, 3, 4]
+    assert top_classes(np.array([0, 0, 1])) == [2]
+
+
+def test_counts_become_shares_and_coactivation():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {0: 0, 1: 0, 2: 1})
+    nodes = graph.graph.nodes
+    assert [nodes[id]["share"] for id in range(3)] == pytest.approx([1 / 6, 1 / 6, 2 / 3])
+    assert nodes[2]["classes"] == [0.25, 0.75]
+    assert nodes[0]["top_classes"] == [0]
+    assert nodes[0]["specialisation"] == 1.0
+    assert [nodes[id]["rank"] for id in range(3)] == [0, 0, 1]
+    # 60 / sqrt(100 * 100); 20 / sqrt(100 * 400) = 0.1 just stays; nothing for a pair that never met.
+    assert graph.weight("coactivation", 1, 0) == pytest.approx(0.6)
+    assert graph.weight("coactivation", 1, 2) == pytest.approx(0.1)
+    assert graph.weight("coactivation", 0, 2) == 0.0
+
+
+def test_lineage_goes_from_parent_to_child_and_from_who_ended_to_the_heir():
+    population = Population.initial(2, 4).grow(2, step=20, parent=1).merge(0, into=2, step=30)
+    graph = KnowledgeGraph()
+    graph.observe_population(population, step=50)
+    assert set(graph.graph.edges(keys=True)) == {(1, 2, "split"), (0, 2, "merge")}
+    nodes = graph.graph.nodes
+    assert [nodes[id]["age"] for id in range(3)] == [30, 50, 30]
+    assert (nodes[0]["alive"], nodes[0]["fate"], nodes[0]["rank"]) == (False, "merged", None)
+    assert graph.living == [1, 2]
+
+
+def test_what_is_not_measured_again_fades_and_is_forgotten_but_a_lineage_stays():
+    graph = KnowledgeGraph(edge_decay=0.5, edge_floor=0.1)
+    graph.observe_population(Population.initial(2, 3).grow(2, step=1, parent=0), step=1)
+    graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
+    assert graph.weight("similarity", 0, 1) == 0.4
+    graph.decay()
+    assert graph.weight("similarity", 1, 0) == 0.2
+    graph.decay()
+    graph.decay()
+    assert graph.weight("similarity", 0, 1) == 0.0
+    graph.decay()
+    assert graph.weight("split", 0, 2) == 0.1
+
+
+def test_a_new_measurement_replaces_the_old_one():
+    graph = known()
+    graph.observe_similarity({(0, 1): Similarity(0.9, 0.8)})
+    graph.observe_similarity({(1, 0): Similarity(0.5, 0.6)})
+    assert graph.weight("similarity", 0, 1) == 0.5
+    graph.observe_similarity({(0, 1): Similarity(-0.2, 0.9)})
+    assert graph.neighbours(0) == []
+
+
+def test_candidates_for_a_merger_are_alike_and_seldom_fire_together():
+    graph = known(4)
+    graph.observe_similarity(
+        {(0, 1): Similarity(0.9, 0.95), (1, 2): Similarity(0.99, 0.97), (2, 3): Similarity(0.2, 0.99)}
+    )
+    together = np.diag([100, 100, 100, 100])
+    together[0, 1] = together[1, 0] = 80
+    graph.observe_routing((0, 1, 2, 3), together)
+    assert graph.merge_candidates(0.8) == [(1, 2)]
+    assert graph.merge_candidates(0.8, most_together=1.0) == [(1, 2), (0, 1)]
+    ended = Population.initial(4, 4).prune(2, step=20)
+    graph.observe_population(ended, step=20)
+    assert graph.merge_candidates(0.8, most_together=1.0) == [(0, 1)]
+
+
+def test_neighbours_are_found_both_ways_strongest_first():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER)
+    graph.observe_similarity({(1, 2): Similarity(0.9, 0.9)})
+    assert [(n.id, n.kind) for n in graph.neighbours(1)] == [
+        (2, "similarity"),
+        (0, "coactivation"),
+        (2, "coactivation"),
+    ]
+    assert [n.id for n in graph.neighbours(1, "coactivation")] == [0, 2]
+
+
+def test_affinity_is_told_by_seat_and_vacant_ones_have_none():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER)
+    together = graph.affinity((1, None, 2, 0))
+    assert together.tolist() == [[0, 0, 20, 60], [0, 0, 0, 0], [20, 0, 0, 0], [60, 0, 0, 0]]
+
+
+def test_the_planner_affinity_takes_what_the_graph_says():
+    graph = known(4)
+    together = np.diag([100, 100, 100, 100])
+    together[[0, 3, 1, 2], [3, 0, 2, 1]] = 90
+    graph.observe_routing((0, 1, 2, 3), together)
+    placement = planner_named("affinity")([100] * 4, contiguous(4, 2), together_EE=graph.affinity((0, 1, 2, 3)))
+    assert {frozenset(row) for row in placement.slots} == {frozenset({0, 3}), frozenset({1, 2})}
+
+
+def test_the_files_load_back_in_networkx(tmp_path):
+    graph = KnowledgeGraph()
+    graph.observe_population(Population.initial(3, 4).grow(3, step=5, parent=1).merge(0, into=2, step=7), step=9)
+    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {1: 0, 2: 1})
+    graph.observe_similarity({(1, 2): Similarity(0.7, 0.8)})
+    text, xml = graph.save(tmp_path / "knowledge_graph")
+    assert (text.name, xml.name) == ("knowledge_graph.json", "knowledge_graph.graphml")
+    from_json = nx.node_link_graph(json.loads(text.read_text()), edges="edges")
+    assert nx.utils.graphs_equal(from_json, graph.graph)
+    from_xml = nx.read_graphml(xml, node_type=int, force_multigraph=True)
+    assert set(from_xml.nodes) == set(graph.graph.nodes)
+    edges = {(a, b, edge["kind"]): edge["weight"] for a, b, edge in from_xml.edges(data=True)}
+    assert edges == {(a, b, kind): w for a, b, kind, w in graph.graph.edges(keys=True, data="weight")}
+    assert json.loads(from_xml.nodes[1]["classes"]) == [0.5, 0.5]
+    assert from_xml.nodes[3]["parent"] == 1
+
+
+def test_a_graph_continues_from_its_state():
+    graph = known(edge_decay=0.9)
+    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES)
+    copy = KnowledgeGraph(edge_decay=0.9)
+    copy.load_state_dict(json.loads(json.dumps(graph.state_dict())))
+    for each in (graph, copy):
+        each.decay()
+        each.observe_similarity({(0, 2): Similarity(0.6, 0.7)})
+    assert nx.utils.graphs_equal(graph.graph, copy.graph)
+
+
+@pytest.mark.parametrize("settings", [{"edge_decay": 0.0}, {"edge_decay": 1.1}, {"edge_floor": 1.0}])
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match="must lie in"):
+        KnowledgeGraph(**settings)
