@@ -60,14 +60,10 @@ def debug() -> Config:
 
 def build_model(config: Config, num_classes: int) -> nn.Module:
     hidden = config.hidden_size
-    unit: nn.Module = (
-        tk.ParallelLMU(1, hidden, config.order, PIXELS)
-        if config.unit == "parallel"
-        else tk.LMU(1, hidden, config.order, PIXELS)
-    )
+    make_unit = tk.ParallelLMU if config.unit == "parallel" else tk.LMU
     return tk.SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
-        unit,
+        make_unit(1, hidden, config.order, theta=PIXELS),
         order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),
         hidden_size=hidden,
         num_classes=num_classes,

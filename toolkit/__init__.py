@@ -19,6 +19,7 @@ _HOMES = {
     "toolkit.config": [
         "CheckpointConfig",
         "ExpertRunConfig",
+        "LivingRunConfig",
         "MoERunConfig",
         "OptimizerConfig",
         "RunConfig",
@@ -34,18 +35,55 @@ _HOMES = {
     "toolkit.standard": ["standard_trainer"],
     "toolkit.callbacks": ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"],
     "toolkit.data": [
-        "BlankPixels",
+        "ActivityData",
         "BatchOrder",
+        "BlankPixels",
+        "BucketedOrder",
+        "Characters",
         "EvalBatches",
+        "FewLabels",
         "ImageData",
+        "LogMel",
+        "SpecAugment",
+        "SpeechData",
         "TensorTable",
-        "TrainBatches",
         "TextData",
+        "TrainBatches",
+        "balanced_rows",
+        "load_activity",
         "load_images",
+        "load_speech",
         "load_text",
+        "with_noise",
     ],
-    "toolkit.tasks": ["Classification", "LanguageModeling"],
-    "toolkit.models": ["LMU", "MLP", "ParallelLMU", "Pixels", "ResidualClassifier", "SequenceClassifier"],
+    "toolkit.tasks": [
+        "CTC",
+        "Classification",
+        "LabelledOnly",
+        "LanguageModeling",
+        "SemiSupervised",
+        "VotedClassification",
+        "class_weights",
+    ],
+    "toolkit.models": [
+        "AttentionEncoder",
+        "LMU",
+        "MLP",
+        "MemoryEncoder",
+        "ParallelLMU",
+        "Pixels",
+        "ResidualClassifier",
+        "SemiSupervisedVAE",
+        "SequenceClassifier",
+        "SpeechClassifier",
+        "SpeechRecogniser",
+        "Standardise",
+        "WindowClassifier",
+        "WindowEncoder",
+        "load_encoder",
+        "view_channels",
+    ],
+    "toolkit.transcribe": ["Recogniser", "save_recogniser"],
     "toolkit.models.hf": [
         "GlobalRouterPenalty",
         "causal_lm",
@@ -69,6 +107,7 @@ _HOMES = {
         "make_moe",
         "spread_experts",
     ],
+    "toolkit.moe.standard": ["expert_callbacks", "life_callbacks"],
     "toolkit.parallel": ["ShardGroups", "clip_grad_norm_", "make_shard_groups", "mark_sharded"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -94,6 +133,7 @@ if TYPE_CHECKING:
     from toolkit.config import (
         CheckpointConfig,
         ExpertRunConfig,
+        LivingRunConfig,
         MoERunConfig,
         OptimizerConfig,
         RunConfig,
@@ -101,18 +141,46 @@ if TYPE_CHECKING:
         require,
     )
     from toolkit.data import (
+        ActivityData,
         BatchOrder,
         BlankPixels,
+        BucketedOrder,
+        Characters,
         EvalBatches,
+        FewLabels,
         ImageData,
+        LogMel,
+        SpecAugment,
+        SpeechData,
         TensorTable,
         TextData,
         TrainBatches,
+        balanced_rows,
+        load_activity,
         load_images,
+        load_speech,
         load_text,
+        with_noise,
     )
     from toolkit.errors import Preempted, UserError
-    from toolkit.models import LMU, MLP, ParallelLMU, Pixels, ResidualClassifier, SequenceClassifier
+    from toolkit.models import (
+        LMU,
+        MLP,
+        AttentionEncoder,
+        MemoryEncoder,
+        ParallelLMU,
+        Pixels,
+        ResidualClassifier,
+        SemiSupervisedVAE,
+        SequenceClassifier,
+        SpeechClassifier,
+        SpeechRecogniser,
+        Standardise,
+        WindowClassifier,
+        WindowEncoder,
+        load_encoder,
+        view_channels,
+    )
     from toolkit.models.hf import (
         GlobalRouterPenalty,
         causal_lm,
@@ -136,11 +204,21 @@ if TYPE_CHECKING:
         make_moe,
         spread_experts,
     )
+    from toolkit.moe.standard import expert_callbacks, life_callbacks
     from toolkit.optim import build_optimizer
     from toolkit.parallel import ShardGroups, clip_grad_norm_, make_shard_groups, mark_sharded
     from toolkit.run import Run, start_run
     from toolkit.schedules import build_schedule
     from toolkit.standard import standard_trainer
     from toolkit.task import Batch, Loss, Task
-    from toolkit.tasks import Classification, LanguageModeling
+    from toolkit.tasks import (
+        CTC,
+        Classification,
+        LabelledOnly,
+        LanguageModeling,
+        SemiSupervised,
+        VotedClassification,
+        class_weights,
+    )
     from toolkit.trainer import Trainer
+    from toolkit.transcribe import Recogniser, save_recogniser

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
-from toolkit.data.batches import Augment, EvalBatches, TrainBatches
+from toolkit.data.batches import Augment, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer
 from toolkit.run import Run
@@ -27,13 +27,14 @@ def standard_trainer(
     train: TensorTable,
     test: TensorTable,
     augment: Augment | None = None,
+    order: Order | None = None,
     callbacks: Sequence[Callback] = (),
     eval_batch_size: int = EVAL_BATCH_SIZE,
 ) -> Trainer:
     """AdamW on the config's schedule; evaluates and saves each epoch, resumes, and can be preempted.
 
-    `augment` changes training batches, see `toolkit.data.BlankPixels`. `callbacks` run before the usual ones, so what
-    they record is on the line that is printed.
+    `augment` changes training batches, see `toolkit.data.BlankPixels`; `order` takes the place of a new permutation
+    each epoch. `callbacks` run before the usual ones, so what they record is on the line that is printed.
     """
     config = run.config
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
@@ -43,6 +44,7 @@ def standard_trainer(
         seed=config.seed,
         accumulation=config.gradient_accumulation_steps,
         augment=augment,
+        order=order,
         **where,
     )
     max_steps = config.epochs * batches.steps_per_epoch

@@ -50,6 +50,8 @@ class LegendreMemory(nn.Module):
 
     A: Tensor
     B: Tensor
+    own: Tensor
+    earlier: Tensor
 
     def __init__(self, order: int, theta: float, *, form: Form = "chunks"):
         super().__init__()
@@ -70,24 +72,21 @@ class LegendreMemory(nn.Module):
         self._exact = (a, b)
         self._response = response.float()
 
-    def initial_state(self, batch: int, channels: int) -> Tensor:
-        """(B, C, D) zeros."""
-        return self.B.new_zeros(batch, channels, self.order)
-
     def forward(self, u: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The memory after each step (B, T, C, D), and after the last (B, C, D): the `state` of what comes next."""
         with torch.autocast(u.device.type, enabled=False):  # half the digits would not carry a window of 1000 steps
             u = u.float()
-            if state is None:
-                state = self.initial_state(u.shape[0], u.shape[2])
+            before = self.B.new_zeros(u.shape[0], u.shape[2], self.order) if state is None else state
             if u.shape[1] == 0:
-                return u.new_zeros(*u.shape, self.order), state
-            if self.form == "fft":
-                memory = self._by_fft(u, state)
-            elif self.form == "chunks":
-                memory = self._by_chunks(u, state)
+                return u[..., None] * self.B, before
+            if self.form == "chunks":
+                memory = self._by_chunks(u, before)
+            elif self.form == "steps":
+                memory = self._by_steps(u, before)
             else:
-                memory = self._by_steps(u, state)
+                memory = self._by_fft(u)
+                if state is not None:  # what was remembered fades by A^(t+1), which has no cheap form
+                    memory = memory + self._by_steps(torch.zeros_like(u), state)
         return memory, memory[:, -1]
 
     def last(self, u: Tensor) -> Tensor:
@@ -122,12 +121,9 @@ class LegendreMemory(nn.Module):
             state = memories[-1][..., -1, :]
         return torch.stack(memories, 1).transpose(2, 3).flatten(1, 2)[:, :steps]
 
-    def _by_fft(self, u: Tensor, state: Tensor) -> Tensor:
+    def _by_fft(self, u: Tensor) -> Tensor:
         steps = u.shape[1]
         length = 2 ** math.ceil(math.log2(2 * steps))  # twice, or the end would run into the beginning
         spectrum = torch.fft.rfft(u.transpose(1, 2), length)[:, :, None]  # (B, C, 1, frequencies)
         memory = torch.fft.irfft(spectrum * torch.fft.rfft(self.response(steps).T, length), length)[..., :steps]
-        memory = memory.permute(0, 3, 1, 2)
-        if state.any():  # what was remembered before fades by A^(t+1), which has no cheap form
-            memory = memory + self._by_steps(torch.zeros_like(u), state)
-        return memory
+        return memory.permute(0, 3, 1, 2)

@@ -46,8 +46,6 @@ class LMU(nn.Module):
             if state is None:
                 zeros = x.new_zeros(x.shape[1], len(self.e_h) + len(self.e_m))
                 state = (zeros[:, : len(self.e_h)], zeros[:, len(self.e_h) :])
-            if len(x) == 0:
-                return x.new_zeros(state[0].shape[0], 0, len(self.e_h)), state
             written, driven = x @ self.e_x, x @ self.W_x.T
             h, m = _Recurrence.apply(written, driven, *state, self.e_h, self.e_m, self.W_h, self.W_m, self.A, self.B)
             return h.transpose(0, 1), (h[-1], m[-1])
@@ -115,7 +113,9 @@ def _lecun_uniform(fan_in: int) -> Tensor:
 
 
 class ParallelLMU(nn.Module):
-    """Writes C signals that depend on the input alone, and reads all memories at once (Chilkuri and Eliasmith 2021, section 3).
+    """Writes C signals that depend on the input alone, and reads all memories at once.
+
+    Chilkuri and Eliasmith 2021, section 3:
 
         u_t = W_u x_t + b_u
         m_t = A m_{t-1} + B u_t, for each of the C signals
@@ -153,7 +153,7 @@ class SequenceClassifier(nn.Module):
     def __init__(
         self,
         pixels: nn.Module,
-        unit: nn.Module,
+        unit: LMU | ParallelLMU,
         *,
         order: Tensor,
         hidden_size: int,

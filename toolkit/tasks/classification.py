@@ -1,8 +1,8 @@
-"""Classification of `batch["input"]` into `batch["label"]`."""
+"""Classification of a batch into `batch["label"]`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,24 +13,30 @@ from toolkit.task import Batch, Loss
 class Classification:
     """Cross-entropy in nats and accuracy.
 
-    `penalty` is asked after each training forward for a term to add, such as `toolkit.moe.RouterPenalty`;
-    `label_smoothing` applies to training only.
+    The model gets the columns `inputs` of the batch. `penalty` is asked after each training forward for a term to add,
+    such as `toolkit.moe.RouterPenalty`; `label_smoothing` applies to training only.
     """
 
-    def __init__(self, *, penalty: Callable[[], Tensor | None] | None = None, label_smoothing: float = 0.0):
-        self.penalty, self.label_smoothing = penalty, label_smoothing
+    def __init__(
+        self,
+        *,
+        penalty: Callable[[], Tensor | None] | None = None,
+        label_smoothing: float = 0.0,
+        inputs: Sequence[str] = ("input",),
+    ):
+        self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
 
     def count(self, batch: Batch) -> int:
         return len(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = model(batch["input"]), batch["label"]
+        logits, labels = model(*(batch[name] for name in self.inputs)), batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         penalty = self.penalty() if self.penalty is not None else None
         return Loss(entropy, len(labels), penalty, {"accuracy": correct(logits, labels)})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = model(batch["input"]), batch["label"]
+        logits, labels = model(*(batch[name] for name in self.inputs)), batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum")
         return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
 

@@ -1,0 +1,51 @@
+"""`toolkit transcribe`: what a WAV file says, heard piece by piece as from a microphone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.commands.arguments import Parser
+from toolkit.errors import EXIT_DONE, UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser("toolkit transcribe", __doc__)
+    parser.add_argument("recogniser", type=Path, help="the folder `recogniser` of a run of lmu_speech, or the run")
+    parser.add_argument("sound", type=Path, help="a WAV file; FLAC and others with the package soundfile")
+    parser.add_argument("--piece-s", type=float, default=0.1, help="seconds of sound that are heard at once")
+    parser.add_argument("--json", action="store_true", help="a line per piece that brought text: its end, and the text")
+    args = parser.parse_args(argv)
+    if not args.piece_s > 0:
+        raise UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")
+    _transcribe(args)
+    return EXIT_DONE
+
+
+def _transcribe(args: argparse.Namespace) -> None:
+    from toolkit.data.audio import decode, resample
+    from toolkit.transcribe import load_recogniser
+
+    inside = args.recogniser / "recogniser"
+    recogniser = load_recogniser(inside if inside.is_dir() else args.recogniser)
+    try:
+        samples, rate = decode(args.sound.read_bytes(), args.sound)
+    except OSError as error:
+        raise UserError(f"{args.sound} cannot be read ({error.strerror}): give a sound file.") from None
+    heard_at = recogniser.features.sample_rate
+    samples = resample(samples, rate, heard_at)
+    listener, piece = recogniser.listen(), max(1, round(args.piece_s * heard_at))
+    for begin in range(0, len(samples), piece):
+        _say(args, listener.hear(samples[begin : begin + piece]), min(begin + piece, len(samples)) / heard_at)
+    _say(args, listener.finish(), len(samples) / heard_at)
+    if not args.json:
+        sys.stdout.write("\n")
+
+
+def _say(args: argparse.Namespace, text: str, end_s: float) -> None:
+    if text:
+        sys.stdout.write(json.dumps({"end_s": round(end_s, 3), "text": text}) + "\n" if args.json else text)
+        sys.stdout.flush()

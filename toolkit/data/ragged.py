@@ -1,0 +1,107 @@
+"""Tables whose examples have different lengths, and the order in which such examples are batched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from toolkit.data.batches import BatchOrder
+from toolkit.data.table import TensorTable
+from toolkit.seeding import generator
+from toolkit.task import Batch
+
+BATCHES_PER_POOL = 20
+
+
+@dataclass(frozen=True)
+class RaggedColumn:
+    """Examples of different lengths, one after another in `values` (total, ...)."""
+
+    values: Tensor
+    starts: Tensor
+    """(N,) int64: where each example begins."""
+    lengths: Tensor
+    """(N,) int64."""
+
+    @classmethod
+    def packed(cls, values: Tensor, lengths: Tensor) -> RaggedColumn:
+        """Of examples that lie side by side."""
+        return cls(values, lengths.cumsum(0) - lengths, lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The examples at `rows`, filled up with zeros to (B, longest, ...), and their lengths (B,)."""
+        lengths = self.lengths[rows]
+        longest = max(1, int(lengths.max())) if len(rows) else 1
+        places = torch.arange(longest)
+        beyond = places >= lengths[:, None]
+        index = (self.starts[rows][:, None] + places).masked_fill(beyond, 0)
+        padded = self.values.index_select(0, index.flatten()).unflatten(0, index.shape)
+        return padded.masked_fill(beyond.view(*index.shape, *[1] * (self.values.ndim - 1)), 0), lengths
+
+
+class RaggedTable(TensorTable):
+    """Columns of which some are ragged: a batch has column `x` filled up with zeros, and its lengths as `x_length`."""
+
+    def __init__(self, **columns: Tensor | RaggedColumn):
+        self.ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedColumn)}
+        lengths = {f"{name}_length": column.lengths for name, column in self.ragged.items()}
+        super().__init__(**{name: c for name, c in columns.items() if isinstance(c, Tensor)}, **lengths)
+
+    def __getitem__(self, rows: Tensor) -> Batch:
+        batch = super().__getitem__(rows)
+        for name, column in self.ragged.items():
+            batch[name], _ = column[rows]
+        return batch
+
+    def select(self, rows: Tensor) -> RaggedTable:
+        """The table of the examples at `rows`; the values of ragged columns are shared, not copied."""
+        dense = {name: column[rows] for name, column in self._dense().items()}
+        ragged = {n: RaggedColumn(c.values, c.starts[rows], c.lengths[rows]) for n, c in self.ragged.items()}
+        return RaggedTable(**dense, **ragged)
+
+    def joined(self, other: RaggedTable) -> RaggedTable:
+        """The examples of both; ragged columns are copied."""
+        ragged = {}
+        for name, column in self.ragged.items():
+            more = other.ragged[name]
+            starts = torch.cat([column.starts, more.starts + len(column.values)])
+            values, lengths = torch.cat([column.values, more.values]), torch.cat([column.lengths, more.lengths])
+            ragged[name] = RaggedColumn(values, starts, lengths)
+        dense = {name: torch.cat([column, other.columns[name]]) for name, column in self._dense().items()}
+        return RaggedTable(**dense, **ragged)
+
+    def _dense(self) -> dict[str, Tensor]:
+        computed = {f"{name}_length" for name in self.ragged}
+        return {name: column for name, column in self.columns.items() if name not in computed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketedOrder(BatchOrder):
+    """Batches of examples that are about equally long, so that little of a batch is filling.
+
+    An epoch is a permutation, of which each stretch of `BATCHES_PER_POOL` batches is sorted by length; the
+    batches are then shuffled. The last batch of an epoch, which may be short, stays the last.
+    """
+
+    lengths: Tensor = field(repr=False)
+    """(num_samples,) int64."""
+
+    @classmethod
+    def of(cls, table: RaggedTable, column: str, *, batch_size: int, seed: int) -> BucketedOrder:
+        """By the lengths of one ragged column of `table`."""
+        lengths = table.ragged[column].lengths
+        return cls(num_samples=len(table), batch_size=batch_size, seed=seed, lengths=lengths)
+
+    def epoch(self, epoch: int) -> Tensor:
+        order = super().epoch(epoch)
+        whole = self.num_samples // self.batch_size * self.batch_size
+        pools = order[:whole].split(BATCHES_PER_POOL * self.batch_size)
+        ordered = [pool[self.lengths[pool].argsort(stable=True)] for pool in pools]
+        batches = torch.cat([*ordered, order[:0]]).view(-1, self.batch_size)
+        shuffled = torch.randperm(len(batches), generator=generator(self.seed, "order of batches", epoch))
+        return torch.cat([batches[shuffled].flatten(), order[whole:]])
