@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(tk.MoERunConfig):
+class Config(tk.LivingRunConfig):
     """Everything that decides a run; the fields that are shared with other recipes are inherited."""
 
     dim: int = 384
@@ -58,6 +58,11 @@ def no_balance() -> Config:
     return replace(full(), balance="none")
 
 
+def dynamic() -> Config:
+    """Experts that live: four at first, room for sixteen; grown, merged, pruned, and put to sleep."""
+    return replace(full(), experts=4, max_experts=16)
+
+
 def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> nn.Module:
     """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
     hidden = config.expert_hidden_size
@@ -71,6 +76,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
             config.top_k,
             groups=groups,
             spare_slots=config.spare_slots,
+            seats=config.max_experts,
             **config.layer_options(),
             shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
             seed=config.seed,
@@ -91,25 +97,23 @@ def main(config: Config) -> dict[str, Any]:
         )
         blank, grey = config.blank_pixels, round(255 * data.mean)
         augment = tk.BlankPixels(blank, shape=(28, 28), grey=grey, seed=config.seed) if blank else None
+        task = tk.Classification(penalty=penalty)
         trainer = tk.standard_trainer(
             run,
-            tk.Classification(penalty=penalty),
+            task,
             model,
             train=data.train,
             test=data.test,
             augment=augment,
             callbacks=[
-                tk.WholeStepBalance(penalty),
-                tk.BiasBalancing(model),
-                tk.ExpertLoad(model),
-                tk.TraceRecorder(model, enabled=config.record_traces),
-                tk.Replan(model, planner=config.planner, every=config.replan_every, guarded=config.guard),
+                *tk.expert_callbacks(model, config, penalty),
+                *tk.life_callbacks(model, config, task, data.train, num_classes=data.num_classes),
             ],
         )
         return run.finish(trainer.fit())
 
 
-PRESETS = {"full": full, "debug": debug, "dense": dense, "bias_balanced": bias_balanced, "no_balance": no_balance}
+PRESETS = {preset.__name__: preset for preset in (full, debug, dynamic, dense, bias_balanced, no_balance)}
 
 if __name__ == "__main__":
     tk.run_recipe(main, PRESETS, __doc__)

@@ -253,6 +253,11 @@ class ExpertRunConfig(RunConfig):
                 fits = self.num_processes % self.ep_size == 0
                 require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
 
+    @property
+    def seats(self) -> int:
+        """Rows of the router: the experts, and room for more where there may be more."""
+        return self.experts
+
     def ep_size_in(self, world_size: int) -> int:
         """How many of `world_size` processes share one set of experts."""
         if self.parallel_strategy == "data_parallel":
@@ -303,11 +308,6 @@ class MoERunConfig(ExpertRunConfig):
         factor = self.capacity_factor
         fits = factor is None or 0 < factor < math.inf
         require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
-
-    @property
-    def seats(self) -> int:
-        """Rows of the router: the experts, and room for more where there may be more."""
-        return self.experts
 
     def layer_options(self) -> dict[str, Any]:
         """What `toolkit.moe.make_moe` is to know of the router and the layer."""
