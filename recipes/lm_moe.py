@@ -91,7 +91,7 @@ def main(config: Config) -> dict[str, Any]:
             model,
             train=data.train,
             test=data.test,
-            eval_batch_size=config.batch_size,
+            eval_batch_size=4 * config.batch_size,
             callbacks=[
                 tk.ExpertLoad(model),
                 tk.TraceRecorder(model, enabled=config.record_traces, top_k=[config.top_k] * config.layers),

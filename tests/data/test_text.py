@@ -1,0 +1,140 @@
+"""Text becomes blocks of which every token is predicted once, wherever it lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.data.text import IGNORED, TextData, load_text, split
+from toolkit.errors import UserError
+
+
+def load(
+    dataset: str, folder: Path | None = None, *, block: int = 4, batch: int = 1, tokenizer: str = "bytes"
+) -> TextData:
+    return load_text(
+        dataset, folder, tokenizer=tokenizer, block_size=block, batch_size=batch, agree=lambda decide: decide()
+    )
+
+
+def targets(data: TextData, part: str = "train") -> str:
+    """What is predicted, block after block."""
+    tokens = getattr(data, part).columns["tokens"][:, 1:].flatten()
+    return bytes(tokens[tokens >= 0].tolist()).decode()
+
+
+def test_a_folder_with_one_file_holds_out_its_last_tenth(tmp_path):
+    (tmp_path / "story.txt").write_text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN")  # 40 letters: 36 and 4
+    data = load("folder", tmp_path, block=5)
+    assert data.train.columns["tokens"].tolist() == [list(b"abcdef"), list(b"fghijk"), list(b"klmnop"), list(b"pqrstu"),
+                                                     list(b"uvwxyz"), list(b"zABCDE"), list(b"EFGHIJ")]  # fmt: skip
+    # Of the four held-out letters the first is not predicted, and the block is filled up.
+    assert data.test.columns["tokens"].tolist() == [[*b"KLMN", IGNORED, IGNORED]]
+    assert data.bytes_per_token == 1
+
+
+def test_every_token_but_the_first_is_predicted_once(tmp_path):
+    text = "".join(chr(97 + i % 26) for i in range(500))
+    (tmp_path / "a.txt").write_text(text)
+    data = load("folder", tmp_path, block=7)
+    assert targets(data) == text[1 : 1 + 7 * (449 // 7)]
+    assert targets(data, "test") == text[451:]
+
+
+def test_training_blocks_beyond_the_last_whole_batch_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 1000)  # 900 to train on: 224 blocks of 4
+    assert len(load("folder", tmp_path, batch=10).train) == 220
+
+
+def test_many_documents_are_held_out_whole_with_a_zero_byte_between_them(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i:02d}.md").write_text(f"document {i:02d}.")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    data = load("folder", tmp_path, block=1)
+    assert "document 09" not in targets(data)
+    assert targets(data, "test") == "ocument 09.\0document 19."
+    assert targets(data).count("\0") == 17
+    assert "PNG" not in targets(data)
+
+
+def test_a_cut_does_not_go_through_a_character():
+    train, test = split(["ä".encode() * 11])  # nine tenths of 22 bytes are 19, in the middle of the tenth letter
+    assert (train[0].decode(), test[0].decode()) == ("ä" * 10, "ä")
+
+
+def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkeypatch):
+    data = load("auto", block=64)
+    assert data.name.startswith("standard library of Python 3")
+    assert "tinyshakespeare is not here" in (data.notice or "")
+    assert "import" in targets(data, "test")
+    (tmp_path / "tinyshakespeare").mkdir()
+    (tmp_path / "tinyshakespeare" / "input.txt").write_text(
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n"
+    )
+    monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
+    data = load("auto")
+    assert (data.name, data.notice) == ("tinyshakespeare", None)
+    assert targets(data).startswith("irst Citizen:\nBefore")
+
+
+@pytest.mark.parametrize("held_out", ["validation", "test", None])
+def test_a_data_set_in_a_folder_or_of_the_hub_is_read_by_its_splits(held_out, tmp_path):
+    def write(name: str, texts: list[str]) -> None:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t, "label": 1}) + "\n" for t in texts))
+
+    write("train", [f"train {i:02d}" for i in range(10)])
+    if held_out:
+        write(held_out, ["held out"])
+    for data in (load("folder", tmp_path, block=1), load(str(tmp_path), block=1)):
+        assert targets(data).startswith("rain 00\0train 01")
+        assert targets(data, "test") == ("eld out" if held_out else "rain 09")
+
+
+def test_prompts_are_beginnings_of_full_blocks(tmp_path):
+    (tmp_path / "a.txt").write_text("." * 900 + "abcdefghij" * 10)
+    prompts = load("folder", tmp_path, block=10).prompts(3, 4)
+    assert [bytes(row).decode() for row in prompts.tolist()] == ["abcd", "abcd", "abcd"]
+    assert prompts.dtype == torch.int64
+    assert len(load("folder", tmp_path, block=99).prompts(3, 4)) == 1
+
+
+def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, saved_tokenizer):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 50)
+    data = load("folder", tmp_path, tokenizer=str(saved_tokenizer))
+    test = data.test.columns["tokens"].flatten()
+    tokens = 1 + int((data.test.columns["tokens"][:, 1:] >= 0).sum())
+    assert data.bytes_per_token == 120 / tokens > 1
+    assert int(test.max()) < data.tokenizer.vocab_size
+    assert data.tokenizer.decode(data.train.columns["tokens"][0].tolist()).startswith("the cat")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arrange", "says"),
+    [
+        ("folder", None, "say which, with --data-dir"),
+        ("tinyshakespeare", None, "pass --data-dir with that file"),
+        ("shakespear", None, "choose one of auto, tinyshakespeare"),
+        ("nobody/nothing", None, "--dataset nobody/nothing: cannot be loaded"),
+        ("folder", {}, "holds neither text"),
+        ("folder", {"a.txt": b"short"}, "has 0 training blocks of 4 tokens where a batch takes 1"),
+        ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "has no column named text, but n"),
+    ],
+)  # fmt: skip
+def test_text_that_is_not_there_is_refused_in_one_sentence(dataset, arrange, says, tmp_path):
+    for name, content in (arrange or {}).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says) as refusal:
+        load(dataset, None if arrange is None else tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_alone(tmp_path, saved_tokenizer):
+    (tmp_path / "a.txt").write_bytes(b"abc\xff" * 100)
+    assert len(load("folder", tmp_path).train)
+    with pytest.raises(UserError, match=r"not UTF-8.*use --tokenizer bytes"):
+        load("folder", tmp_path, tokenizer=str(saved_tokenizer))
+    with pytest.raises(UserError, match=r"--tokenizer .*nowhere: cannot be loaded"):
+        load("folder", tmp_path, tokenizer=str(tmp_path / "nowhere"))

@@ -1,0 +1,39 @@
+"""A tokenizer says the same in here and in plain transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toolkit.data.tokenizer import ByteTokenizer, load_tokenizer
+
+TEXT = "It's 3 o'clock;\n\tnaïve  Ω 中文 🙂\x00\x7f "
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode(b"AB\n").tolist() == [65, 66, 10]
+    assert tokenizer.decode(tokenizer.encode(TEXT.encode()).tolist()) == TEXT
+    assert tokenizer.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_plain_transformers_reads_the_byte_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    ByteTokenizer().save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode(TEXT) == list(TEXT.encode())
+    assert theirs.decode(list(TEXT.encode())) == TEXT
+    every_byte = list(range(256))
+    assert theirs.convert_tokens_to_ids(theirs.convert_ids_to_tokens(every_byte)) == every_byte
+
+
+def test_a_saved_tokenizer_of_transformers_comes_back(tmp_path, saved_tokenizer):
+    tokenizer = load_tokenizer(str(saved_tokenizer))
+    ids = tokenizer.encode(b"the cat sat")
+    assert tokenizer.decode(ids.tolist()) == "the cat sat"
+    assert len(ids) < 11
+    assert tokenizer.separator == tokenizer.vocab_size - 1
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert again.key == tokenizer.key != ByteTokenizer().key
+    assert np.array_equal(again.encode(b"the cat sat"), ids)
