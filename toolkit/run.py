@@ -162,7 +162,12 @@ class Run:
 
     def _draw_plots(self) -> None:
         try:
-            pictures = draw_plots(self.folder, self.facts.get("expert_placement"))
+            pictures = draw_plots(
+                self.folder,
+                self.facts.get("expert_placement"),
+                classes=self.facts.get("classes", ()),
+                test_examples=self.facts.get("test_examples"),
+            )
             pictures |= draw_population(self.folder)
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.say(f"no plots ({type(error).__name__}: {error})")

@@ -106,11 +106,12 @@ class GuardedTracker:
 
 
 def expand(values: Mapping[str, Any]) -> dict[str, float]:
-    """`values` with each list as one metric per item: name/00, name/01, ... up to `LONGEST_LIST`."""
+    """`values` with each list as one metric per item: name/00, name/01, ... up to `LONGEST_LIST`; without tables."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Sequence) and not isinstance(value, str):
-            flat |= {f"{name}/{i:02d}": item for i, item in enumerate(value[:LONGEST_LIST]) if item is not None}
+            items = enumerate(value[:LONGEST_LIST])
+            flat |= {f"{name}/{i:02d}": item for i, item in items if isinstance(item, (int, float))}
         elif value is not None:
             flat[name] = value
     return flat

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.tracking.confusion import draw_confusion
 from toolkit.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -38,16 +39,23 @@ MOST_IDS = 32
 """Experts per rank up to which their ids are written out in the placement picture."""
 
 
-def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None) -> dict[str, Path]:
+def draw_plots(
+    folder: Path,
+    placement: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    *,
+    classes: Sequence[str] = (),
+    test_examples: int | None = None,
+) -> dict[str, Path]:
     """Draw what the metrics of the run in `folder` allow; returns picture files by name.
 
-    `placement` maps each layer to the expert ids on each rank.
+    `placement` maps each layer to the expert ids on each rank; `classes` and `test_examples` label a confusion matrix.
     """
     lines = list(read_metrics(folder / "metrics.jsonl"))
     layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
     loads = {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
     has_loss = any(points_of(lines, name) for name in ("train/loss", "eval/loss"))
-    if not (has_loss or loads or placement):
+    confusion = points_of(lines, "eval/confusion")
+    if not (has_loss or loads or placement or confusion):
         return {}
     # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
     from matplotlib import rc_context
@@ -69,6 +77,8 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
             save("expert_load", _draw_loads(Figure(), loads))
         if placement:
             save("expert_placement", _draw_placement(Figure(), placement))
+        if confusion:
+            save("confusion", draw_confusion(Figure(), confusion[-1][1], classes, test_examples))
     return pictures
 
 

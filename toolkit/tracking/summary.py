@@ -20,7 +20,8 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("data", f"{results['dataset']}" + (f" ({notice})" if notice else "")))
     if has("test_accuracy"):
         loss = f", loss {results['test_loss']:.4f}" if has("test_loss") else ""
-        rows.append(("test accuracy", f"{results['test_accuracy']:.2%}{loss}"))
+        f1 = f", macro-F1 {results['test_macro_f1']:.3f}" if has("test_macro_f1") else ""
+        rows.append(("test accuracy", f"{results['test_accuracy']:.2%}{loss}{f1}"))
     if has("test_bits_per_byte", "test_loss"):
         perplexity = math.exp(results["test_loss"])
         rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))

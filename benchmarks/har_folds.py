@@ -1,0 +1,130 @@
+"""Activity recognition by a wrist accelerometer, 5 folds of held-out volunteers: four modes beside three baselines.
+
+    python benchmarks/har_folds.py --data-dir DIR       3 seeds; an hour or more on one CPU thread
+
+Every method gets the same windows of 4 s. The networks are `recipes/har.py` with its presets; the baselines are the
+most frequent activity, and the nearest class centroid and a random forest on features made by hand. Runs lie in --work
+and are not repeated. Writes a table and benchmarks/results/har_folds.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.dummy import DummyClassifier
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.metrics import accuracy_score, f1_score
+from sklearn.neighbors import NearestCentroid
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import write_report
+from recipes import har
+from toolkit.data import load_activity
+
+FOLDS = 5
+MODES = {"all_channels": har.full, "flatten": har.flatten, "average": har.average, "first": har.first}
+Scores = list[tuple[float, float]]
+"""Accuracy and macro-F1 of each fold."""
+
+
+def features(windows: np.ndarray) -> np.ndarray:
+    """(N, features) of (N, 3, T): the moments and quartiles of each axis, its jerk, its spectrum up to 4 Hz, and the
+    correlations of the axes.
+    """
+    centred = windows - windows.mean(-1, keepdims=True)
+    deviation = windows.std(-1) + 1e-6
+    spectrum = np.abs(np.fft.rfft(centred))[..., 1:17]
+    scaled = centred / deviation[..., None]
+    correlations = [(scaled[:, i] * scaled[:, j]).mean(-1) for i, j in ((0, 1), (0, 2), (1, 2))]
+    quantiles = np.quantile(windows, (0, 0.25, 0.5, 0.75, 1), axis=-1)
+    jerk = np.abs(np.diff(windows)).mean(-1)
+    parts = [
+        windows.mean(-1),
+        deviation,
+        jerk,
+        *quantiles,
+        spectrum.reshape(len(windows), -1),
+        np.stack(correlations, 1),
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, list[Scores]]:
+    """Scores of each baseline: per seed, per fold. Only the forest draws numbers."""
+    frequent, centroid = "most frequent activity", "nearest centroid, hand-made features"
+    forest = "random forest, hand-made features"
+    scores: dict[str, list[Scores]] = {frequent: [[]], centroid: [[]], forest: [[] for _ in seeds]}
+    for fold in range(FOLDS):
+        data = load_activity("hmp", data_dir, agree=lambda decide: decide(), fold=fold, folds=FOLDS)
+        train, test = data.train.columns, data.test.columns
+        x, test_x = features(train["input"].numpy()), features(test["input"].numpy())
+        forests = [RandomForestClassifier(300, random_state=seed) for seed in seeds]
+        models: list[tuple[Scores, Any]] = [
+            (scores[frequent][0], DummyClassifier()),
+            (scores[centroid][0], make_pipeline(StandardScaler(), NearestCentroid())),
+            *zip(scores[forest], forests, strict=True),
+        ]
+        for by_fold, model in models:
+            answers, truth = model.fit(x, train["label"].numpy()).predict(test_x), test["label"].numpy()
+            by_fold.append((accuracy_score(truth, answers), f1_score(truth, answers, average="macro")))
+    return scores
+
+
+def network(mode: str, seed: int, data_dir: Path | None, work: Path) -> Scores:
+    """Scores of one mode and seed on every fold, of which finished runs are read from `work`."""
+    scores = []
+    for fold in range(FOLDS):
+        folder = work / f"{mode}-fold{fold}-seed{seed}"
+        results = folder / "results.json"
+        if not results.exists():
+            config = replace(MODES[mode](), dataset="hmp", data_dir=data_dir, fold=fold, folds=FOLDS, seed=seed)
+            har.main(replace(config, tracker="none", cpu=True, run_dir=folder))
+        numbers = json.loads(results.read_text())
+        scores.append((numbers["test_accuracy"], numbers["test_macro_f1"]))
+    return scores
+
+
+def row(method: str, by_seed: Sequence[Scores]) -> dict[str, object]:
+    """Means over folds and seeds; the spread over folds, and over seeds of the mean over folds."""
+    table = 100 * np.array(by_seed)  # (seeds, folds, 2)
+    accuracy, f1 = table.mean((0, 1))
+    return {
+        "method": method,
+        "accuracy %": round(accuracy, 1),
+        "macro-F1 %": round(f1, 1),
+        "sd over folds": [round(value, 1) for value in table.mean(0).std(0, ddof=1)],
+        "sd over seeds": [round(statistics.stdev(table.mean(1)[:, i]), 1) for i in (0, 1)] if len(table) > 1 else None,
+        "accuracy of each fold": [round(value, 1) for value in table.mean(0)[:, 0]],
+        "macro-F1 of each fold": [round(value, 1) for value in table.mean(0)[:, 1]],
+        "seeds": len(table),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder that holds hmp/; else $TOOLKIT_DATA_DIR")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="settings were chosen with seed 0")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "har_folds", help="where the runs lie")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--train-only", action="store_true", help="make the runs and no report, for several at a time")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    trained = {mode: [network(mode, seed, args.data_dir, args.work) for seed in args.seeds] for mode in args.modes}
+    if not args.train_only:
+        rows = [row(mode, by_seed) for mode, by_seed in trained.items()]
+        rows += [row(method, by_seed) for method, by_seed in baselines(args.data_dir, args.seeds).items()]
+        write_report("har_folds", rows, folds=FOLDS, seeds=args.seeds, window_seconds=4.0)

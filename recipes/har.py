@@ -1,0 +1,121 @@
+"""Which activity a wrist or a phone at the waist shows, for people whom the network has not seen.
+
+python recipes/har.py                               windows of 4 s, the volunteers of fold 0 held out; a minute on a CPU
+python recipes/har.py flatten --fold 3              one channel at a time, judged by their vote; another fold
+python recipes/har.py --num-processes 4 --batch-size 128 --scale-lr 32 --schedule.warmup-epochs 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import toolkit as tk
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.RunConfig):
+    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+
+    mode: Literal["all_channels", "flatten", "average", "first"] = "all_channels"
+    """What the encoder sees at a time: all channels; each by itself, to vote on the window; their mean; the first."""
+    window_seconds: float | None = None
+    """Length of a window; None means 4 s, or the publisher's windows."""
+    overlap: float = 0.5
+    """Fraction of a window that the next one shares; windows never span two trials."""
+    fold: int | None = None
+    """Which volunteers are held out; None means those of the official split, or fold 0."""
+    folds: int = 5
+    """Parts into which volunteers are divided."""
+    width: int = 16
+    """Channels of the encoder's first convolution; the last has four times as many."""
+    hidden_dims: tuple[int, ...] = ()
+    """Hidden layers of the classifier behind the encoder."""
+    dropout: float = 0.0
+    """Dropout of what the classifier sees."""
+    class_balance: Literal["none", "sqrt", "inverse"] = "none"
+    """Weight of a class in the loss: 1, or one over (the root of) its number of training windows."""
+    encoder_path: Path | None = None
+    """Begin with the encoder in this model.safetensors, of a run with the same mode and width."""
+    freeze_encoder: bool = False
+    """Train only the classifier behind it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        seconds = self.window_seconds
+        tk.require(seconds is None or 1 <= seconds <= 60, "window_seconds", seconds, "take 1 to 60 seconds")
+        tk.require(0 <= self.overlap < 1, "overlap", self.overlap, "take a fraction below 1")
+        tk.require(self.folds >= 2, "folds", self.folds, "take two or more")
+        tk.require(self.fold in (None, *range(self.folds)), "fold", self.fold, f"take 0 to {self.folds - 1}")
+        tk.require(self.width >= 8 and self.width % 8 == 0, "width", self.width, "take a multiple of 8")
+        tk.require(all(dim >= 1 for dim in self.hidden_dims), "hidden_dims", self.hidden_dims, "take sizes above zero")
+        tk.require(0 <= self.dropout < 1, "dropout", self.dropout, "take a fraction below 1")
+        fits = not self.freeze_encoder or self.encoder_path is not None
+        tk.require(fits, "freeze_encoder", True, "say which encoder with --encoder-path, or train it")
+
+
+def full() -> Config:
+    """The published run: all channels at once."""
+    return Config(epochs=12, lr=2e-3, dropout=0.3)
+
+
+def debug() -> Config:
+    """Seconds: generated signals, a small encoder."""
+    return replace(full(), dataset="generated", epochs=2, lr=1e-2, width=8, dropout=0.0, log_every=5)
+
+
+def flatten() -> Config:
+    """Each channel by itself; a window is judged by the vote of its channels."""
+    return replace(full(), mode="flatten")
+
+
+def average() -> Config:
+    """The mean of all channels."""
+    return replace(full(), mode="average")
+
+
+def first() -> Config:
+    """The first channel alone."""
+    return replace(full(), mode="first")
+
+
+def build_model(config: Config, data: tk.ActivityData) -> nn.Module:
+    """A convolutional encoder of what it sees at a time, and a classifier behind it."""
+    from torch import nn
+
+    encoder = tk.WindowEncoder(tk.view_channels(config.mode, data.num_channels), width=config.width)
+    classifier = tk.MLP(encoder.width_out, *config.hidden_dims, len(data.classes))
+    head = nn.Sequential(nn.Dropout(config.dropout), classifier)
+    model = tk.WindowClassifier(encoder, head, mode=config.mode, mean=data.mean, std=data.std)
+    if config.encoder_path is not None:
+        tk.load_encoder(model, config.encoder_path)
+    encoder.requires_grad_(not config.freeze_encoder)
+    return model
+
+
+def main(config: Config) -> dict[str, Any]:
+    with tk.start_run("har", config) as run:
+        data = tk.load_activity(
+            config.dataset,
+            config.data_dir,
+            agree=run.agree,
+            window_seconds=config.window_seconds,
+            overlap=config.overlap,
+            fold=config.fold,
+            folds=config.folds,
+        )
+        model = build_model(config, data)
+        run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance)
+        run.say(f"{data.describe()}; loss balanced by class: {config.class_balance}")
+        task = tk.VotedClassification(class_weights=tk.class_weights(data.class_counts, config.class_balance))
+        return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
+
+
+PRESETS = {"full": full, "debug": debug, "flatten": flatten, "average": average, "first": first}
+
+if __name__ == "__main__":
+    tk.run_recipe(main, PRESETS, __doc__)

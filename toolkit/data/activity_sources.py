@@ -1,0 +1,249 @@
+"""Recordings of people who wear motion sensors: where they lie, how they are read, and made-up ones."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from toolkit.data.parquet import damaged, read_columns
+from toolkit.data.sources import SPLITS, NotFoundHere, find_on_hub
+
+Name = Literal["hmp", "uci_har", "generated"]
+
+UCI_HAR_REPO = "udayl/UCI_HAR"
+UCI_HAR_SIGNALS = tuple(
+    f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in ("x", "y", "z")
+)
+"""Accelerations in g (without and with gravity) and angular velocities in rad/s, from a phone at the waist."""
+UCI_HAR_CLASSES = ("walking", "walking_upstairs", "walking_downstairs", "sitting", "standing", "laying")
+UCI_HAR_PATTERNS = ("*/Inertial Signals/*.txt", "*/y_*.txt", "*/subject_*.txt")
+UCI_HAR_RATE_HZ = 50.0
+UCI_HAR_STEPS = 128
+"""Readings per window, as published: 2.56 s that overlap by half."""
+
+HMP_RATE_HZ = 32.0
+HMP_RANGE_G = 1.5
+HMP_CODES = 63
+"""A reading is a code from 0 for -1.5 g to 63 for +1.5 g."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One volunteer doing one thing for a while."""
+
+    signal: np.ndarray
+    """(channels, readings) float32."""
+    activity: str
+    volunteer: str
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pieces of equal length with what was done in them; the columns of a cache entry, apart from the names."""
+
+    signal: np.ndarray
+    """(windows, channels, readings) float32."""
+    label: np.ndarray
+    """(windows,) int64, indices into `classes`."""
+    volunteer: np.ndarray
+    """(windows,) int64, indices into `volunteers`."""
+    official_test: np.ndarray
+    """(windows,) bool: held out by the publisher; nowhere true where the set has no official split."""
+    classes: tuple[str, ...]
+    volunteers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ActivityFiles:
+    """The files of one set."""
+
+    name: Name
+    paths: tuple[Path, ...] = ()
+
+    def digest(self) -> str:
+        """Changes when a file's name, size or time of change does."""
+        facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in self.paths]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+# --- where sets lie ----------------------------------------------------------------------------------------------
+
+
+def locate(names: Iterable[Name], data_dir: Path | None) -> ActivityFiles:
+    """The files of the first of `names` that is found: in `data_dir` and nowhere else, if given; else in
+    $TOOLKIT_DATA_DIR; UCI-HAR also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
+    """
+    reasons = []
+    for look in _places(tuple(names), data_dir):
+        try:
+            return look()
+        except NotFoundHere as reason:
+            reasons.append(str(reason))
+    raise NotFoundHere("; ".join(dict.fromkeys(reasons)))
+
+
+def _places(names: tuple[Name, ...], data_dir: Path | None) -> Iterator[Callable[[], ActivityFiles]]:
+    folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
+    for name in names if folder else ():
+        yield partial(find_in_folder, Path(folder).expanduser(), name)  # type: ignore[arg-type]
+    if not folder:
+        yield _nowhere
+    if data_dir is None and "uci_har" in names:
+        for ask in (False, True):
+            yield partial(find_on_hub, UCI_HAR_REPO, UCI_HAR_PATTERNS, _uci_har_files, ask=ask)
+
+
+def _nowhere() -> ActivityFiles:
+    raise NotFoundHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
+
+
+def find_in_folder(folder: Path, name: Name) -> ActivityFiles:
+    """The files of `name` in a folder that is called after the set and lies in `folder`, or is `folder`."""
+    if name == "hmp":
+        for place in (folder / "hmp", folder):
+            if place.name == "hmp" and (paths := tuple(sorted(place.glob("train-*.parquet")))):
+                return ActivityFiles("hmp", paths)
+        raise NotFoundHere(f"{folder} does not hold hmp/train-*.parquet")
+    for place in (folder / "UCI HAR Dataset", folder / "uci_har", folder):
+        if (place / "train").is_dir():
+            return _uci_har_files(place)
+    raise NotFoundHere(f"{folder} does not hold train/Inertial Signals/*.txt of UCI-HAR")
+
+
+def _uci_har_files(folder: Path) -> ActivityFiles:
+    paths = tuple(
+        folder / split / part
+        for split in SPLITS
+        for part in (
+            f"y_{split}.txt",
+            f"subject_{split}.txt",
+            *(f"Inertial Signals/{signal}_{split}.txt" for signal in UCI_HAR_SIGNALS),
+        )
+    )
+    if missing := [path for path in paths if not path.is_file()]:
+        raise NotFoundHere(f"{folder} has no {missing[0].relative_to(folder)}")
+    return ActivityFiles("uci_har", paths)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def read_windows(files: ActivityFiles, window_seconds: float, overlap: float) -> Windows:
+    """Everything in `files`, cut into windows; UCI-HAR comes cut. Raises UserError for what cannot be."""
+    if files.name == "uci_har":
+        return read_uci_har(files.paths[0].parent.parent)
+    trials = generate_trials() if files.name == "generated" else read_hmp(files.paths)
+    return cut(trials, steps=round(window_seconds * HMP_RATE_HZ), overlap=overlap)
+
+
+def read_uci_har(folder: Path) -> Windows:
+    """The raw signals of both splits, in the publisher's layout: a row a window, 128 readings in each row."""
+    signals, labels, subjects, held_out = [], [], [], []
+    for split in SPLITS:
+        label, subject = (_read_table(folder / split / f"{part}_{split}.txt", 1)[:, 0] for part in ("y", "subject"))
+        tables = []
+        for name in UCI_HAR_SIGNALS:
+            path = folder / split / "Inertial Signals" / f"{name}_{split}.txt"
+            tables.append(_read_table(path, UCI_HAR_STEPS))
+            if not len(tables[-1]) == len(label) == len(subject):
+                raise damaged(path, f"has {len(tables[-1])} rows for {len(label)} labels and {len(subject)} subjects")
+        if wrong := sorted(set(label.tolist()) - set(range(1, len(UCI_HAR_CLASSES) + 1))):
+            raise damaged(folder / split / f"y_{split}.txt", f"holds the label {wrong[0]:g}, which is not from 1 to 6")
+        signals.append(np.stack(tables, axis=1))
+        labels.append(label.astype(np.int64) - 1)
+        subjects.append(subject.astype(np.int64))
+        held_out.append(np.full(len(label), split == "test"))
+    numbers, volunteer = np.unique(np.concatenate(subjects), return_inverse=True)
+    return Windows(
+        signal=np.concatenate(signals),
+        label=np.concatenate(labels),
+        volunteer=volunteer.astype(np.int64),
+        official_test=np.concatenate(held_out),
+        classes=UCI_HAR_CLASSES,
+        volunteers=tuple(str(number) for number in numbers),
+    )
+
+
+def _read_table(path: Path, columns: int) -> np.ndarray:
+    """(rows, columns) float32 from numbers with spaces between."""
+    try:
+        table = np.loadtxt(path, dtype=np.float32, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"cannot be read as rows of numbers ({str(error).splitlines()[0].rstrip('.')})") from None
+    if table.shape[1] != columns or not np.isfinite(table).all():
+        raise damaged(path, f"has {table.shape[1]} numbers in a row, or not finite ones, where {columns} are needed")
+    return table
+
+
+def read_hmp(paths: Iterable[Path]) -> list[Trial]:
+    """The trials of the wrist accelerometer set (Bruno et al. 2013), in g."""
+    trials = []
+    for path in paths:
+        columns = read_columns(path, ("activity", "volunteer", "x", "y", "z"))
+        for row, (activity, volunteer, *axes) in enumerate(zip(*columns.values(), strict=True)):
+            lengths = {len(axis) for axis in axes}
+            if len(lengths) != 1 or 0 in lengths:
+                raise damaged(path, f"has axes of {sorted(lengths)} readings in row {row}")
+            codes = np.array(axes, dtype=np.int16)
+            if codes.min() < 0 or codes.max() > HMP_CODES:
+                raise damaged(path, f"has a reading outside 0 to {HMP_CODES} in row {row}")
+            signal = (codes * (2 * HMP_RANGE_G / HMP_CODES) - HMP_RANGE_G).astype(np.float32)
+            trials.append(Trial(signal, str(activity), str(volunteer)))
+    return trials
+
+
+def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
+    """Windows of `steps` readings that begin every `steps * (1 - overlap)`; none spans two trials. A trial that is
+    shorter than a window is one, with its last reading repeated.
+    """
+    trials = list(trials)
+    classes = tuple(sorted({trial.activity for trial in trials}))
+    volunteers = tuple(sorted({trial.volunteer for trial in trials}))
+    stride = max(1, round(steps * (1 - overlap)))
+    pieces, labels, owners = [], [], []
+    for trial in trials:
+        short = max(0, steps - trial.signal.shape[1])
+        signal = np.pad(trial.signal, ((0, 0), (0, short)), mode="edge")
+        views = np.lib.stride_tricks.sliding_window_view(signal, steps, axis=1)[:, ::stride].swapaxes(0, 1)
+        pieces.append(views)
+        labels += [classes.index(trial.activity)] * len(views)
+        owners += [volunteers.index(trial.volunteer)] * len(views)
+    return Windows(
+        signal=np.concatenate(pieces),
+        label=np.array(labels, dtype=np.int64),
+        volunteer=np.array(owners, dtype=np.int64),
+        official_test=np.zeros(len(labels), dtype=bool),
+        classes=classes,
+        volunteers=volunteers,
+    )
+
+
+def generate_trials(*, volunteers: int = 10, trials: int = 2, seconds: int = 16) -> list[Trial]:
+    """Made-up wrist signals: each activity is gravity from one side and a movement of one frequency and direction;
+    each volunteer is a little faster, stronger and more tilted than the next. Always the same.
+    """
+    random = np.random.default_rng(2013)
+    frequencies = {"stir": 0.7, "walk": 1.9, "run": 2.9, "wave": 1.2, "rest": 0.0, "brush": 4.0}
+    gravities = random.normal(size=(len(frequencies), 3))
+    directions = random.normal(size=(len(frequencies), 3))
+    time = np.arange(seconds * HMP_RATE_HZ) / HMP_RATE_HZ
+    made = []
+    for volunteer in range(volunteers):
+        pace, strength = random.uniform(0.85, 1.15), random.uniform(0.7, 1.3)
+        tilt = random.normal(scale=0.4, size=3)
+        for activity, frequency in enumerate(frequencies.values()):
+            for _ in range(trials):
+                gravity = gravities[activity] + tilt + random.normal(scale=0.2, size=3)
+                phase = 2 * np.pi * (frequency * pace * time + random.uniform())
+                movement = 0.4 * strength * (np.sin(phase) + 0.4 * np.sin(2 * phase)) * (frequency > 0)
+                signal = gravity[:, None] / np.linalg.norm(gravity) + directions[activity][:, None] * movement
+                signal = np.clip(signal + random.normal(scale=0.15, size=signal.shape), -HMP_RANGE_G, HMP_RANGE_G)
+                made.append(Trial(signal.astype(np.float32), list(frequencies)[activity], f"made-up-{volunteer:02d}"))
+    return made
