@@ -97,6 +97,10 @@ class RunConfig:
     """Samples per optimizer step, over all processes and accumulation steps."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step on each process."""
+    auto_batch_size: bool = False
+    """Cut --batch-size into as few micro-batches as fit into memory, whatever --gradient-accumulation-steps says."""
+    memory_fraction: float = 0.9
+    """Part of the device's memory, or of the machine's on a CPU, that --auto-batch-size may fill."""
     lr: float = 1e-3
     """Highest learning rate, before --scale-lr."""
     scale_lr: int | None = None
@@ -145,6 +149,8 @@ class RunConfig:
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
+        fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
+        require(0 < fraction <= 1, "memory_fraction", fraction, remedy)
         pieces = (self.num_processes or 1) * self.gradient_accumulation_steps
         require_divisible(self.batch_size, self.num_processes or 1, self.gradient_accumulation_steps, pieces)
 
@@ -172,6 +178,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "tracker",
         "num_workers",
         "num_processes",
+        "memory_fraction",
         "cpu",
         "log_every",
         "checkpoint",
