@@ -132,6 +132,9 @@ class AttentionEncoder(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, M) to (B, T, H); the lengths stay as they are."""
+        if len(features) == 0:  # which attention does not take: one of silence, thrown away
+            hidden, _ = self(features.new_zeros(1, 1, features.shape[2]), lengths.new_ones(1))
+            return hidden[:0], lengths
         x = self.stem(features)
         beyond = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         layers: Any = zip(self.attention, self.attention_norm, self.unit, self.unit_norm, strict=True)
