@@ -35,6 +35,12 @@ def test_classes_are_split_in_order_and_every_image_has_one_task():
     assert stream.classes is None
 
 
+def test_tasks_can_be_made_equally_long():
+    stream = split_stream(DATA, samples_per_task=15)
+    assert stream.sizes == (15,) * 5
+    assert len(stream.tests[0]) == 10, "held-out data stay whole"
+
+
 def test_the_scenario_says_what_an_answer_is():
     domain, task = split_stream(DATA, scenario="domain"), split_stream(DATA, scenario="task")
     assert labels_of_tasks(domain) == [{0, 1}] * 5

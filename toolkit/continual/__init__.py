@@ -6,7 +6,7 @@ from toolkit.continual.evaluation import TaskEvaluation
 from toolkit.continual.ewc import Consolidation, ElasticWeights, fisher_information
 from toolkit.continual.memory import Remember, Replay, ReplayMemory
 from toolkit.continual.scores import AccuracyMatrix
-from toolkit.continual.training import stream_trainer, task_order
+from toolkit.continual.training import stream_task, stream_trainer, task_order
 
 __all__ = [
     "AccuracyMatrix",
@@ -20,6 +20,7 @@ __all__ = [
     "ReplayMemory",
     "TaskEvaluation",
     "fisher_information",
+    "stream_task",
     "stream_trainer",
     "task_order",
 ]

@@ -14,6 +14,7 @@ from toolkit.data.streams import TaskOrder, TaskStream
 from toolkit.optim import build_optimizer
 from toolkit.run import Run
 from toolkit.schedules import build_schedule
+from toolkit.task import Task
 from toolkit.tasks import Classification
 from toolkit.trainer import Trainer
 
@@ -27,12 +28,21 @@ def task_order(run: Run, stream: TaskStream) -> TaskOrder:
     return TaskOrder(sizes=stream.sizes, batch_size=config.batch_size, seed=config.seed, epochs_per_task=config.epochs)
 
 
+def stream_task(
+    stream: TaskStream, *, penalty: Callable[[], Tensor | None] | None = None
+) -> Classification | ClassificationWithinTasks:
+    """Classification, within each example's task where `stream` says which classes that has."""
+    if stream.classes is None:
+        return Classification(penalty=penalty)
+    return ClassificationWithinTasks(stream.classes, penalty=penalty)
+
+
 def stream_trainer(
     run: Run,
+    task: Task,
     model: nn.Module,
     stream: TaskStream,
     *,
-    penalty: Callable[[], Tensor | None] | None = None,
     order: Order | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
@@ -47,10 +57,9 @@ def stream_trainer(
     max_steps = tasks.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
-    classes = stream.classes
     return Trainer(
         run,
-        Classification(penalty=penalty) if classes is None else ClassificationWithinTasks(classes, penalty=penalty),
+        task,
         model,
         build_optimizer(model, lr=config.lr, config=config.optimizer),
         TrainBatches(

@@ -54,8 +54,11 @@ class TaskStream:
         return tuple(self.train.columns["task"].bincount(minlength=self.num_tasks).tolist())
 
 
-def split_stream(data: ImageData, *, num_tasks: int = 5, scenario: Scenario = "class") -> TaskStream:
-    """Each task has some of the classes, in order: 0 and 1, then 2 and 3, ...
+def split_stream(
+    data: ImageData, *, num_tasks: int = 5, scenario: Scenario = "class", samples_per_task: int | None = None
+) -> TaskStream:
+    """Each task has some of the classes, in order: 0 and 1, then 2 and 3, ...; the first `samples_per_task` of them in
+    training, where that is given.
 
     In the scenario "class" an answer is one of all classes seen; in "domain" it is the place of the class within its
     task (for digits and five tasks: even or odd); in "task" it is one of the classes of the task.
@@ -65,16 +68,16 @@ def split_stream(data: ImageData, *, num_tasks: int = 5, scenario: Scenario = "c
     each = data.num_classes // num_tasks
     classes = tuple(tuple(range(first, first + each)) for first in range(0, data.num_classes, each))
 
-    def part(table: TensorTable, task: int) -> TensorTable:
+    def part(table: TensorTable, task: int, most: int | None = None) -> TensorTable:
         labels = table.columns["label"]
-        rows = (labels // each == task).nonzero()[:, 0]
+        rows = (labels // each == task).nonzero()[:most, 0]
         labels = labels[rows] % each if scenario == "domain" else labels[rows]
         return _task_table(table.columns["input"][rows], labels, task)
 
     tests = tuple(part(data.test, task) for task in range(num_tasks))
     return TaskStream(
         f"split_{scenario}",
-        _joined([part(data.train, task) for task in range(num_tasks)]),
+        _joined([part(data.train, task, samples_per_task) for task in range(num_tasks)]),
         tests,
         num_classes=each if scenario == "domain" else data.num_classes,
         classes=classes if scenario == "task" else None,
