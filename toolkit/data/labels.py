@@ -1,0 +1,127 @@
+"""Few labels, some of them wrong: which images have one, and what is drawn at each visit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
+from toolkit.seeding import generator
+from toolkit.task import Batch
+
+UNLABELLED = -1
+BANK_SIZES = {"noise": 65_521, "pairs": 65_519, "corruption": 65_497, "direction": 4_093}
+"""Draws that are made once and then looked up. Primes, so that visits run through all of them; different ones, so that
+what is drawn for one purpose says nothing about the others."""
+
+
+def balanced_rows(labels: Tensor, count: int, num_classes: int, *, seed: int) -> Tensor:
+    """Rows of `count` of `labels` (N,), as many of each class as can be: fixed by `seed`, sorted.
+
+    Raises UserError where there are not that many, or not one for each class.
+    """
+    if not num_classes <= count <= len(labels):
+        raise UserError(f"--labels {count}: take {num_classes} to {len(labels)}, at least one of each class.")
+    draws = generator(seed, "labelled images")
+    shares = torch.full((num_classes,), count // num_classes)
+    shares[torch.randperm(num_classes, generator=draws)[: count % num_classes]] += 1
+    chosen = []
+    for label, share in enumerate(shares.tolist()):
+        rows = (labels == label).nonzero()[:, 0]
+        if len(rows) < share:
+            raise UserError(f"--labels {count}: class {label} has only {len(rows)} images: take fewer labels.")
+        chosen.append(rows[torch.randperm(len(rows), generator=draws)[:share]])
+    return torch.cat(chosen).sort().values
+
+
+def corrupted(labels: Tensor, rate: float, num_classes: int, *, seed: int) -> Tensor:
+    """`labels` with round(rate * N) of them replaced by a wrong class each, drawn evenly: fixed by `seed`."""
+    draws = generator(seed, "fixed corruption")
+    hit = torch.randperm(len(labels), generator=draws)[: round(rate * len(labels))]
+    shift = torch.randint(1, num_classes, (len(hit),), generator=draws)
+    wrong = labels.clone()
+    wrong[hit] = (labels[hit] + shift) % num_classes
+    return wrong
+
+
+class VisitDraws:
+    """Random rows that are a function of (seed, purpose, visit), and so do not depend on the number of processes."""
+
+    def __init__(self, bank: Tensor):
+        self.bank = bank
+
+    @classmethod
+    def normal(cls, *shape: int, seed: int, purpose: str) -> VisitDraws:
+        """Standard normal draws of `shape` per visit."""
+        return cls(torch.randn(BANK_SIZES[purpose], *shape, generator=generator(seed, purpose)))
+
+    def __call__(self, visits: Tensor) -> Tensor:
+        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): neighbours get rows far apart.
+        return self.bank.index_select(0, (visits * 2654435769 >> 7) % len(self.bank))
+
+
+class FewLabels:
+    """A training table of which few rows have labels, and the draws of each visit; an `Augment` for it.
+
+    `table` has the columns "input" and "label", which is -1 beside the images of `rows`, whose labels, right or wrong,
+    are all that is known. To each image of a batch a visit adds one of them ("paired_input", "paired_label"), and
+    standard normal draws: "noise" (B, *noise_shape), and "direction" (B, pixels) if `directions`.
+
+    corruption "fixed" gives `rate` of the labelled images one wrong label for good; "resampled" gives each labelled
+    image a wrong label at `rate` of its visits, another one each time, which averages out.
+    """
+
+    def __init__(
+        self,
+        full: TensorTable,
+        rows: Tensor,
+        *,
+        num_classes: int,
+        seed: int,
+        rate: float = 0.0,
+        corruption: Literal["fixed", "resampled"] = "resampled",
+        noise_shape: Sequence[int] = (),
+        directions: bool = False,
+    ):
+        images, known = full.columns["input"], full.columns["label"][rows]
+        if corruption == "fixed":
+            known = corrupted(known, rate, num_classes, seed=seed)
+        label = torch.full((len(full),), UNLABELLED)
+        label[rows] = known
+        self.table = TensorTable(input=images, label=label)
+        self.rows, self.known, self.num_classes = rows, known, num_classes
+        self.images = images[rows]
+        pairs = torch.randint(len(rows), (BANK_SIZES["pairs"],), generator=generator(seed, "pairs"))
+        draws, size = generator(seed, "resampled corruption"), BANK_SIZES["corruption"]
+        hit = torch.rand(2, size, generator=draws) < (rate if corruption == "resampled" else 0)
+        shift = torch.randint(1, num_classes, (2, size), generator=draws) * hit
+        self.pairing, self.shift_label, self.shift_pair = VisitDraws(pairs), VisitDraws(shift[0]), VisitDraws(shift[1])
+        self.noise = VisitDraws.normal(*noise_shape, seed=seed, purpose="noise") if noise_shape else None
+        pixels = images[0].numel()
+        # Fewer rows: where a power iteration begins matters little, and an image is long.
+        self.direction = VisitDraws.normal(pixels, seed=seed, purpose="direction") if directions else None
+
+    def __call__(self, batch: Batch, visits: Tensor) -> Batch:
+        """`visits` (int64): epoch * samples + row of each sample of the batch."""
+        label, pair = batch["label"], self.pairing(visits)
+        label = torch.where(label == UNLABELLED, label, (label + self.shift_label(visits)) % self.num_classes)
+        more = {
+            "label": label,
+            "paired_input": self.images.index_select(0, pair),
+            "paired_label": (self.known.index_select(0, pair) + self.shift_pair(visits)) % self.num_classes,
+        }
+        if self.noise is not None:
+            more["noise"] = self.noise(visits)
+        if self.direction is not None:
+            more["direction"] = self.direction(visits)
+        return {**batch, **more}
+
+
+def with_noise(table: TensorTable, noise_shape: Sequence[int], *, seed: int) -> TensorTable:
+    """`table` with a column "noise" (N, *noise_shape) of standard normal draws, the same at each evaluation."""
+    noise = torch.randn(len(table), *noise_shape, generator=generator(seed, "evaluation noise"))
+    return TensorTable(**table.columns, noise=noise)

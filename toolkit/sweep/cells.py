@@ -1,0 +1,149 @@
+"""Running cells. A finished one is not run again, one that was interrupted continues from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from filelock import FileLock, Timeout
+
+from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED
+from toolkit.launch import STOP_SIGNALS
+from toolkit.sweep.grid import Cell, Recipe
+from toolkit.tracking.summary import duration
+
+POLL_S = 0.05
+
+
+@dataclass
+class Outcome:
+    """What became of the cells of a sweep."""
+
+    done: list[Cell] = field(default_factory=list)
+    elsewhere: list[Cell] = field(default_factory=list)
+    """Cells that another job works at."""
+    failed: list[Cell] = field(default_factory=list)
+    stopped: bool = False
+    """By a signal: the rest is for the next time."""
+
+
+@dataclass
+class _Job:
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    lock: FileLock
+    began: float
+
+
+class CellRunner:
+    """Runs cells of `recipe` in folders below `folder`, at most `jobs` at a time."""
+
+    def __init__(self, recipe: Recipe, folder: Path, *, jobs: int, say: Callable[[str], None]):
+        self.recipe, self.folder, self.jobs, self.say = recipe, folder, jobs, say
+
+    def results(self, cell: Cell) -> dict[str, Any] | None:
+        """The final numbers of `cell`, or None while it is not finished."""
+        path = self.folder / cell.digest / "results.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def run(self, cells: Sequence[Cell], finished: Callable[[Cell], None] = lambda _: None) -> Outcome:
+        """Run what is not done yet; `finished` is called as cells end well."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        outcome = Outcome(done=[cell for cell in cells if self.results(cell) is not None])
+        waiting = [cell for cell in cells if cell not in outcome.done]
+        if outcome.done:
+            self.say(f"{len(outcome.done)} of {len(cells)} runs are done already")
+        running: list[_Job] = []
+        seconds: list[float] = []
+        with _forwarding_signals(running) as received:
+            while running or (waiting and not received):
+                while waiting and len(running) < self.jobs and not received:
+                    cell = waiting.pop(0)
+                    job = self._start(cell)
+                    if job is None:
+                        outcome.elsewhere.append(cell)
+                    else:
+                        running.append(job)
+                time.sleep(POLL_S)
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    self._end(job, outcome)
+                    if job.cell in outcome.done:
+                        seconds.append(time.monotonic() - job.began)
+                        left = len(waiting) + len(running)
+                        self.say(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
+                        finished(job.cell)
+            outcome.stopped = bool(received)
+        return outcome
+
+    def _start(self, cell: Cell) -> _Job | None:
+        lock = FileLock(self.folder / f"{cell.digest}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return None
+        log = (self.folder / f"{cell.digest}.log").open("ab")
+        words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
+        process = subprocess.Popen(
+            [sys.executable, str(self.recipe.script), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # a signal reaches this process only, which passes it on once
+        )
+        return _Job(cell, process, log, lock, time.monotonic())
+
+    def _end(self, job: _Job, outcome: Outcome) -> None:
+        job.log.close()
+        job.lock.release()
+        if job.process.returncode == EXIT_DONE:
+            outcome.done.append(job.cell)
+        elif job.process.returncode == EXIT_PREEMPTED:
+            outcome.stopped = True
+        else:
+            outcome.failed.append(job.cell)
+            path = Path(job.log.name)
+            self.say(f"failed: {job.cell} ({last_line(path)}; all of it is in {path})")
+
+    def _progress(self, cell: Cell, done: int, total: int, left: int, seconds: Sequence[float]) -> str:
+        numbers = self.results(cell) or {}
+        accuracy = f": test accuracy {numbers['test_accuracy']:.2%}" if "test_accuracy" in numbers else ""
+        remaining = left / self.jobs * sum(seconds) / len(seconds)
+        more = f", about {duration(remaining)} to go" if left else ""
+        return f"{done}/{total} {cell}{accuracy} ({duration(seconds[-1])}{more})"
+
+
+@contextmanager
+def _forwarding_signals(running: Sequence[_Job]) -> Iterator[list[int]]:
+    """Signals that ask to stop reach every run, which saves and leaves; the list says which came."""
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        for job in running:
+            if job.process.poll() is None:
+                os.killpg(job.process.pid, signal.SIGTERM if number == signal.SIGINT else number)
+
+    before = {number: signal.signal(number, forward) for number in (*STOP_SIGNALS, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing").rstrip(".")

@@ -1,0 +1,111 @@
+"""Axes, and the cells that they span. Everything is checked before the first run starts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli import parse
+from toolkit.config import NOT_OF_THE_TRAJECTORY, to_dict
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script with `PRESETS`, and the words that every run of it is started with."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    presets: Mapping[str, Any]
+
+    def config(self, flags: Sequence[str]) -> Any:
+        """The config of a run with `flags` as well. Raises UserError where the recipe's command line would."""
+        return parse(self.presets, [*self.arguments, *flags])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    values: Mapping[str, str]
+    """By name of the axis; the seed is one of them."""
+    digest: str
+    """Of everything that decides what is learned: the same run has the same digest in every sweep."""
+
+    @property
+    def flags(self) -> list[str]:
+        """As the recipe's command line takes them."""
+        return [word for name, value in self.values.items() for word in (f"--{name}", *value.split())]
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.values.items())
+
+
+def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
+    """The recipe at `script`. Raises UserError where that is none, or `arguments` are not for it."""
+    if not script.is_file() or script.suffix != ".py":
+        raise UserError(f"{script}: no such script: give a recipe, such as recipes/mnist_moe.py.")
+    name = f"recipe_of_a_sweep_{script.stem}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where the types of its config are looked up
+    spec.loader.exec_module(module)
+    presets = getattr(module, "PRESETS", None)
+    if not isinstance(presets, dict):
+        raise UserError(f"{script}: has no PRESETS, so it is no recipe: see docs/recipes.md.")
+    recipe = Recipe(script, tuple(arguments), presets)
+    recipe.config(())
+    if any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in arguments):
+        raise UserError("--run-dir: a sweep gives each run a folder of its own: say --out instead.")
+    return recipe
+
+
+def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
+    """`["labels=100,600"]` as `{"labels": ["100", "600"]}`. Raises UserError for a word that is no axis."""
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        name = name.strip().removeprefix("--").replace("_", "-")
+        axis = list(dict.fromkeys(value.strip() for value in values.split(",")))
+        if not (name and equals and all(axis)):
+            raise UserError(f"--grid {word}: write a flag and its values, such as labels=100,600.")
+        if name == "seed":
+            raise UserError(f"--grid {word}: say --num-seeds and --seed-offset instead.")
+        if name in axes:
+            raise UserError(f"--grid {word}: {name} is an axis already: give all its values at once.")
+        axes[name] = axis
+    return axes
+
+
+def make_cell(recipe: Recipe, values: Mapping[str, str]) -> Cell:
+    """The run of `recipe` with `values`. Raises UserError where the recipe refuses them."""
+    flags = Cell(values, "").flags
+    return Cell(values, config_digest(recipe.script.stem, recipe.config(flags)))
+
+
+def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
+    """All cells, seed by seed, so that a sweep that is cut short has some seeds of everything."""
+    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [make_cell(recipe, values | {"seed": str(seed)}) for seed in seeds for values in combinations]
+
+
+def config_digest(recipe: str, config: Any) -> str:
+    """Twelve hexadecimal digits of the fields of `config` that decide what is learned and differ from their defaults.
+
+    So a field that a later version adds leaves a sweep's cells what they are.
+    """
+    plain = to_dict(config)
+    usual = {name: value for name, value in to_dict(type(config)()).items() if name in plain}
+    fields = {
+        name: value for name, value in plain.items() if name not in NOT_OF_THE_TRAJECTORY and value != usual[name]
+    }
+    text = json.dumps({"recipe": recipe, **fields}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

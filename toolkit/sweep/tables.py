@@ -1,0 +1,124 @@
+"""What came out of a sweep: a row per run, and means with spreads over seeds, as CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import NOT_OF_THE_TRAJECTORY
+from toolkit.tracking.folder import write_text
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The finished runs of a folder."""
+
+    axes: list[str]
+    """The fields in which runs differ, without the seed."""
+    metrics: list[str]
+    runs: list[Row]
+    """Axes, seed, metrics and digest of each."""
+
+    def means(self) -> list[Row]:
+        """A row per combination of the axes: runs, and mean, sd (of a sample; None of one run), least and greatest."""
+        rows = []
+        for key in dict.fromkeys(_key(run, self.axes) for run in self.runs):
+            group = [run for run in self.runs if _key(run, self.axes) == key]
+            row: Row = {axis: group[0][axis] for axis in self.axes} | {"runs": len(group)}
+            for metric in self.metrics:
+                values = [run[metric] for run in group if run[metric] is not None]
+                if values:
+                    row[f"{metric} mean"] = statistics.fmean(values)
+                    row[f"{metric} sd"] = statistics.stdev(values) if len(values) > 1 else None
+                    row[f"{metric} min"], row[f"{metric} max"] = min(values), max(values)
+            rows.append(row)
+        return rows
+
+    def markdown(self) -> str:
+        """Means and spreads, a line per combination of the axes."""
+        head = [*self.axes, "runs", *self.metrics]
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        for row in self.means():
+            cells = [str(row[axis]) for axis in self.axes] + [str(row["runs"])]
+            cells += [_spread(row, metric) for metric in self.metrics]
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
+
+
+def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None = None) -> Table:
+    """The finished runs below `folder`; the axes are `axes` and whatever else differs. None takes all `test_...`."""
+    found = []
+    for path in sorted(folder.glob("*/results.json")):
+        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        found.append((path.parent.name, dict(_leaves(config)), json.loads(path.read_text(encoding="utf-8"))))
+    fields = dict.fromkeys(name for _, config, _ in found for name in config)
+    named = [axis.replace("-", "_") for axis in axes]
+    # A field that a later version added is missing in earlier runs, which is no difference.
+    differ = [f for f in fields if f != "seed" and len({json.dumps(c[f]) for _, c, _ in found if f in c}) > 1]
+    columns = list(dict.fromkeys([*(axis for axis in named if axis in fields), *differ]))
+    if metrics is None:
+        numbers = {name for _, _, results in found for name, value in results.items() if _is_number(value)}
+        metrics = sorted(name for name in numbers if name.startswith("test_"))
+    runs: list[Row] = [
+        {axis: config.get(axis) for axis in columns}
+        | {"seed": config.get("seed")}
+        | {metric: results.get(metric) if _is_number(results.get(metric)) else None for metric in metrics}
+        | {"digest": digest}
+        for digest, config, results in found
+    ]
+    runs.sort(key=lambda run: [_order(run[column]) for column in (*columns, "seed")])
+    return Table(columns, list(metrics), runs)
+
+
+def write_tables(table: Table, folder: Path) -> None:
+    """runs.csv, table.csv and table.md in `folder`, each of which is at every moment whole."""
+    write_text(folder / "runs.csv", _csv(table.runs))
+    write_text(folder / "table.csv", _csv(table.means()))
+    write_text(folder / "table.md", table.markdown())
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif prefix.split(".")[0] not in NOT_OF_THE_TRAJECTORY and (prefix or name not in NOT_OF_THE_TRAJECTORY):
+            yield prefix + name, value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    return (0, float(value), "") if _is_number(value) else (1, 0.0, str(value))
+
+
+def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(json.dumps(row[axis]) for axis in axes)
+
+
+def _spread(row: Row, metric: str) -> str:
+    """`0.9412 (sd 0.0031)`; accuracies and their like in percent."""
+    mean, sd = row.get(f"{metric} mean"), row.get(f"{metric} sd")
+    if mean is None:
+        return ""
+    if metric.endswith(("accuracy", "f1")):
+        return f"{100 * mean:.2f} %" + (f" (sd {100 * sd:.2f})" if sd is not None else "")
+    return f"{mean:.4g}" + (f" (sd {sd:.2g})" if sd is not None else "")
