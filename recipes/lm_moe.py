@@ -55,7 +55,7 @@ def debug() -> Config:
     """Seconds: a tiny model on a little of the standard library's sources."""
     small: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "experts": 4, "expert_hidden_size": 16}
     short: dict[str, Any] = {"context": 32, "sample_tokens": 16, "batch_size": 32, "max_steps": 20, "log_every": 5}
-    return replace(full(), **small, **short, dataset="stdlib", export=False)
+    return replace(full(), **small, **short, lr=1e-2, dataset="stdlib", export=False)
 
 
 def dense() -> Config:

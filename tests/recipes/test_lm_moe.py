@@ -1,0 +1,163 @@
+"""The recipe lm_moe: it resumes, does the same on two processes, and leaves traces and weights of use."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes import lm_moe
+from tests.helpers import run_distributed, run_recipe
+from toolkit import cli
+from toolkit.commands import main as toolkit_command
+from toolkit.data.text import load_text
+from toolkit.errors import Preempted, UserError
+from toolkit.models.hf import use_toolkit_kernel
+from toolkit.moe.traces import read_trace
+from toolkit.tasks import LanguageModeling
+from toolkit.tracking.jsonl import read_metrics
+from toolkit.trainer import Trainer
+
+STOP_AT = 7
+
+
+def corpus(folder: Path) -> Path:
+    """A small text whose words come in an order that can be learned, in part."""
+    folder.mkdir()
+    draws = random.Random(0)
+    lines = (" ".join(draws.choices(["to be", "or not", "that is", "the question"], k=6)) for _ in range(500))
+    (folder / "play.txt").write_text("\n".join(lines))
+    return folder
+
+
+def config(folder: Path, run: str, **changes: Any) -> lm_moe.Config:
+    usual = {
+        "dataset": "folder",
+        "data_dir": folder / "corpus",
+        "run_dir": folder / run,
+        "tracker": "none",
+        "cpu": True,
+    }
+    return replace(lm_moe.debug(), **usual, **changes)
+
+
+def train(folder: Path, stop: bool) -> None:
+    """A run left alone, with everything on; and one that is stopped and continued."""
+    os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
+    moved = {"planner": "swap", "replan_every": 3, "guard": False, "record_traces": True, "export": True}
+    if not stop:
+        lm_moe.main(config(folder, "one"))
+        return
+    lm_moe.main(config(folder, "two", **moved))
+    lm_moe.main(config(folder, "cut", dense_parallel="fsdp2"))
+    lm_moe.main(config(folder, "from weights", model=str(folder / "two" / "model"), max_steps=5))
+    train_step = Trainer.train_step
+
+    def stopping(self: Trainer, batches: Any) -> None:
+        train_step(self, batches)
+        if self.state.step == STOP_AT:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer.train_step = stopping  # type: ignore[method-assign]
+    with pytest.raises(Preempted):
+        lm_moe.main(config(folder, "stopped", **moved))
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+    lm_moe.main(config(folder, "stopped", **moved))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of "one" process; "two" that own and move experts; "cut", with FSDP2; "from weights" of "two"; and
+    "stopped", which was continued."""
+    folder = tmp_path_factory.mktemp("lm_moe")
+    corpus(folder / "corpus")
+    run_distributed(train, 1, folder, False)
+    run_distributed(train, 2, folder, True)
+    return folder
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(run / "metrics.jsonl"))
+
+
+def test_two_processes_that_own_and_move_experts_do_what_one_does(runs):
+    for other in ("two", "cut"):
+        for mine, theirs in zip(metrics(runs / other), metrics(runs / "one"), strict=True):
+            learned = {name for name in theirs if name.startswith(("train/", "eval/"))}
+            assert learned >= {"train/loss", "train/penalty", "train/grad_norm"}
+            assert {k: mine[k] for k in learned} == pytest.approx({k: theirs[k] for k in learned}, rel=1e-5)
+    assert json.loads((runs / "two" / "results.json").read_text())["migrated_experts"] > 0
+    losses = [line["train/loss"] for line in metrics(runs / "one")]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs):
+    def lines(run: str) -> list[dict[str, Any]]:
+        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in metrics(runs / run)]
+
+    assert lines("stopped") == lines("two")
+    weights = [runs / run / "model" / "model.safetensors" for run in ("stopped", "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert (runs / "stopped" / f"traces-{STOP_AT + 1}.npz").exists()  # ranks agree to stop one step later
+
+
+def test_its_traces_feed_the_placement_lab(runs, capsys):
+    trace = read_trace(runs / "two" / "traces.npz")
+    assert trace.layers == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    # Each step routes every token of 32 blocks of 32 to two experts, in both layers.
+    assert trace.load_TLSE().sum((2, 3)).tolist() == [[2 * 32 * 32] * 2] * 20
+    assert len(trace.placements) > 1
+    assert toolkit_command(["lab", str(runs / "two" / "traces.npz"), "--planner", "swap", "--every", "5"]) == 0
+    assert "4 experts on 2 ranks, 2 layer(s), 20 steps" in capsys.readouterr().out
+
+
+def test_plain_transformers_measures_the_same_bits_per_byte(runs):
+    from transformers import AutoModelForCausalLM
+
+    use_toolkit_kernel()
+    results = json.loads((runs / "two" / "results.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(runs / "two" / "model").eval()
+    data = load_text(
+        "folder", runs / "corpus", tokenizer="bytes", block_size=32, batch_size=32, agree=lambda decide: decide()
+    )
+    with torch.no_grad():
+        loss = LanguageModeling().evaluate(model, data.test.columns)
+    bits = loss.sums["bits_per_byte"].item() / int(loss.count)
+    assert bits == pytest.approx(results["test_bits_per_byte"], rel=1e-6)
+    card = (runs / "two" / "model" / "README.md").read_text()
+    assert f"{results['test_bits_per_byte']:.4f} bits per byte" in card
+
+
+def test_it_trains_on_from_exported_weights(runs):
+    assert metrics(runs / "from weights")[0]["train/loss"] < metrics(runs / "one")[-1]["train/loss"]
+
+
+def test_the_dense_preset_has_as_many_active_parameters_as_the_mixture():
+    import logging
+
+    from toolkit.models.hf import describe_language_model
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    mixture, dense = (describe_language_model(lm_moe.build_model(make(), 256)) for make in (lm_moe.full, lm_moe.dense))
+    assert mixture["active_parameters"] <= dense["active_parameters"] < 1.002 * mixture["active_parameters"]
+    assert dense["parameters"] == dense["active_parameters"] < mixture["parameters"]
+
+
+def test_the_debug_preset_runs_as_it_is(tmp_path):
+    cache = {"TOOLKIT_CACHE_DIR": str(tmp_path / "cache")}
+    done = run_recipe("lm_moe", "debug", "--tracker", "none", "--run-dir", str(tmp_path / "run"), "--cpu", env=cache)
+    assert done.returncode == 0, done.stderr
+    assert "standard library of Python" in done.stdout
+    assert "bits/byte" in (tmp_path / "run" / "summary.txt").read_text()
+
+
+def test_samples_that_are_longer_than_the_context_are_refused():
+    with pytest.raises(UserError, match="--context 16: take more than --sample-tokens 16"):
+        cli.parse(lm_moe.PRESETS, ["debug", "--context", "16"])
