@@ -18,6 +18,7 @@ _HOMES = {
     "toolkit.cli": ["run_recipe"],
     "toolkit.config": [
         "CheckpointConfig",
+        "EarlyStoppingConfig",
         "ExpertRunConfig",
         "LivingRunConfig",
         "MoERunConfig",
@@ -33,7 +34,15 @@ _HOMES = {
     "toolkit.optim": ["build_optimizer"],
     "toolkit.schedules": ["build_schedule"],
     "toolkit.standard": ["standard_trainer"],
-    "toolkit.callbacks": ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"],
+    "toolkit.callbacks": [
+        "Callback",
+        "Checkpointing",
+        "EarlyStopping",
+        "Evaluation",
+        "Preemption",
+        "Progress",
+        "Throughput",
+    ],
     "toolkit.data": [
         "ActivityData",
         "BatchOrder",
@@ -128,10 +137,11 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
+    from toolkit.callbacks import Callback, Checkpointing, EarlyStopping, Evaluation, Preemption, Progress, Throughput
     from toolkit.cli import run_recipe
     from toolkit.config import (
         CheckpointConfig,
+        EarlyStoppingConfig,
         ExpertRunConfig,
         LivingRunConfig,
         MoERunConfig,

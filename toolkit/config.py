@@ -86,6 +86,23 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlyStoppingConfig:
+    """When to end a run that no longer gets better, judged by its evaluations."""
+
+    patience: int | None = None
+    """Evaluations in a row that may be no better than the best; None trains to the end."""
+    metric: str = "loss"
+    """What is compared: a name that evaluations report, such as loss or accuracy."""
+    min_delta: float = 0.0
+    """Less than this is no gain."""
+
+    def __post_init__(self) -> None:
+        patience = self.patience
+        require(patience is None or patience >= 1, "early_stopping.patience", patience, "take one or more, or none")
+        require(0 <= self.min_delta < math.inf, "early_stopping.min_delta", self.min_delta, "take zero or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Fields of every recipe. Each recipe's presets set the numbers."""
 
@@ -132,12 +149,15 @@ class RunConfig:
     """Where metrics go besides metrics.jsonl. W&B is online with a key, offline without; it never asks."""
     log_every: int = 50
     """Optimizer steps between lines of metrics."""
+    eval_every: int = 1
+    """Epochs between evaluations; the end of the run is always evaluated."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "gradient_accumulation_steps", "log_every"):
+        for name in ("epochs", "eval_every", "batch_size", "gradient_accumulation_steps", "log_every"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "take one or more")
         for name in ("max_steps", "num_processes"):
             value = getattr(self, name)

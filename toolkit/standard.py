@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from toolkit.callbacks import Callback, Checkpointing, Evaluation, Preemption, Progress, Throughput
+from toolkit.callbacks import Callback, Checkpointing, EarlyStopping, Evaluation, Preemption, Progress, Throughput
 from toolkit.data.batches import Augment, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer
@@ -37,6 +37,7 @@ def standard_trainer(
     each epoch. `callbacks` run before the usual ones, so what they record is on the line that is printed.
     """
     config = run.config
+    stopping = config.early_stopping
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
     batches = TrainBatches(
         train,
@@ -70,8 +71,12 @@ def standard_trainer(
         callbacks=[
             *callbacks,
             Throughput(),
-            Evaluation(EvalBatches(test, batch_size=eval_batch_size, **where)),
+            Evaluation(
+                EvalBatches(test, batch_size=eval_batch_size, **where),
+                every_steps=config.eval_every * batches.steps_per_epoch,
+            ),
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+            EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
             Preemption(),
             Progress(),
         ],

@@ -2,9 +2,10 @@
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import Throughput
 
-__all__ = ["Callback", "Checkpointing", "Evaluation", "Preemption", "Progress", "Throughput"]
+__all__ = ["Callback", "Checkpointing", "EarlyStopping", "Evaluation", "Preemption", "Progress", "Throughput"]

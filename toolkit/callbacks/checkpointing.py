@@ -58,7 +58,7 @@ def settle_buckets(trainer: Trainer) -> None:
     """
     if trainer.run.world_size <= 2:
         return
-    empty = trainer.batches.table[torch.arange(0)]
+    empty = trainer.batches.source[torch.arange(0)]
     batch = {name: column.to(trainer.run.device) for name, column in empty.items()}
     trainer.model.train()
     with trainer.run.accelerator.autocast():

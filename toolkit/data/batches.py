@@ -111,6 +111,11 @@ class TrainBatches:
     def steps_per_epoch(self) -> int:
         return self.order.steps_per_epoch
 
+    @property
+    def source(self) -> TensorTable | _Augmented:
+        """What gives batches: the table, or the table with what `augment` makes of it."""
+        return self.table if self.augment is None else _Augmented(self.table, self.augment)
+
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
         for step, batch in enumerate(self.order.batches(start_step), start_step):
@@ -131,8 +136,7 @@ class TrainBatches:
 
     def steps(self, start_step: int) -> Iterator[list[Batch]]:
         """Lists of this rank's micro-batches, from `start_step` on, without end."""
-        table = self.table if self.augment is None else _Augmented(self.table, self.augment)
-        micro_batches = fetch(table, self.rows(start_step), self.device, self.num_workers)
+        micro_batches = fetch(self.source, self.rows(start_step), self.device, self.num_workers)
         while True:
             yield [next(micro_batches) for _ in range(self.accumulation)]
 
