@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
+from toolkit.batch_size import accumulation_steps
 from toolkit.callbacks import Callback, Checkpointing, EarlyStopping, Evaluation, Preemption, Progress, Throughput
 from toolkit.data.batches import Augment, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
@@ -39,11 +41,12 @@ def standard_trainer(
     config = run.config
     stopping = config.early_stopping
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
+    make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
     batches = TrainBatches(
         train,
         batch_size=config.batch_size,
         seed=config.seed,
-        accumulation=config.gradient_accumulation_steps,
+        accumulation=accumulation_steps(run, task, model, train, make_optimizer),
         augment=augment,
         order=order,
         **where,

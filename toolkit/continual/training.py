@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
+from toolkit.batch_size import accumulation_steps
 from toolkit.callbacks import Callback, Checkpointing, Preemption, Progress
 from toolkit.continual.classification import ClassificationWithinTasks
 from toolkit.continual.evaluation import TaskEvaluation
@@ -57,16 +59,18 @@ def stream_trainer(
     max_steps = tasks.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
+    make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
+    accumulation = accumulation_steps(run, task, model, stream.train, make_optimizer)
     return Trainer(
         run,
         task,
         model,
-        build_optimizer(model, lr=config.lr, config=config.optimizer),
+        make_optimizer(model),
         TrainBatches(
             stream.train,
             batch_size=config.batch_size,
             seed=config.seed,
-            accumulation=config.gradient_accumulation_steps,
+            accumulation=accumulation,
             order=order or tasks,
             **where,
         ),

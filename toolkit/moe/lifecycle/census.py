@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -91,6 +91,10 @@ class RoutingCensus:
         self._total = self._nothing()
         for name, layer in self.layers.items():
             layer.register_forward_hook(partial(self._note, name))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Whoever copies a model copies its hooks; what a copy does between our steps is not counted."""
+        return self
 
     def begin_step(self, labels: Iterable[Tensor | None]) -> None:
         """The class of each sample of the coming step's micro-batches, one tensor each; None where there are none."""

@@ -1,0 +1,150 @@
+"""Automatic batch size: which sizes are tried, what is measured, and that a run does not notice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import toolkit as tk
+from tests.helpers import run_distributed
+from toolkit import batch_size
+from toolkit.batch_size import CHOICE_FILE, Probe, accumulation_steps, memory_budget, try_sizes
+from toolkit.data import TensorTable
+from toolkit.optim import build_optimizer
+
+MEBI = 2**20
+
+
+def fitting(peaks: dict[int, int], budget: int) -> int | None:
+    return max((size for size, peak in peaks.items() if peak <= budget), default=None)
+
+
+@given(st.integers(1, 200), st.integers(1, 1000), st.integers(0, 200), st.integers(1, 200_000))
+def test_the_largest_size_that_fits_is_found_and_none_far_above_is_tried(batch, fixed, each, budget):
+    sizes = [d for d in range(1, batch + 1) if batch % d == 0]
+    peaks = try_sizes(sizes, lambda size: fixed + each * size, budget)
+    assert fitting(peaks, budget) == max((s for s in sizes if fixed + each * s <= budget), default=None)
+    # Before there are two sizes there is no line to go by; with it nothing is tried in vain.
+    assert sum(peak > budget for peak in peaks.values()) <= 1
+    assert [*peaks] == sorted(peaks)
+
+
+def test_where_the_line_proves_wrong_what_lies_below_is_tried():
+    curve = {1: 10, 2: 11, 4: 12, 8: 30, 16: 100}
+    peaks = try_sizes([1, 2, 4, 8, 16], curve.__getitem__, 40)
+    assert (fitting(peaks, 40), 16 in peaks) == (8, False)
+    jump = {1: 10, 2: 11, 3: 90, 4: 95, 6: 99, 12: 100}
+    assert fitting(try_sizes([1, 2, 3, 4, 6, 12], jump.__getitem__, 40), 40) == 2
+
+
+def test_no_size_fits_a_budget_below_the_model():
+    assert try_sizes([1, 2, 4], lambda size: 100 + size, 50) == {1: 101}
+
+
+class Wide(nn.Module):
+    """Keeps 4 MiB of activations per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.stem = nn.Linear(4, 2**18)
+        self.head = nn.Linear(2**18, 2)
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.head(self.dropout(self.stem(x).sin()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.RunConfig):
+    pass
+
+
+def config(folder, **settings) -> Config:
+    return Config(run_dir=folder, tracker="none", cpu=True, auto_batch_size=True, **settings)
+
+
+def table() -> TensorTable:
+    draws = torch.Generator().manual_seed(0)
+    return TensorTable(input=torch.randn(40, 4, generator=draws), label=torch.arange(40) % 2)
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(model, lr=1e-3, config=tk.OptimizerConfig())
+
+
+def test_a_probe_measures_activations_and_leaves_no_trace(tmp_path):
+    with tk.start_run("small", config(tmp_path)) as run:
+        model = Wide()
+        weights, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
+        probe = Probe(run, tk.Classification(), model, table(), optimizer)
+        peaks = [probe.peak_bytes(size) for size in (1, 8, 64)]
+        per_sample = (peaks[2] - peaks[1]) / 56 / MEBI
+        assert 1 < per_sample < 12  # stem, sine and dropout keep about a MiB each, and as much again in the backward
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert (model.seen, torch.equal(torch.get_rng_state(), state)) == (0, True)
+        assert all(p.grad is None for p in model.parameters())
+        probe.close()
+
+
+def test_the_budget_is_a_fraction_of_what_the_machine_can_give():
+    whole, half = (memory_budget(torch.device("cpu"), fraction) for fraction in (1.0, 0.5))
+    assert 0 < half < whole < sys.maxsize
+
+
+def choose(folder, monkeypatch, limit: int, **settings) -> int:
+    """With a made-up memory in which a micro-batch of `limit` samples just fits."""
+    monkeypatch.setattr(Probe, "peak_bytes", lambda _, size: 100 * size)
+    monkeypatch.setattr(batch_size, "memory_budget", lambda _, fraction: int(100 * limit * fraction))
+    with tk.start_run("small", config(folder, batch_size=24, **settings)) as run:
+        model = nn.Linear(4, 2)
+        steps = accumulation_steps(run, tk.Classification(), model, table(), optimizer)
+        assert run.accelerator.gradient_accumulation_steps == steps
+        return steps
+
+
+def test_the_global_batch_stays_and_is_cut_into_as_few_pieces_as_fit(tmp_path, monkeypatch):
+    # 24 samples, and room for ten: pieces of 8. With a quarter of that, pieces of 2.
+    assert choose(tmp_path / "a", monkeypatch, 10, memory_fraction=1.0) == 3
+    assert choose(tmp_path / "b", monkeypatch, 10, memory_fraction=0.25) == 12
+    assert choose(tmp_path / "c", monkeypatch, 1000, gradient_accumulation_steps=4) == 1
+
+
+def test_a_run_that_continues_keeps_what_it_chose(tmp_path, monkeypatch):
+    assert choose(tmp_path, monkeypatch, 10) == 3
+    assert choose(tmp_path, monkeypatch, 3) == 3
+    saved = json.loads((tmp_path / CHOICE_FILE).read_text())
+    assert (saved["micro_batch_size"], saved["peak_bytes"]["8"]) == (8, 800)
+
+
+def test_memory_for_less_than_one_sample_is_an_error_of_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(tk.UserError, match="one sample per process needs"):
+        choose(tmp_path, monkeypatch, 0)
+
+
+def ranks_disagree(folder) -> int:
+    """Rank 1 has a third of rank 0's memory; the layer's experts are spread over both."""
+    with tk.start_run("small", config(folder, batch_size=24)) as run:
+        batch_size.memory_budget = lambda *_: 1000 - 700 * run.rank
+        measured = Probe.peak_bytes
+        Probe.peak_bytes = lambda self, size: 0 * measured(self, size) + 100 * size
+        groups = tk.make_shard_groups(2)
+        model = nn.Sequential(nn.Linear(4, 6), tk.make_moe(6, 4, 4, 2, groups=groups), nn.Linear(6, 2))
+        task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=0.1))
+        load = tk.ExpertLoad(model)
+        steps = accumulation_steps(run, task, model, table(), optimizer)
+        assert len(load.forwards) == 0
+        assert int(model[1].load_E.sum()) == 0
+        return steps
+
+
+def test_ranks_agree_on_what_the_poorest_can_do(tmp_path):
+    assert run_distributed(ranks_disagree, 2, tmp_path) == [4, 4]

@@ -1,0 +1,251 @@
+"""Automatic batch size: as few micro-batches per step as fit into memory, found by training a copy for a moment.
+
+The global batch stays what `--batch-size` says, so the curve stays as well; what is chosen is into how many pieces it
+is cut. A size is tried only where the memory of smaller ones says that it fits, because one rank that runs out of
+memory would leave the others waiting for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
+from toolkit.parallel import is_owned, sharding_of
+from toolkit.run import Run
+from toolkit.task import Task
+from toolkit.tracking.folder import write_json
+
+CHOICE_FILE = "auto_batch_size.json"
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def accumulation_steps(
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    table: TensorTable,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> int:
+    """Micro-batches per step: what the config says or, with `auto_batch_size`, as few as fit. A collective.
+
+    To be called before the model is prepared. A run that continues on as many processes keeps what it chose, because
+    random draws have the micro-batch in their address. Raises UserError where not even one sample per process fits.
+    """
+    config = run.config
+    if not config.auto_batch_size:
+        return config.gradient_accumulation_steps
+    per_rank = config.batch_size // run.world_size
+    chosen = run.agree(lambda: _chosen_before(run))
+    if chosen is None:
+        peaks, budget = _measure(run, task, model, table, make_optimizer, _divisors(per_rank))
+        fitting = [size for size, peak in peaks.items() if peak <= budget]
+        if not fitting:
+            needed = next(iter(peaks.values()))
+            raise UserError(
+                f"--auto-batch-size: one sample per process needs {_gib(needed)} of {_gib(budget)}: use a smaller "
+                "model, --mixed-precision bf16, more processes, or a larger --memory-fraction."
+            )
+        chosen = max(fitting)
+        pieces, used = per_rank // chosen, f"{_gib(peaks[chosen])} of {_gib(budget)}"
+        run.say(f"automatic batch size: {pieces} micro-batch(es) of {chosen} on each process, {used}")
+        if run.is_main:
+            write_json(
+                run.folder / CHOICE_FILE,
+                {
+                    "world_size": run.world_size,
+                    "micro_batch_size": chosen,
+                    "peak_bytes": {str(size): peak for size, peak in peaks.items()},
+                    "budget_bytes": budget,
+                },
+            )
+    run.describe(micro_batch_size=chosen)
+    run.accelerator.gradient_accumulation_steps = per_rank // chosen
+    return per_rank // chosen
+
+
+def try_sizes(sizes: Sequence[int], measure: Callable[[int], int], budget: int) -> dict[int, int]:
+    """Bytes by size, of those among the ascending `sizes` that were tried on the way to the largest within `budget`.
+
+    Upwards, by a factor of two at first. Memory grows in a straight line with the size, so once two sizes are known
+    steps are longer, and what the line puts above the budget is not tried. Where measuring proves the line wrong,
+    what lies in between is tried.
+    """
+    peaks = {sizes[0]: measure(sizes[0])}
+    size, larger = sizes[0], list(sizes[1:])
+    while peaks[size] <= budget and larger:
+        slope = _slope(peaks)
+        reach = 4 if slope > 0 else 2
+        within = [s for s in larger if s <= reach * size] or larger[:1]
+        within = [s for s in within if peaks[size] + slope * (s - size) <= budget]
+        if not within:
+            break
+        tried = within[-1]
+        peaks[tried] = measure(tried)
+        if peaks[tried] <= budget:
+            size, larger = tried, [s for s in larger if s > tried]
+        else:
+            larger = [s for s in larger if s < tried]
+    return peaks
+
+
+def _slope(peaks: Mapping[int, int]) -> float:
+    """Bytes per sample, between the two largest sizes known; 0 where there is nothing to go by."""
+    *_, before, last = [0, 0, *sorted(peaks)]
+    if before == 0:
+        return 0.0
+    return max(0.0, (peaks[last] - peaks[before]) / (last - before))
+
+
+def _measure(
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    table: TensorTable,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    sizes: Sequence[int],
+) -> tuple[dict[int, int], int]:
+    """The peak bytes of training by micro-batch size, the largest of all ranks, and what the poorest rank may use."""
+    probe = Probe(run, task, model, table, make_optimizer)
+
+    def worst(size: int) -> int:
+        return int(_reduced(probe.peak_bytes(size), run, dist.ReduceOp.MAX))
+
+    budget = int(_reduced(memory_budget(run.device, run.config.memory_fraction), run, dist.ReduceOp.MIN))
+    try:
+        return try_sizes(sizes, worst, budget), budget
+    finally:
+        probe.close()
+
+
+class Probe:
+    """Trains a copy of a model and its task, which leaves no trace in what is copied: no counts, no draws."""
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        model: nn.Module,
+        table: TensorTable,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    ):
+        self.run, self.table = run, table
+        # Task and model know each other, so they are copied together; process groups cannot be copied.
+        shared = {id(s.groups): s.groups for p in model.parameters() if (s := sharding_of(p)) is not None}
+        copies: tuple[Task, nn.Module] = copy.deepcopy((task, model), dict(shared))
+        self.task, self.model = copies[0], copies[1].to(run.device).train()
+        self.optimizer = make_optimizer(self.model)
+        dense = [p for p in model.parameters() if p.requires_grad and not is_owned(p)]
+        self.buckets_bytes = _bytes(dense) if run.world_size > 1 else 0
+        """What DDP keeps beside the gradients."""
+        # On a CPU the model itself lies in the memory that is measured.
+        self.copy_bytes = _bytes(model.parameters()) if run.device.type == "cpu" else 0
+
+    def peak_bytes(self, size: int) -> int:
+        """The most memory in two steps of `size` samples; the second has optimizer states from its start."""
+        device = self.run.device
+        batch = {k: v.to(device) for k, v in self.table[torch.arange(size) % len(self.table)].items()}
+        gc.collect()
+        reset_peak(device)
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                for _ in range(2):
+                    with self.run.accelerator.autocast():
+                        loss = self.task.loss(self.model, batch)
+                    (loss.sum if loss.penalty is None else loss.sum + loss.penalty).backward()
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+        except torch.OutOfMemoryError:
+            if self.run.world_size > 1:  # the others wait in a collective, for a rank that cannot come
+                raise
+            return sys.maxsize
+        return peak_bytes(device) + self.buckets_bytes - self.copy_bytes
+
+    def close(self) -> None:
+        """Give the copy's memory back."""
+        del self.task, self.model, self.optimizer
+        gc.collect()
+        if self.run.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def memory_budget(device: torch.device, fraction: float) -> int:
+    """Bytes that this process may use: a fraction of its GPU, or of its part of what the machine can still give."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        return int(fraction * total) - others
+    here, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limits = [int(word) for path in CGROUP_LIMITS if (word := _word(Path(path))).isdecimal()]
+    return int(fraction * min([memory.available, *limits]) / processes) + here
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin anew to look for the most memory. A no-op for a CPU on systems that know no such thing."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory since `reset_peak`: what torch allocated on a GPU, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if Path("/proc/self/status").exists():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# --- parts -------------------------------------------------------------------------------------------------------
+
+
+def _chosen_before(run: Run) -> int | None:
+    """The micro-batch size that this run chose on as many processes before it was interrupted."""
+    path = run.folder / CHOICE_FILE
+    if not run.continues or not path.exists():
+        return None
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return before["micro_batch_size"] if before["world_size"] == run.world_size else None
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _reduced(value: int, run: Run, op: Any) -> float:
+    number = torch.tensor(float(value), dtype=torch.float64, device=run.device)
+    if dist.is_initialized():
+        dist.all_reduce(number, op=op)
+    return number.item()
+
+
+def _bytes(parameters: Any) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _word(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
+def _gib(number: int) -> str:
+    return "more memory than there is" if number >= sys.maxsize else f"{number / 2**30:.2f} GiB"
