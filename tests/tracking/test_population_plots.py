@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.moe.lifecycle_toys import write_life
+from tests.moe.lifecycle.eventful import write_life
 from toolkit.tracking import population_plots
 from toolkit.tracking.knowledge_graph_plot import seats_on_circle
 from toolkit.tracking.performance import performance_summary

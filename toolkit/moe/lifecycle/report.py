@@ -65,12 +65,13 @@ class PopulationReport(Callback):
         *,
         num_classes: int,
         life: Life | None = None,
-        graphs: Mapping[str, KnowledgeGraph] | None = None,
         label: str = "label",
+        edge_decay: float = 0.99,
+        edge_floor: float = 0.1,
     ):
         self.layers, self.label = moe_layers(model), label
         self.life: Life = life or FixedLife(model)
-        self.graphs = graphs if graphs is not None else {name: KnowledgeGraph() for name in self.layers}
+        self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
         self.census = RoutingCensus(model, num_classes=num_classes, ids_on_seats=self._ids_on_seats)
         self._events_heard = self._events_told = 0
         self._last_step = 0
