@@ -1,7 +1,6 @@
 """Which activity a wrist or a phone at the waist shows, for people whom the network has not seen.
 
-python recipes/har.py                               windows of 4 s, the volunteers of fold 0 held out; a minute on a CPU
-python recipes/har.py flatten --fold 3              one channel at a time, judged by their vote; another fold
+python recipes/har.py --fold 1      windows of 4 s, the volunteers of that fold held out; a minute or two on a CPU
 python recipes/har.py --num-processes 4 --batch-size 128 --scale-lr 32 --schedule.warmup-epochs 2
 """
 
@@ -65,7 +64,7 @@ def full() -> Config:
 
 def debug() -> Config:
     """Seconds: generated signals, a small encoder."""
-    return replace(full(), dataset="generated", epochs=2, lr=1e-2, width=8, dropout=0.0, log_every=5)
+    return replace(full(), dataset="generated", epochs=4, lr=1e-2, width=8, dropout=0.0, log_every=5)
 
 
 def flatten() -> Config:
@@ -109,7 +108,7 @@ def main(config: Config) -> dict[str, Any]:
             folds=config.folds,
         )
         model = build_model(config, data)
-        run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance)
+        run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.say(f"{data.describe()}; loss balanced by class: {config.class_balance}")
         task = tk.VotedClassification(class_weights=tk.class_weights(data.class_counts, config.class_balance))
         return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
