@@ -65,4 +65,5 @@ def test_an_empty_batch_costs_nothing_and_stays_connected(uniform):
     assert (loss.sum.item(), loss.count) == (0, 0)
     assert uniform.table.weight.grad is not None
     assert not uniform.table.weight.grad.any()
+    assert uniform.training
     assert int(task.evaluate(uniform, batch).count) == 0

@@ -38,8 +38,17 @@ class LanguageModeling:
 
     def _nats(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Summed over all targets."""
-        if not len(tokens):  # transformers' attention takes no empty batch, and the forward may be a collective
-            return model(input_ids=tokens.new_zeros(1, 1, dtype=torch.int64)).logits.sum() * 0
+        if not len(tokens):
+            return self._nothing(model, tokens.new_zeros(1, 1, dtype=torch.int64))
         tokens = tokens.long()
         logits = model(input_ids=tokens[:, :-1].clamp(min=0)).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum", ignore_index=-1)
+
+    def _nothing(self, model: nn.Module, token: Tensor) -> Tensor:
+        """Zero, after a forward of one token that nobody counts: transformers' attention takes no empty batch, and
+        where experts are spread the other ranks wait for this one."""
+        was_training = model.training
+        model.eval()
+        nothing = model(input_ids=token).logits.sum() * 0
+        model.train(was_training)
+        return nothing
