@@ -1,6 +1,7 @@
 """Activity recognition by a wrist accelerometer, 5 folds of held-out volunteers: four modes beside three baselines.
 
-    python benchmarks/har_folds.py --data-dir DIR       3 seeds; an hour or more on one CPU thread
+    python benchmarks/har_folds.py --data-dir DIR               3 seeds, an hour or more on one CPU thread
+    python benchmarks/har_folds.py --data-dir DIR --seeds       only reports on what has been run
 
 Every method gets the same windows of 4 s. The networks are `recipes/har.py` with its presets; the baselines are the
 most frequent activity, and the nearest class centroid and a random forest on features made by hand. Runs lie in --work
@@ -10,10 +11,10 @@ and are not repeated. Writes a table and benchmarks/results/har_folds.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,20 +63,19 @@ def features(windows: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, list[Scores]]:
-    """Scores of each baseline: per seed, per fold. Only the forest draws numbers."""
+def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, dict[int, Scores]]:
+    """Scores of each baseline by seed. Only the forest draws numbers."""
     frequent, centroid = "most frequent activity", "nearest centroid, hand-made features"
     forest = "random forest, hand-made features"
-    scores: dict[str, list[Scores]] = {frequent: [[]], centroid: [[]], forest: [[] for _ in seeds]}
+    scores: dict[str, dict[int, Scores]] = {frequent: {0: []}, centroid: {0: []}, forest: {seed: [] for seed in seeds}}
     for fold in range(FOLDS):
         data = load_activity("hmp", data_dir, agree=lambda decide: decide(), fold=fold, folds=FOLDS)
         train, test = data.train.columns, data.test.columns
         x, test_x = features(train["input"].numpy()), features(test["input"].numpy())
-        forests = [RandomForestClassifier(300, random_state=seed) for seed in seeds]
         models: list[tuple[Scores, Any]] = [
             (scores[frequent][0], DummyClassifier()),
             (scores[centroid][0], make_pipeline(StandardScaler(), NearestCentroid())),
-            *zip(scores[forest], forests, strict=True),
+            *((scores[forest][seed], RandomForestClassifier(300, random_state=seed)) for seed in seeds),
         ]
         for by_fold, model in models:
             answers, truth = model.fit(x, train["label"].numpy()).predict(test_x), test["label"].numpy()
@@ -83,48 +83,50 @@ def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, list[Sco
     return scores
 
 
-def network(mode: str, seed: int, data_dir: Path | None, work: Path) -> Scores:
-    """Scores of one mode and seed on every fold, of which finished runs are read from `work`."""
-    scores = []
-    for fold in range(FOLDS):
-        folder = work / f"{mode}-fold{fold}-seed{seed}"
-        results = folder / "results.json"
-        if not results.exists():
-            config = replace(MODES[mode](), dataset="hmp", data_dir=data_dir, fold=fold, folds=FOLDS, seed=seed)
-            har.main(replace(config, tracker="none", cpu=True, run_dir=folder))
-        numbers = json.loads(results.read_text())
-        scores.append((numbers["test_accuracy"], numbers["test_macro_f1"]))
-    return scores
+def train(mode: str, seed: int, fold: int, data_dir: Path | None, work: Path) -> None:
+    """One run, unless it is there already."""
+    folder = work / f"{mode}-fold{fold}-seed{seed}"
+    if not (folder / "results.json").exists():
+        config = replace(MODES[mode](), dataset="hmp", data_dir=data_dir, fold=fold, folds=FOLDS, seed=seed)
+        har.main(replace(config, tracker="none", cpu=True, run_dir=folder))
 
 
-def row(method: str, by_seed: Sequence[Scores]) -> dict[str, object]:
+def finished(mode: str, work: Path) -> dict[int, Scores]:
+    """Scores by seed, of the seeds whose folds have all been run."""
+    scores: dict[int, Scores] = {}
+    for path in sorted(work.glob(f"{mode}-fold*-seed*/results.json")):
+        numbers = json.loads(path.read_text())
+        scores.setdefault(numbers["seed"], []).append((numbers["test_accuracy"], numbers["test_macro_f1"]))
+    return {seed: by_fold for seed, by_fold in sorted(scores.items()) if len(by_fold) == FOLDS}
+
+
+def row(method: str, by_seed: Mapping[int, Scores]) -> dict[str, object]:
     """Means over folds and seeds; the spread over folds, and over seeds of the mean over folds."""
-    table = 100 * np.array(by_seed)  # (seeds, folds, 2)
-    accuracy, f1 = table.mean((0, 1))
+    table = 100 * np.array(list(by_seed.values()))  # (seeds, folds, 2)
+    accuracy, f1 = table.mean((0, 1)).round(1).tolist()
     return {
         "method": method,
-        "accuracy %": round(accuracy, 1),
-        "macro-F1 %": round(f1, 1),
-        "sd over folds": [round(value, 1) for value in table.mean(0).std(0, ddof=1)],
-        "sd over seeds": [round(statistics.stdev(table.mean(1)[:, i]), 1) for i in (0, 1)] if len(table) > 1 else None,
-        "accuracy of each fold": [round(value, 1) for value in table.mean(0)[:, 0]],
-        "macro-F1 of each fold": [round(value, 1) for value in table.mean(0)[:, 1]],
-        "seeds": len(table),
+        "accuracy %": accuracy,
+        "macro-F1 %": f1,
+        "sd over folds": table.mean(0).std(0, ddof=1).round(1).tolist(),
+        "sd over seeds": table.mean(1).std(0, ddof=1).round(1).tolist() if len(table) > 1 else None,
+        "accuracy of each fold": table.mean(0)[:, 0].round(1).tolist(),
+        "macro-F1 of each fold": table.mean(0)[:, 1].round(1).tolist(),
+        "seeds": list(by_seed),
     }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, default=None, help="folder that holds hmp/; else $TOOLKIT_DATA_DIR")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="settings were chosen with seed 0")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="settings were chosen with seed 0")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--only-folds", type=int, nargs="+", default=range(FOLDS), help="to share work with others")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "har_folds", help="where the runs lie")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--train-only", action="store_true", help="make the runs and no report, for several at a time")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    trained = {mode: [network(mode, seed, args.data_dir, args.work) for seed in args.seeds] for mode in args.modes}
-    if not args.train_only:
-        rows = [row(mode, by_seed) for mode, by_seed in trained.items()]
-        rows += [row(method, by_seed) for method, by_seed in baselines(args.data_dir, args.seeds).items()]
-        write_report("har_folds", rows, folds=FOLDS, seeds=args.seeds, window_seconds=4.0)
+    torch.set_num_threads(1)
+    for mode, seed, fold in itertools.product(args.modes, args.seeds, args.only_folds):
+        train(mode, seed, fold, args.data_dir, args.work)
+    trained = {mode: by_seed for mode in MODES if (by_seed := finished(mode, args.work))}
+    measured = trained | baselines(args.data_dir, [1, 2, 3])
+    write_report("har_folds", [row(method, by_seed) for method, by_seed in measured.items()], window_seconds=4.0)
