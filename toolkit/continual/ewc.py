@@ -84,35 +84,33 @@ def _traced(
             hook.remove()
 
 
-class ElasticWeights(nn.Module):
+class ElasticWeights:
     """The penalty that holds the weights of `model`; call it for this rank's share, to add to a task's loss.
 
-    Puts itself into `model` as the sub-module "elastic", whose buffers then travel in checkpoints. For models of copied
-    linear layers, see `fisher_information`.
+    What it keeps are buffers of `model`, which travel in checkpoints: make it before the model is prepared. For models
+    of copied linear layers, see `fisher_information`.
     """
 
     def __init__(self, model: nn.Module, strength: float):
-        super().__init__()
         if strength < 0:
             raise ValueError(f"strength {strength} would push weights away")
-        self.strength = strength
+        self.model, self.strength = model, strength
         self.held = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for index, parameter in enumerate(self.held.values()):
-            self.register_buffer(f"importance_{index}", torch.zeros_like(parameter))
-            self.register_buffer(f"anchor_{index}", parameter.detach().clone())
-        model.add_module("elastic", self)
+            model.register_buffer(f"ewc_importance_{index}", torch.zeros_like(parameter))
+            model.register_buffer(f"ewc_anchor_{index}", parameter.detach().clone())
 
     @property
     def importance(self) -> list[Tensor]:
         """Fisher information of all tasks consolidated so far, a mean over examples for each, by parameter."""
-        return [self.get_buffer(f"importance_{index}") for index in range(len(self.held))]
+        return [self.model.get_buffer(f"ewc_importance_{index}") for index in range(len(self.held))]
 
     @property
     def anchors(self) -> list[Tensor]:
         """The weights when a task was last consolidated, by parameter."""
-        return [self.get_buffer(f"anchor_{index}") for index in range(len(self.held))]
+        return [self.model.get_buffer(f"ewc_anchor_{index}") for index in range(len(self.held))]
 
-    def forward(self) -> Tensor:
+    def __call__(self) -> Tensor:
         world = dist.get_world_size() if dist.is_initialized() else 1
         terms = [
             (importance * (parameter - anchor).square()).sum()
