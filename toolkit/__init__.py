@@ -41,6 +41,7 @@ _HOMES = {
         "Evaluation",
         "Preemption",
         "Progress",
+        "StyleLeakage",
         "Throughput",
     ],
     "toolkit.data": [
@@ -137,7 +138,16 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from toolkit.callbacks import Callback, Checkpointing, EarlyStopping, Evaluation, Preemption, Progress, Throughput
+    from toolkit.callbacks import (
+        Callback,
+        Checkpointing,
+        EarlyStopping,
+        Evaluation,
+        Preemption,
+        Progress,
+        StyleLeakage,
+        Throughput,
+    )
     from toolkit.cli import run_recipe
     from toolkit.config import (
         CheckpointConfig,

@@ -6,6 +6,16 @@ from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
+from toolkit.callbacks.style_leakage import StyleLeakage
 from toolkit.callbacks.throughput import Throughput
 
-__all__ = ["Callback", "Checkpointing", "EarlyStopping", "Evaluation", "Preemption", "Progress", "Throughput"]
+__all__ = [
+    "Callback",
+    "Checkpointing",
+    "EarlyStopping",
+    "Evaluation",
+    "Preemption",
+    "Progress",
+    "StyleLeakage",
+    "Throughput",
+]

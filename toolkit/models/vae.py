@@ -92,11 +92,13 @@ class SemiSupervisedVAE(nn.Module):
         *,
         paired: Tensor | None = None,
         directions: Tensor | None = None,
+        styles: bool = False,
     ) -> dict[str, Tensor]:
         """`logits` (B, C) of q(y | x) for uint8 `images` (B, ...), and what else was asked for.
 
         `noise` (B, S) gives `bounds` (B, C), see `StyleAutoencoder`; `paired` uint8 images give `paired_logits`;
-        `directions` (B, P), where a power iteration begins, give `divergence` (B,), the local KL in nats.
+        `directions` (B, P), where a power iteration begins, give `divergence` (B,), the local KL in nats; `styles`
+        gives `style` (B, S), the mean under the likeliest class.
         """
         x = to_unit(images)
         out: dict[str, Tensor] = {}
@@ -109,6 +111,9 @@ class SemiSupervisedVAE(nn.Module):
             out["bounds"] = self.autoencoder(x, noise)
         if directions is not None:
             out["divergence"] = self.local_divergence(x, out["logits"].detach(), directions)
+        if styles and self.autoencoder is not None:
+            mean, _ = self.autoencoder.encode(x)
+            out["style"] = mean[torch.arange(len(x), device=x.device), out["logits"].argmax(-1)]
         return out
 
     def local_divergence(self, x: Tensor, logits: Tensor, directions: Tensor) -> Tensor:
@@ -123,14 +128,6 @@ class SemiSupervisedVAE(nn.Module):
             probe = F.normalize(directions, dim=1).requires_grad_()
             (gradient,) = torch.autograd.grad(divergence(probe).sum(), probe)
         return divergence(self.smoothness_radius * F.normalize(gradient, dim=1))
-
-    @torch.no_grad()
-    def styles(self, images: Tensor) -> Tensor:
-        """Mean style (B, S) of each image under its likeliest class."""
-        assert self.autoencoder is not None, "a classifier alone has no styles"
-        x = to_unit(images)
-        mean, _ = self.autoencoder.encode(x)
-        return mean[torch.arange(len(x)), self.classifier(x).argmax(-1)]
 
 
 def to_unit(images: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""How much of the class of an image can be read from its style, which is meant to hold everything else.
+
+Lower is better for all but `mig`. Information is in units of the entropy of the class, accuracies are rescaled so that
+chance is 0 and perfection 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+
+BINS = 20
+
+
+def measure_leakage(
+    styles: NDArray[np.floating], answers: NDArray[np.integer], labels: NDArray[np.integer]
+) -> dict[str, float]:
+    """Of mean styles (N, S), inferred classes (N,) and true classes (N,).
+
+    mig                 mutual information gap (Chen et al. 2018, NeurIPS, eq. 6) of the one known factor, the class:
+                        the inferred class and each style are latent variables, and the best two are compared
+    style_information   the most that one style dimension tells of the class
+    one_style_probe     accuracy of a logistic regression on one style dimension, the best of them
+    all_styles_probe    the same on all dimensions at once
+    style_variance      variance of the means of classes over the mean variance within classes, mean over dimensions
+    """
+    entropy = _entropy(np.bincount(labels))
+    of_styles = [mutual_information(_binned(column), labels) / entropy for column in styles.T]
+    ranked = sorted([mutual_information(answers, labels) / entropy, *of_styles])
+    single = [_probe(column[:, None], labels) for column in styles.T]
+    return {
+        "mig": ranked[-1] - ranked[-2],
+        "style_information": max(of_styles),
+        "one_style_probe": max(single),
+        "all_styles_probe": _probe(styles, labels),
+        "style_variance": variance_ratio(styles, labels),
+    }
+
+
+def mutual_information(a: NDArray[np.integer], b: NDArray[np.integer]) -> float:
+    """I(a; b) in nats of two discrete samples (N,), as counted."""
+    joint = np.zeros((a.max() + 1, b.max() + 1))
+    np.add.at(joint, (a, b), 1)
+    return _entropy(joint.sum(1)) + _entropy(joint.sum(0)) - _entropy(joint.ravel())
+
+
+def variance_ratio(styles: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
+    """Between over within: 0 where all classes have the same mean style."""
+    classes = np.unique(labels)
+    means = np.stack([styles[labels == label].mean(0) for label in classes])
+    within = np.stack([styles[labels == label].var(0) for label in classes]).mean(0)
+    return float((means.var(0) / np.maximum(within, 1e-12)).mean())
+
+
+def _entropy(counts: NDArray[np.number]) -> float:
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def _binned(values: NDArray[np.floating]) -> NDArray[np.integer]:
+    """Bin of each value, of 20 of equal width between the least and the greatest."""
+    edges = np.linspace(values.min(), values.max(), BINS + 1)[1:-1]
+    return np.digitize(values, edges)
+
+
+def _probe(features: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
+    """Fitted on every other image, judged on the rest; never below 0."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    scaled = (features - features.mean(0)) / np.maximum(features.std(0), 1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a probe that is stopped a little early leaks as much
+        probe = LogisticRegression(max_iter=50).fit(scaled[::2], labels[::2])
+    chance = np.bincount(labels[1::2]).max() / len(labels[1::2])
+    return max(0.0, float((probe.score(scaled[1::2], labels[1::2]) - chance) / (1 - chance)))
