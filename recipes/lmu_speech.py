@@ -52,12 +52,11 @@ class Config(tk.RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("width", "channels", "order", "stride", "num_mels", "sample_rate", "beam_size"):
-            tk.require((getattr(self, name) or 1) >= 1, name, getattr(self, name), "take one or more")
+            tk.require((value := getattr(self, name)) is None or value >= 1, name, value, "take one or more")
         tk.require(min(self.thetas, default=0) > 0, "thetas", self.thetas, "take positive numbers of steps")
         tk.require(0 <= self.dropout < 1, "dropout", self.dropout, "take a fraction below 1")
         tk.require(0 <= self.tail_s <= 10, "tail_s", self.tail_s, "take 0 to 10 seconds")
-        whole = self.encoder == "memory" or self.width % 64 == 0
-        tk.require(whole, "width", self.width, "take a multiple of 64 for --encoder attention")
+        tk.require(self.encoder == "memory" or self.width % 64 == 0, "width", self.width, "take a multiple of 64")
 
 
 def fsdd() -> Config:
@@ -67,12 +66,13 @@ def fsdd() -> Config:
 
 def connected() -> Config:
     """Three to seven digits of one speaker, with silence between them."""
-    return replace(fsdd(), dataset="connected_digits", epochs=15)
+    return replace(fsdd(), dataset="connected_digits", epochs=8)
 
 
 def debug() -> Config:
     """Seconds: synthetic tones, a small model."""
-    return replace(fsdd(), dataset="tones", epochs=3, width=48, channels=8, thetas=(8.0, 16.0), log_every=10)
+    small: Any = {"width": 48, "channels": 8, "thetas": (8.0, 16.0), "schedule": tk.ScheduleConfig()}
+    return replace(fsdd(), dataset="tones", epochs=3, log_every=10, **small)
 
 
 def guide() -> Config:

@@ -26,8 +26,8 @@ class Standardise(nn.Module):
 
     def __init__(self, mean: Tensor, std: Tensor):
         super().__init__()
-        self.register_buffer("mean", mean.float())
-        self.register_buffer("std", std.float())
+        self.register_buffer("mean", mean.float().clone())
+        self.register_buffer("std", std.float().clone())
 
     def forward(self, features: Tensor) -> Tensor:
         return (features.float() - self.mean) / self.std

@@ -1,0 +1,90 @@
+"""`toolkit transcribe`: a stream says what the whole says, and bad input ends in one sentence."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.commands import main
+from toolkit.data.audio import LogMel, encode_wav
+from toolkit.data.characters import Characters
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.models.speech import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
+from toolkit.tasks.decoding import best_path
+from toolkit.transcribe import load_recogniser, save_recogniser
+
+FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
+
+
+@pytest.fixture
+def model() -> SpeechRecogniser:
+    torch.manual_seed(0)
+    bands = torch.ones(12)
+    encoder = MemoryEncoder(12, 8, channels=2, order=4, thetas=(6.0,))
+    model = SpeechRecogniser(Standardise(-3 * bands, bands), encoder, len(CHARACTERS)).eval()
+    torch.nn.init.normal_(model.head.weight, std=3)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path, model):
+    assert save_recogniser(tmp_path / "run" / "recogniser", model, FEATURES, CHARACTERS, 0.1)
+    return tmp_path / "run"
+
+
+def sound() -> np.ndarray:
+    """A second of twenty tones, one after another."""
+    frequency = np.random.default_rng(0).uniform(100, 3500, 20).repeat(400)
+    return (0.3 * np.sin(2 * np.pi * np.cumsum(frequency) / 8000)).astype(np.float32)
+
+
+@torch.inference_mode()
+def said(model: SpeechRecogniser, samples: np.ndarray) -> str:
+    """Best path over the whole, as an evaluation takes it."""
+    frames = FEATURES(torch.from_numpy(np.pad(samples, (0, 800)))).half()
+    log_probs, steps = model(frames[None], torch.tensor([len(frames)]))
+    return CHARACTERS.decode(best_path(log_probs, steps, CHARACTERS.blank)[0])
+
+
+@pytest.mark.parametrize("piece", [37, 400, 8000])
+def test_a_stream_says_what_the_whole_says(piece, model, folder):
+    listener, samples = load_recogniser(folder / "recogniser").listen(), sound()
+    text = "".join(listener.hear(samples[i : i + piece]) for i in range(0, len(samples), piece)) + listener.finish()
+    assert len(text) > 5
+    assert text == said(model, samples)
+
+
+def test_the_command_writes_the_text_and_where_it_was_heard(folder, tmp_path, capsys):
+    (tmp_path / "a.wav").write_bytes(encode_wav(sound(), 8000))
+    assert main(["transcribe", str(folder), str(tmp_path / "a.wav")]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert len(text) > 5
+    assert main(["transcribe", str(folder / "recogniser"), str(tmp_path / "a.wav"), "--json"]) == EXIT_DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "".join(line["text"] for line in lines) + "\n" == text
+    ends = [line["end_s"] for line in lines]
+    assert ends == sorted(ends)
+    assert 0 < ends[0] < ends[-1] <= 1
+
+
+def test_what_cannot_hear_a_stream_is_not_written(tmp_path, model):
+    classifier = SpeechClassifier(model.standardise, model.encoder, 3)
+    assert not save_recogniser(tmp_path / "other", classifier, FEATURES, CHARACTERS, 0.1)
+    assert not (tmp_path / "other").exists()
+
+
+def test_bad_input_ends_in_one_sentence(folder, tmp_path, capsys):
+    (tmp_path / "bad.wav").write_bytes(b"RIFF")
+    for words, message in [
+        ([tmp_path, tmp_path / "a.wav"], "holds no recogniser"),
+        ([folder, tmp_path / "none.wav"], "cannot be read (No such file or directory)"),
+        ([folder, tmp_path / "bad.wav"], "cannot be read as sound"),
+        ([folder, tmp_path / "bad.wav", "--piece-s", "0"], "--piece-s 0.0: take a positive number"),
+    ]:
+        assert main(["transcribe", *map(str, words)]) == EXIT_USER_ERROR
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    (folder / "recogniser" / "config.json").write_text("{}")
+    assert main(["transcribe", str(folder), str(tmp_path / "a.wav")]) == EXIT_USER_ERROR

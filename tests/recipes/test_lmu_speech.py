@@ -1,0 +1,120 @@
+"""The speech recipe: what it learns, on how many processes, and what it leaves behind."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import toolkit as tk
+from recipes.lmu_speech import PRESETS, Config, debug, main
+from tests.helpers import run_distributed, run_recipe
+from toolkit.tracking.jsonl import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
+
+
+def config(folder: Path, **settings) -> Config:
+    # 480 utterances in batches of 44: the last batch of an epoch has 40, and one of 4 micro-batches at most is uneven.
+    settings = {"epochs": 1, "batch_size": 44, "log_every": 2} | settings
+    return replace(debug(), run_dir=folder, tracker="none", cpu=True, **settings)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
+
+
+def train_on_ranks(folder: Path) -> dict:
+    return main(config(folder))
+
+
+def test_two_processes_learn_the_curve_of_one_and_count_each_utterance_once(tmp_path):
+    alone = main(config(tmp_path / "one"))
+    for results in run_distributed(train_on_ranks, 2, tmp_path / "two"):
+        for name in ("test_loss", "test_wer", "test_cer", "test_sentence_accuracy"):
+            assert results[name] == pytest.approx(alone[name], rel=1e-4), name
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert len(losses(tmp_path / "one")) == 6
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monkeypatch):
+    whole = run_recipe("lmu_speech", "debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert "Synthetic tones in place of speech" in whole.stdout
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert (results["dataset"], results["parameters"]) == ("tones", 46_989)
+    first, *_, last = losses(tmp_path / "whole")
+    assert last < first / 3
+    assert {path.name for path in (tmp_path / "whole" / "recogniser").iterdir()} == {"config.json", "model.safetensors"}
+    # Stopped within the last of three epochs, and continued.
+    halfway = replace(debug(), run_dir=tmp_path / "run", tracker="none", cpu=True)
+    train_step = tk.Trainer.train_step
+
+    def stopping(self: tk.Trainer, batches: list) -> None:
+        train_step(self, batches)
+        if self.state.step == 33:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(tk.Trainer, "train_step", stopping)
+    with pytest.raises(tk.Preempted):
+        main(halfway)
+    monkeypatch.undo()
+    monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(tmp_path / "cache"))
+    main(halfway)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_digits_may_be_classes(tmp_path):
+    results = main(config(tmp_path / "run", target="digits", epochs=2, batch_size=32))
+    assert results["test_accuracy"] > 0.3
+    assert not (tmp_path / "run" / "recogniser").exists()
+
+
+def test_the_guides_encoder_trains_too(tmp_path):
+    attention = {"encoder": "attention", "width": 64, "thetas": (50.0,), "stride": 1, "max_steps": 2}
+    assert main(config(tmp_path / "run", **attention))["steps"] == 2
+
+
+def test_a_speaker_is_held_out_by_name(tmp_path):
+    results = main(config(tmp_path / "run", held_out_speaker="voice 2", max_steps=1))
+    assert results["dataset"] == "tones without voice 2"
+
+
+def test_every_preset_is_a_valid_configuration():
+    assert {name: preset().dataset for name, preset in PRESETS.items()} == {
+        "fsdd": "auto",
+        "connected": "connected_digits",
+        "debug": "tones",
+        "guide": "librispeech",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 0}, "--width 0: take one or more"),
+        ({"beam_size": 0}, "--beam-size 0: take one or more"),
+        ({"thetas": ()}, "--thetas .*: take positive numbers of steps"),
+        ({"dropout": 1.0}, "--dropout 1.0: take a fraction below 1"),
+        ({"tail_s": -1.0}, "--tail-s -1.0: take 0 to 10 seconds"),
+        ({"encoder": "attention", "width": 100}, "--width 100: take a multiple of 64"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, message):
+    with pytest.raises(tk.UserError, match=message):
+        Config(**settings)
+
+
+def test_the_learning_rate_scales_with_the_effective_batch():
+    # The guide's table: 16 utterances per GPU and 1e-3 for each of them.
+    warm = tk.ScheduleConfig(warmup_steps=500)
+    for gpus, rate in {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 8e-3}.items():
+        scaled = Config(batch_size=16 * gpus, lr=1e-3, scale_lr=16, schedule=warm)
+        assert scaled.peak_lr == pytest.approx(rate)
