@@ -107,7 +107,7 @@ def main(config: Config) -> dict[str, Any]:
             augment=augment,
             callbacks=[
                 *tk.expert_callbacks(model, config, penalty),
-                *tk.life_callbacks(model, config, task, data.train, num_classes=data.num_classes),
+                *tk.life_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes),
             ],
         )
         return run.finish(trainer.fit())

@@ -380,8 +380,8 @@ class LifeConfig:
     """End experts that nobody uses, when asleep."""
     prune_below: float = 0.05
     """Nobody uses an expert with less than this fraction of an even share of the tokens since the last sleep."""
-    prune_after: int = 500
-    """Optimizer steps that every expert is given."""
+    min_age: int = 500
+    """Optimizer steps that every expert is given before it may be merged or pruned."""
     sleep: bool = True
     """Replay, merge, prune and tidy up from time to time."""
     sleep_every: int = 1000
@@ -406,7 +406,7 @@ class LifeConfig:
     def __post_init__(self) -> None:
         for name in ("check_every", "check_samples", "growths_at_once", "sleep_every", "memory_size"):
             require(getattr(self, name) >= 1, f"life.{name}", getattr(self, name), "take one or more")
-        for name in ("cooldown_checks", "prune_after", "replay_steps"):
+        for name in ("cooldown_checks", "min_age", "replay_steps"):
             require(getattr(self, name) >= 0, f"life.{name}", getattr(self, name), "take zero or more")
         for name in ("tolerated", "merge_distance", "merge_similarity", "prune_below"):
             require(0 <= getattr(self, name) <= 1, f"life.{name}", getattr(self, name), "take a fraction from 0 to 1")

@@ -36,7 +36,7 @@ class ExpertLoad(Callback):
     `moe/load/<layer>`: the fraction of routed copies of each expert; and over all layers what
     `toolkit.moe.metrics` computes: `expert_metrics` always, and where experts are spread over ranks `balance_metrics`,
     `traffic_metrics` and `replica_metrics`. The result `min_expert_load` is the smallest fraction over the last whole
-    epoch. `ranks_per_node` None takes what the launcher says.
+    epoch, of experts that lived through it. `ranks_per_node` None takes what the launcher says.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
@@ -49,6 +49,8 @@ class ExpertLoad(Callback):
         self._line = self._empty()
         self._epoch_load_LE = self._line.load_LE
         self._line_began = 0
+        self._lived_LE = self.forwards.living()
+        """Who lived when this epoch began."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._line_began = self._line_began or trainer.state.step
@@ -64,8 +66,11 @@ class ExpertLoad(Callback):
         self._fold()
         if ends_epoch:
             load_LE, self._epoch_load_LE = self._epoch_load_LE, self._empty().load_LE
+            living_LE = self.forwards.living()
+            whole_LE, self._lived_LE = living_LE & self._lived_LE, living_LE
             if load_LE.any(1).all():
-                trainer.results["min_expert_load"] = float((load_LE / load_LE.sum(1, keepdims=True)).min())
+                share_LE = load_LE / load_LE.sum(1, keepdims=True)
+                trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
         if trainer.at_log_step:
             self._record(trainer)
 
@@ -78,7 +83,8 @@ class ExpertLoad(Callback):
             f"moe/load/{name}": (load_E / load_E.sum()).tolist()
             for name, load_E in zip(self.names, line.load_LE, strict=True)
         }
-        metrics |= expert_metrics(line.load_LE)
+        living = zip(line.load_LE, self.forwards.living(), strict=True)
+        metrics |= expert_metrics([load_E[living_E] for load_E, living_E in living])
         if self.forwards.may_drop:
             metrics["moe/dropped_fraction"] = float(line.dropped_LE.sum() / line.load_LE.sum())
         stacks = self.forwards.stacks
@@ -133,6 +139,7 @@ class ExpertLoad(Callback):
             "line": self._line.to_dict(),
             "line_began": self._line_began,
             "epoch_load": self._epoch_load_LE.tolist(),
+            "lived": self._lived_LE.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,6 +149,7 @@ class ExpertLoad(Callback):
         self._line = Window.from_dict(state["line"], self._empty())
         self._line_began = state["line_began"]
         self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
+        self._lived_LE = np.array(state["lived"], dtype=bool)
 
 
 def weight_bytes(stack: ExpertStack) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.moe.metrics import RowBytes
@@ -39,14 +41,27 @@ class ForwardLoads:
         index = {id(stack): i for i, stack in enumerate(self.stacks)}
         self.may_drop = any(getattr(module, "capacity", None) is not None for module in model.modules())
         """Whether any layer has a capacity."""
+        self._routers: list[Any] = [None] * len(self.stacks)
         for module in model.modules():
             stack = getattr(module, "expert_stack", None)
             if isinstance(stack, ExpertStack):
+                self._routers[index[id(stack)]] = getattr(module, "router", None)
                 module.register_forward_hook(partial(self._note, index[id(stack)]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Whoever copies a model copies its hooks; what a copy does moves no `load_E` of ours and is not counted."""
+        return self
 
     def __len__(self) -> int:
         """Forwards that wait to be taken."""
         return len(self._notes[0]) if self._notes else 0
+
+    def living(self) -> NDArray[np.bool_]:
+        """(L, E): which experts of each layer there are, where some seats are vacant. Waits for the device."""
+        taken = [
+            getattr(router, "living_E", torch.ones_like(s.load_E)) for router, s in zip(self._routers, self.stacks)
+        ]
+        return np.stack([living_E.cpu().numpy().astype(bool) for living_E in taken])
 
     def _note(self, index: int, module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         stack = self.stacks[index]

@@ -13,6 +13,9 @@ from toolkit.moe.imbalance import shares
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.traffic import migration_cost
 
+FEWEST_WINDOWS = 3
+"""To tell how much a gain changes from one to the next."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
@@ -45,27 +48,20 @@ class MigrationGuard:
     """Stands between a planner and the experts of one layer. After each window of steps call `review`, and carry out
     the return that it may order; else ask `accepts` about a new plan, and carry it out if so.
 
-    A plan is made for the load of the past, so its predicted gain is discounted by what became of the predictions for
-    the last `patience` proposals, accepted or not: before so many have been tried nothing moves. And it counts only as
-    far as the plan would have gained in each of the last `history` windows, so that neither a burst nor a hotspot that
-    wanders is a reason to move; only a plan that serves all the places where it was is worth it.
+    A plan is made for the load of one window, and what it gains changes from window to window. So it is tried on the
+    last `history` windows, and counts for the better of two promises. What it would have gained in the worst of the
+    last `recent` windows, less the change that is usual between one window and the next (root mean square): a gain
+    that can be told from noise. Or, once there are `recent` windows, what it would have gained in the worst of all:
+    the loads may wander, the plan serves all the places where they were.
 
     A change must save `margin` times what it costs. It is taken back where it was worse in `patience` windows running.
     """
 
-    def __init__(self, prices: Prices, *, history: int = 6, patience: int = 2, margin: float = 1.5):
-        self.prices, self.history, self.patience, self.margin = prices, history, patience, margin
+    def __init__(self, prices: Prices, *, history: int = 20, recent: int = 6, patience: int = 2, margin: float = 1.5):
+        self.prices, self.history, self.recent, self.patience, self.margin = prices, history, recent, patience, margin
         self._windows: list[NDArray[np.float64]] = []
-        self._proposal: tuple[ExpertPlacement, ExpertPlacement] | None = None
-        self._came_true: list[float] = []
-        """The parts of predicted gains that the windows after the last proposals bore out."""
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
         """Former placements, latest last, with what each would have saved in the last windows."""
-
-    @property
-    def trust(self) -> float:
-        """The part of a predicted gain that can be counted on: the least that came true of the last predictions."""
-        return max(0.0, min(self._came_true)) if len(self._came_true) == self.patience else 0.0
 
     def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
         """Take note of a window, of which `load_E` is the mean number of rows per expert and step, over all ranks.
@@ -74,13 +70,7 @@ class MigrationGuard:
         than `current` in each of the last `patience` windows, and the return pays within `steps`; else None.
         """
         load = np.asarray(load_E, dtype=np.float64)
-        if self._proposal is not None:
-            predicted = self._gain(self._windows[-1], *self._proposal)
-            if predicted > 0:
-                # No more than all: luck in one window says nothing about the next plan.
-                part = min(1.0, self._gain(load, *self._proposal) / predicted)
-                self._came_true = [*self._came_true, part][-self.patience :]
-        self._windows, self._proposal = [*self._windows, load][-self.history :], None
+        self._windows = [*self._windows, load][-self.history :]
         for former, savings in self._replaced:
             savings[:] = [*savings, self._gain(load, current, former)][-self.patience :]
         better = [
@@ -96,15 +86,20 @@ class MigrationGuard:
     def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
         """Whether `plan` pays for its migration within `steps`, the steps until the next plan. An accepted plan is
         taken for carried out."""
-        if not self._windows or plan == current:
-            return False
-        self._proposal = (current, plan)
-        gain = min(self._gain(load, current, plan) for load in self._windows)
-        if not self._pays(self.trust * gain, current, plan, steps):
+        if plan == current or not self._pays(self.promise(current, plan), current, plan, steps):
             return False
         formers = [*(former for former, _ in self._replaced), current][-self.patience :]
         self._replaced = [(former, []) for former in formers]
         return True
+
+    def promise(self, current: ExpertPlacement, plan: ExpertPlacement) -> float:
+        """Seconds per step that `plan` can be relied on to save; 0 while there are too few windows to tell."""
+        if len(self._windows) < FEWEST_WINDOWS:
+            return 0.0
+        gains = np.array([self._gain(load, current, plan) for load in self._windows])
+        usual_change = float(np.sqrt(np.square(np.diff(gains)).mean()))
+        above_noise = float(gains[-self.recent :].min()) - usual_change
+        return above_noise if len(gains) < self.recent else max(above_noise, float(gains.min()))
 
     def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
         """Seconds per step."""
@@ -117,14 +112,9 @@ class MigrationGuard:
         """What JSON can hold."""
         return {
             "windows": [load.tolist() for load in self._windows],
-            "proposal": None if self._proposal is None else [side.to_dict() for side in self._proposal],
-            "came_true": list(self._came_true),
             "replaced": [[former.to_dict(), list(savings)] for former, savings in self._replaced],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        proposal = state["proposal"]
         self._windows = [np.array(load) for load in state["windows"]]
-        self._proposal = proposal and (ExpertPlacement.from_dict(proposal[0]), ExpertPlacement.from_dict(proposal[1]))
-        self._came_true = list(state["came_true"])
         self._replaced = [(ExpertPlacement.from_dict(former), list(savings)) for former, savings in state["replaced"]]

@@ -14,7 +14,7 @@ from toolkit.moe.placement import ExpertPlacement, dealt_out
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel import ShardGroups
+from toolkit.parallel import EMPTY_ROW, ShardGroups
 
 
 class MoE(nn.Module):
@@ -131,15 +131,16 @@ def make_moe(
     Seats are dealt out one by one, so that ranks have equally many living experts.
     """
     groups = groups or ShardGroups()
+    living = num_experts
     if seats is not None:
-        num_experts, router_type, router = seats, SeatedRouter, {"living": num_experts, **router}
+        num_experts, router_type, router = seats, SeatedRouter, {"living": living, **router}
     placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=seats is not None)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(
         dim,
         hidden_dim,
-        expert_ids=placement.experts_on(groups.ep_rank),
+        expert_ids=[id if id < living else EMPTY_ROW for id in placement.experts_on(groups.ep_rank)],
         activation=activation,
         recompute=recompute == "selective",
         seed=seed,

@@ -125,18 +125,18 @@ class Window:
         )
 
 
-def expert_metrics(load_LE: NDArray[Any]) -> dict[str, float]:
-    """What the router did, wherever experts live; every layer has some load."""
-    fraction_LE = load_LE / load_LE.sum(1, keepdims=True)
-    experts = load_LE.shape[1]
-    each = [expert_imbalance(load_E) for load_E in load_LE]
+def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
+    """What the router did, wherever experts live, given each layer's load (E) of the experts that lived in it; every
+    layer has some load."""
+    over_mean = [load_E / load_E.mean() for load_E in loads]
+    each = [expert_imbalance(load_E) for load_E in loads]
     return {
-        "moe/max_load_over_mean": float(fraction_LE.max()) * experts,
-        "moe/min_load_over_mean": float(fraction_LE.min()) * experts,
+        "moe/max_load_over_mean": float(max(load_E.max() for load_E in over_mean)),
+        "moe/min_load_over_mean": float(min(load_E.min() for load_E in over_mean)),
         "moe/max_violation": float(np.mean([layer.max_violation for layer in each])),
         "moe/load_variation": float(np.mean([layer.variation for layer in each])),
         "moe/load_entropy": float(np.mean([layer.entropy for layer in each])),
-        "moe/dead_experts": int((fraction_LE < min(0.01, 0.1 / experts)).sum()),
+        "moe/dead_experts": sum(int((load_E < min(0.01 * len(load_E), 0.1)).sum()) for load_E in over_mean),
     }
 
 

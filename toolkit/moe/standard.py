@@ -34,11 +34,25 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
 
 
 def life_callbacks(
-    model: nn.Module, config: LivingRunConfig, task: ScoresSamples, table: TensorTable, *, num_classes: int
+    model: nn.Module,
+    config: LivingRunConfig,
+    penalty: RouterPenalty,
+    task: ScoresSamples,
+    table: TensorTable,
+    *,
+    num_classes: int,
 ) -> list[Callback]:
     """A memory of `table`, the lives of experts, and the report on them, where `config` has room for more experts."""
     if config.max_experts is None:
         return []
     memory = ReplayMemory(table, config.life.memory_size, seed=config.seed)
-    life = Lifecycle(model, task, memory, config.life, min_experts=config.min_experts, seed=config.seed)
+    life = Lifecycle(
+        model,
+        task,
+        memory,
+        config.life,
+        min_experts=config.min_experts,
+        balance=WholeStepBalance(penalty),
+        seed=config.seed,
+    )
     return [Remember(memory), life, PopulationReport(model, num_classes=num_classes, life=life)]

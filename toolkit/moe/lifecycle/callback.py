@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback
 from toolkit.config import LifeConfig
 from toolkit.metrics import MetricSums
-from toolkit.moe.balance import LoadSince
+from toolkit.moe.balance import LoadSince, WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import similarity
 from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
@@ -48,6 +48,8 @@ class Lifecycle(Callback):
     Acts on the layers of `model` that were made with `seats`, and is idle where there are none. `task` scores samples
     one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.continual.Remember`).
 
+    With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps.
+
     Whatever sleep does is measured before and after, on samples to come and on remembered ones, and undone where the
     loss rose by more than `config.undo_above`.
 
@@ -64,12 +66,14 @@ class Lifecycle(Callback):
         config: LifeConfig,
         *,
         min_experts: int,
+        balance: WholeStepBalance | None = None,
         seed: int = 0,
     ):
         self.layers: dict[str, MoE] = {
             name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, SeatedRouter)
         }
         self.task, self.memory, self.config, self.min_experts, self.seed = task, memory, config, min_experts, seed
+        self.balance = balance
         self.populations = {name: _initial(layer) for name, layer in self.layers.items()}
         self.history: list[LifeEvent] = []
         self.likeness: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
@@ -185,7 +189,10 @@ class Lifecycle(Callback):
         kept, trainer.sums = trainer.sums, MetricSums(trainer.run.device)
         for turn in range(self.config.replay_steps):
             rows = self.memory.draw(size, "sleep", trainer.state.step, turn)
-            trainer.learn(trainer.batches.micro_batches_of(rows), multiplier)
+            micro_batches = trainer.batches.micro_batches_of(rows)
+            if self.balance is not None:
+                self.balance.on_step_start(trainer, micro_batches)
+            trainer.learn(micro_batches, multiplier)
         trainer.sums = kept
 
     def _endings(self, trainer: Trainer, name: str, rows: Tensor) -> list[Plan]:
@@ -212,7 +219,7 @@ class Lifecycle(Callback):
                 traffic,
                 step=trainer.state.step,
                 below=config.prune_below,
-                min_age=config.prune_after,
+                min_age=config.min_age,
                 min_experts=self.min_experts + len(merges),
                 spared=[id for merge in merges for id in (merge.id, merge.into)],
             )
@@ -221,9 +228,11 @@ class Lifecycle(Callback):
     def _compare(
         self, trainer: Trainer, name: str, rows: Tensor
     ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-        """By pair of ids: how differently two experts answer; and of those that answer alike, whether their weights
-        are alike as well."""
-        layer, living = self.layers[name], self.populations[name].living
+        """By pair of ids of those who may be merged: how differently two experts answer; and of those that answer
+        alike, whether their weights are alike as well."""
+        layer, living = self.layers[name], self.populations[name].older_than(self.config.min_age, trainer.state.step)
+        if len(living) < 2:
+            return {}, {}
         view = sound(trainer, self.task, [layer], rows).views[0]
         far_LL = output_distances(layer, view.x_TD, [member.seat for member in living]).tolist()
         pairs = list(combinations(range(len(living)), 2))

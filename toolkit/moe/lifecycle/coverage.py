@@ -56,6 +56,8 @@ class CoverageAlarm:
             self.excess = max(0.0, self.excess + (uncovered - self.mean) / deviation - self.slack)
             if self.excess > self.limit:
                 return self._alarm("shift")
+            # Else a shift would soon be what is usual.
+            uncovered = min(uncovered, self.mean + 2 * deviation)
         kept = min(self.memory, self.readings / (self.readings + 1))
         step = uncovered - self.mean
         self.mean += (1 - kept) * step

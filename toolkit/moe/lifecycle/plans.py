@@ -138,8 +138,8 @@ def plan_prunes(
     share = {member.id: traffic.get(member.id, 0.0) * len(population) / total for member in population.living}
     idle = sorted(
         (share[member.id], member.id)
-        for member in population.living
-        if share[member.id] < below and step - member.born >= min_age and member.id not in spared
+        for member in population.older_than(min_age, step)
+        if share[member.id] < below and member.id not in spared
     )
     allowed = max(0, len(population) - min_experts)
     return [Prune(id, {"share_of_even": used}) for used, id in idle[:allowed]]

@@ -76,6 +76,10 @@ class Population:
         """By id."""
         return tuple(member for member in self.members if member.fate == "alive")
 
+    def older_than(self, age: int, step: int) -> tuple[Member, ...]:
+        """The living that are at least `age` steps old at `step`, by id."""
+        return tuple(member for member in self.living if step - member.born >= age)
+
     def __len__(self) -> int:
         return len(self.living)
 

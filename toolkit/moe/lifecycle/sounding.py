@@ -117,9 +117,10 @@ def sound(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], rows: Te
     model.train()
     summed = torch.stack([losses_N.sum(), (losses_N > EVEN_ODDS).double().sum()])
     loss, uncovered = _summed(summed).tolist()
-    views = tuple(views[0] for views in captured)
-    per_sample = len(views[0].x_TD) // len(losses_N) if len(losses_N) and views else 1
-    return Sounding(losses_N.repeat_interleave(per_sample), views, len(rows), loss / len(rows), uncovered / len(rows))
+    seen = tuple(first for first, *_ in captured)
+    per_sample = len(seen[0].x_TD) // len(losses_N) if len(losses_N) and seen else 1
+    losses_T = losses_N.repeat_interleave(per_sample)
+    return Sounding(losses_T, seen, len(rows), loss / len(rows), uncovered / len(rows))
 
 
 @torch.no_grad()

@@ -64,8 +64,9 @@ class Board:
         self.expert_G[[i, j]] = self.expert_G[[j, i]]
         self.weight_G[[i, j]] = self.weight_G[[j, i]]
 
-    def placement(self) -> ExpertPlacement:
-        ids = self.expert_G.tolist()
+    def placement(self, held_G: Ints | None = None) -> ExpertPlacement:
+        """With `held_G`, if each slot held what now lies in that other slot."""
+        ids = (self.expert_G if held_G is None else self.expert_G[held_G]).tolist()
         return ExpertPlacement(
             tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
         )

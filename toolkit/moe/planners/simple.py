@@ -14,12 +14,15 @@ from toolkit.moe.planners.board import (
     settle,
 )
 from toolkit.moe.planners.exact import SearchTooLong, fit
+from toolkit.moe.planners.fewest import fewest_exchanges, unevenness
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 from toolkit.parallel import EMPTY_ROW
 
 FEW, BISECTIONS, NODES = 32, 6, 600
 """Up to so many experts, `lpt` searches: so many times for a limit, through so many placements of a part of them. One
 to ten milliseconds."""
+OTHERS_GAIN = 0.8
+"""What an exchange between ranks that are not the busiest must gain, as a part of the mean load of an expert."""
 
 
 @register_planner("contiguous")
@@ -85,22 +88,29 @@ def swap(
     current: ExpertPlacement,
     *,
     target: float = 1.0,
-    min_gain: float = 0.005,
-    others_gain: float | None = 0.8,
+    tolerance: float = 0.01,
     max_moves: int | None = None,
 ) -> ExpertPlacement:
     """The few exchanges that help most, from where experts are now: never worse than `current`, replicas kept.
 
-    Ends at an imbalance of `target`, when an exchange would lower it by no more than `min_gain`, or when `max_moves`
-    experts have moved (an exchange of two experts moves two, a move into a spare slot one).
+    A few experts without replicas: as few exchanges as a search finds to come within `tolerance` of `lpt`. Many: the
+    best exchange, again and again, until one would lower the imbalance by no more than half of `tolerance`. There,
+    where the busiest rank cannot be helped, the others are levelled among themselves, as one of them may be busiest
+    next. A larger `tolerance` moves fewer experts.
 
-    Where the busiest rank cannot be helped, the others are levelled among themselves, as one of them may be busiest
-    next, by exchanges that gain more than `others_gain` times the mean load of an expert; None leaves them alone.
+    Ends early at an imbalance of `target`, or when `max_moves` experts have moved (an exchange of two experts moves
+    two, a move into a spare slot one).
     """
-    board = Board(current, checked_load(load_E, current))
-    if others_gain is not None:
-        others_gain *= current.ranks / current.num_experts
-    board.level(target=target, min_gain=min_gain, others_gain=others_gain, max_moves=max_moves)
+    load = checked_load(load_E, current)
+    board = Board(current, load)
+    if len(load) <= FEW and not board.has_replicas and load.any():
+        scratch = lpt(load, current)
+        wanted = float(unevenness(Board(scratch, load).load_R))
+        plan = fewest_exchanges(board, wanted, tolerance=tolerance, target=target, max_moves=max_moves)
+        found = float(unevenness(Board(plan, load).load_R))
+        return scratch if max_moves is None and found > max(wanted, target) + tolerance else plan
+    others_gain = OTHERS_GAIN * current.ranks / current.num_experts
+    board.level(target=target, min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
     return board.placement()
 
 

@@ -1,0 +1,106 @@
+"""A whole life, on any number of ranks: the same things happen to the same experts, and a stop changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.equality import relative_difference
+from tests.helpers import run_distributed
+from tests.moe.lifecycle.living_run import EVENTFUL, history_of, living_config, living_trainer
+from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.tracking.jsonl import read_metrics
+
+Life = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
+
+
+def live(folder: Path, ep_size: int, settings: dict[str, Any]) -> Life:
+    """History, losses line by line, and results."""
+    config = living_config(folder, **settings)
+    with living_trainer(config, ep_size=ep_size) as (trainer, life):
+        results = trainer.fit()
+        assert_in_bounds(life, config.min_experts)
+    if dist.is_initialized():
+        dist.barrier()
+    return history_of(life), [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")], results
+
+
+def assert_in_bounds(life: Lifecycle, fewest: int) -> None:
+    for name, layer in life.layers.items():
+        population = life.populations[name]
+        assert fewest <= len(population) <= population.seats
+        taken = {member.seat for member in population.living}
+        assert {seat for seat in range(population.seats) if layer.router.living_E[seat]} == taken
+        for seat in range(population.seats):
+            place = layer.placement.owner(seat)
+            if place.rank == layer.expert_stack.groups.ep_rank:
+                assert bool(layer.experts.up[place.slot].any()) == (seat in taken)
+        per_rank = [len(taken & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
+        assert max(per_rank) - min(per_rank) <= 1 or life.history[-1].kind != "sleep"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """On one process, without a stop."""
+    return run_distributed(live, 1, tmp_path_factory.mktemp("alone") / "run", 1, {})[0]
+
+
+def test_a_life_is_eventful(alone: Life) -> None:
+    history, _, results = alone
+    kinds = [kind for _, kind, _ in history]
+    assert kinds.count("sleep") >= 5
+    assert {"grow", "merge", "prune", "undone"} <= set(kinds)
+    born = [ids[0] for _, kind, ids in history if kind == "grow"]
+    assert born == sorted(set(born)) == list(range(3, 3 + len(born)))
+    assert all(step >= 50 for step, kind, _ in history if kind == "grow"), "before the data shifted"
+    assert results["life_sleep"] == kinds.count("sleep")
+
+
+@pytest.mark.parametrize(("world", "ep_size", "accumulation"), [(2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1)])
+def test_on_any_number_of_ranks_the_same_happens_and_is_learned(
+    tmp_path: Path, alone: Life, world: int, ep_size: int, accumulation: int
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulation}
+    for history, losses, results in run_distributed(live, world, tmp_path / "run", ep_size, settings):
+        assert history == alone[0]
+        assert relative_difference(torch.tensor(losses), torch.tensor(alone[1])) < 1e-5
+        assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
+
+
+def test_it_continues_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Life) -> None:
+    """Ranks and shard groups change at every stop, and there is a stop after every event."""
+    folder, worlds = tmp_path / "run", [(2, 2), (1, 1), (4, 2), (4, 4), (2, 1)]
+    stops = sorted({step for step, _, _ in alone[0]} | {20, 55})
+    for turn, stop in enumerate(stops):
+        world, ep_size = worlds[turn % len(worlds)]
+        run_distributed(live_until, world, folder, ep_size, stop)
+    history, _, results = run_distributed(live, 2, folder, 2, {})[0]
+    assert history == alone[0]
+    assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
+
+
+def live_until(folder: Path, ep_size: int, stop: int) -> None:
+    with living_trainer(living_config(folder), ep_size=ep_size) as (trainer, _):
+        trainer.max_steps = stop
+        trainer.fit()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path) -> None:
+    for world in (1, 2):
+        whole = run_distributed(live, world, tmp_path / f"whole{world}", world, {})
+        run_distributed(live_until, world, tmp_path / f"cut{world}", world, 71)
+        assert run_distributed(live, world, tmp_path / f"cut{world}", world, {})[0][:1] == whole[0][:1]
+
+
+@pytest.mark.parametrize("mechanism", ["grow", "merge", "prune", "sleep"])
+def test_each_mechanism_can_be_left_out(tmp_path: Path, mechanism: str) -> None:
+    life = replace(EVENTFUL, **{mechanism: False})
+    history, _, _ = run_distributed(live, 1, tmp_path / "run", 1, {"life": life})[0]
+    assert mechanism not in {kind for _, kind, _ in history}

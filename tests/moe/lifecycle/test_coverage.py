@@ -1,0 +1,58 @@
+"""The alarm on coverage: quiet on noise and on learning, prompt on shifts, patient on plateaus."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from toolkit.moe.lifecycle.coverage import CoverageAlarm
+
+SAMPLES = 128
+
+
+def readings(draws: random.Random, levels: list[float]) -> list[float]:
+    return [sum(draws.random() < level for _ in range(SAMPLES)) / SAMPLES for level in levels]
+
+
+def learning(checks: int, last: float = 0.03) -> list[float]:
+    return [last + 0.8 * 0.8**check for check in range(checks)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_model_that_learns_raises_no_alarm(seed: int) -> None:
+    alarm = CoverageAlarm()
+    assert not any(alarm.observe(u, SAMPLES) for u in readings(random.Random(seed), learning(200)))
+
+
+@pytest.mark.parametrize("level", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shift_is_told_within_three_checks_and_once(level: float, seed: int) -> None:
+    draws, alarm = random.Random(seed), CoverageAlarm()
+    for uncovered in readings(draws, learning(60)):
+        alarm.observe(uncovered, SAMPLES)
+    after = [alarm.observe(u, SAMPLES) for u in readings(draws, [level] * 3 + learning(40))]
+    assert "shift" in after[:3]
+    assert sum(lack is not None for lack in after) == 1
+
+
+def test_each_of_many_shifts_is_told() -> None:
+    draws, alarm = random.Random(0), CoverageAlarm()
+    told = [alarm.observe(u, SAMPLES) for _ in range(5) for u in readings(draws, [0.9, 0.7, *learning(60)])]
+    assert told.count("shift") == 4  # nobody knows the first for a shift
+
+
+def test_what_stays_uncovered_is_told_as_a_plateau() -> None:
+    draws, alarm = random.Random(0), CoverageAlarm()
+    told = [alarm.observe(u, SAMPLES) for u in readings(draws, learning(120, last=0.25))]
+    assert "plateau" in told
+    assert "shift" not in told
+
+
+def test_it_continues_where_it_was() -> None:
+    levels = readings(random.Random(3), learning(50) + [0.6] * 5)
+    whole, first, second = CoverageAlarm(), CoverageAlarm(), CoverageAlarm()
+    expected = [whole.observe(u, SAMPLES) for u in levels]
+    told = [first.observe(u, SAMPLES) for u in levels[:30]]
+    second.load_state_dict(first.state_dict())
+    assert told + [second.observe(u, SAMPLES) for u in levels[30:]] == expected
