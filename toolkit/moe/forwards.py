@@ -58,10 +58,9 @@ class ForwardLoads:
 
     def living(self) -> NDArray[np.bool_]:
         """(L, E): which experts of each layer there are, where some seats are vacant. Waits for the device."""
-        taken = [
-            getattr(router, "living_E", torch.ones_like(s.load_E)) for router, s in zip(self._routers, self.stacks)
-        ]
-        return np.stack([living_E.cpu().numpy().astype(bool) for living_E in taken])
+        layers = zip(self._routers, self.stacks, strict=True)
+        taken = [getattr(router, "living_E", torch.ones_like(stack.load_E)) for router, stack in layers]
+        return np.stack([living_E.cpu().numpy().astype(bool) for living_E in taken]) if taken else np.ones((0, 0), bool)
 
     def _note(self, index: int, module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         stack = self.stacks[index]
