@@ -64,7 +64,7 @@ def full() -> Config:
 
 def debug() -> Config:
     """Seconds: generated signals, a small encoder."""
-    return replace(full(), dataset="generated", epochs=4, lr=1e-2, width=8, dropout=0.0, log_every=5)
+    return replace(full(), dataset="generated", epochs=4, lr=4e-3, width=8, dropout=0.0, log_every=5)
 
 
 def flatten() -> Config:

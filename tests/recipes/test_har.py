@@ -1,0 +1,157 @@
+"""The recipe har: it resumes, does the same on two processes, and counts each held-out window once on any number."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from recipes import har
+from tests.helpers import run_distributed
+from toolkit.data import EvalBatches, load_activity
+from toolkit.errors import Preempted, UserError
+from toolkit.metrics import MetricSums
+from toolkit.tasks import VotedClassification
+from toolkit.tracking.jsonl import read_metrics
+from toolkit.trainer import Trainer
+
+STOP_AT = 8
+
+
+def config(folder: Path, run: str, **changes: Any) -> har.Config:
+    return replace(har.debug(), run_dir=folder / run, tracker="none", cpu=True, **changes)
+
+
+def train(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Each of `runs`, by name; the one that is called "stopped" is stopped by a signal, and continued."""
+    os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
+    train_step = Trainer.train_step
+
+    def stopping(self: Trainer, batches: Any) -> None:
+        train_step(self, batches)
+        if self.state.step == STOP_AT:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for name, changes in runs.items():
+        if name == "stopped":
+            Trainer.train_step = stopping  # type: ignore[method-assign]
+            with pytest.raises(Preempted):
+                har.main(config(folder, name, **changes))
+            Trainer.train_step = train_step  # type: ignore[method-assign]
+        har.main(config(folder, name, **changes))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of: "one" process; "two"; "stopped" and continued; "frozen", whose encoder is that of "one"."""
+    folder = tmp_path_factory.mktemp("har")
+    encoder = folder / "one" / "checkpoints" / "step-00000044" / "model.safetensors"
+    frozen = {"encoder_path": encoder, "freeze_encoder": True, "class_balance": "sqrt", "hidden_dims": (8,)}
+    run_distributed(train, 1, folder, {"one": {}, "frozen": frozen})
+    run_distributed(train, 2, folder, {"two": {}, "stopped": {}})
+    return folder
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
+
+
+def results(run: Path) -> dict[str, Any]:
+    return json.loads((run / "results.json").read_text())
+
+
+def test_two_processes_do_what_one_does(runs):
+    for mine, theirs in zip(metrics(runs / "two"), metrics(runs / "one"), strict=True):
+        assert mine["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)
+        assert mine.get("eval/loss") == pytest.approx(theirs.get("eval/loss"), abs=1e-5)
+        assert mine.get("eval/confusion") == theirs.get("eval/confusion")
+        assert mine.get("eval/macro_f1") == theirs.get("eval/macro_f1")
+    assert results(runs / "one")["test_accuracy"] > 0.8
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs):
+    assert metrics(runs / "stopped") == metrics(runs / "two")
+    weights = [runs / run / "checkpoints" / "step-00000044" / "model.safetensors" for run in ("stopped", "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_frozen_encoder_stays_and_the_classifier_learns(runs):
+    from safetensors.torch import load_file
+
+    one, frozen = (
+        load_file(runs / run / "checkpoints" / "step-00000044" / "model.safetensors") for run in ("one", "frozen")
+    )
+    encoder = [name for name in one if name.startswith("encoder.")]
+    assert encoder
+    assert all(torch.equal(one[name], frozen[name]) for name in encoder)
+    losses = [line["train/loss"] for line in metrics(runs / "frozen")]
+    assert losses[-1] < losses[0]
+
+
+def test_the_results_say_on_what_and_how_it_was_judged(runs):
+    numbers = results(runs / "frozen")
+    assert "made-up volunteers" in numbers["dataset_notice"]
+    assert numbers["held_out_volunteers"] == ["made-up-04", "made-up-09"]
+    assert (numbers["class_balance"], numbers["frozen"], numbers["mode"]) == ("sqrt", True, "all_channels")
+    assert set(numbers["class_counts"]) == set(numbers["classes"])
+    assert (numbers["effective_batch_size"], numbers["peak_learning_rate"]) == (64, 4e-3)
+    summary = (runs / "frozen" / "summary.txt").read_text()
+    assert "macro-F1" in summary
+    assert "made-up volunteers" in summary
+    with Image.open(runs / "frozen" / "confusion.png") as picture:
+        assert picture.width > 300
+
+
+def evaluate(cache: Path, mode: str) -> dict[str, Any]:
+    """An untrained model on the held-out windows, in batches that no number of ranks divides."""
+    os.environ["TOOLKIT_CACHE_DIR"] = str(cache)
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _distributed() else (0, 1)
+    data = load_activity("generated", None, agree=lambda decide: decide())
+    torch.manual_seed(0)
+    model = har.build_model(replace(har.debug(), mode=mode), data).eval()
+    sums, task = MetricSums(torch.device("cpu")), VotedClassification()
+    with torch.no_grad():
+        for batch in EvalBatches(data.test, batch_size=37, rank=rank, world_size=world):
+            loss = task.evaluate(model, batch)
+            sums.add({"loss": loss.sum, **loss.sums}, loss.count)
+    summary = task.summarise(sums.compute())
+    counts = (len(data.test) * torch.tensor(summary["confusion"], dtype=torch.float64)).round()
+    labels = data.test.columns["label"].bincount(minlength=len(data.classes))
+    return {**summary, "rows": counts.sum(1).int().tolist(), "labels": labels.tolist()}
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_initialized()
+
+
+def test_an_evaluation_counts_every_window_once_on_one_two_and_four_processes(runs):
+    (alone,) = run_distributed(evaluate, 1, runs / "cache", "flatten")
+    assert alone["rows"] == alone["labels"]
+    for world_size in (2, 4):
+        for summary in run_distributed(evaluate, world_size, runs / "cache", "flatten"):
+            assert summary == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fold": 5}, "--fold 5: take 0 to 4"),
+        ({"folds": 1}, "--folds 1: take two or more"),
+        ({"width": 12}, "--width 12: take a multiple of 8"),
+        ({"overlap": 1.0}, "--overlap 1.0: take a fraction below 1"),
+        ({"window_seconds": 0.1}, "--window-seconds 0.1: take 1 to 60 seconds"),
+        ({"hidden_dims": (64, 0)}, r"--hidden-dims \(64, 0\): take sizes above zero"),
+        ({"freeze_encoder": True}, "--freeze-encoder True: say which encoder with --encoder-path"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        replace(har.full(), **changes)
