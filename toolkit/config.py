@@ -382,6 +382,8 @@ class LifeConfig:
     """Nobody uses an expert with less than this fraction of an even share of the tokens since the last sleep."""
     min_age: int = 500
     """Optimizer steps that every expert is given before it may be merged or pruned."""
+    graph: bool = True
+    """Ask the knowledge graph whom to spare from merging, and who should stay on one process."""
     sleep: bool = True
     """Replay, merge, prune and tidy up from time to time."""
     sleep_every: int = 1000

@@ -55,4 +55,7 @@ def life_callbacks(
         balance=WholeStepBalance(penalty),
         seed=config.seed,
     )
-    return [Remember(memory), life, PopulationReport(model, num_classes=num_classes, life=life)]
+    report = PopulationReport(model, num_classes=num_classes, life=life)
+    if config.life.graph:
+        life.graphs = report.graphs
+    return [Remember(memory), life, report]

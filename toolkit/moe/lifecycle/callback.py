@@ -7,7 +7,7 @@ same things at the same steps; nothing here depends on how many there are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import combinations
@@ -23,6 +23,7 @@ from toolkit.moe.balance import LoadSince, WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import similarity
 from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
+from toolkit.moe.lifecycle.graph import KnowledgeGraph
 from toolkit.moe.lifecycle.plans import Merge, Plan, Prune, plan_growth, plan_merges, plan_places, plan_prunes
 from toolkit.moe.lifecycle.population import EventKind, LifeEvent, Population
 from toolkit.moe.lifecycle.router import SeatedRouter
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 MEASURED = 256
 """Samples, of those to come and of those remembered each, on which a change is judged."""
 
+MOST_TOGETHER = 0.5
+"""Of the tokens of either of two experts: how many may ask for both before the two are spared from merging."""
+
 
 class Lifecycle(Callback):
     """Grows experts when the data are no longer covered; in sleep replays, merges, prunes and evens out ranks.
@@ -48,7 +52,8 @@ class Lifecycle(Callback):
     Acts on the layers of `model` that were made with `seats`, and is idle where there are none. `task` scores samples
     one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.continual.Remember`).
 
-    With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps.
+    With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps. Given
+    `graphs`, it does not merge experts that many tokens want both of, and leaves them on one rank where it can.
 
     Whatever sleep does is measured before and after, on samples to come and on remembered ones, and undone where the
     loss rose by more than `config.undo_above`.
@@ -74,6 +79,8 @@ class Lifecycle(Callback):
         }
         self.task, self.memory, self.config, self.min_experts, self.seed = task, memory, config, min_experts, seed
         self.balance = balance
+        self.graphs: Mapping[str, KnowledgeGraph] = {}
+        """By layer, to be asked whom to spare and whom to move; `PopulationReport` keeps such graphs."""
         self.populations = {name: _initial(layer) for name, layer in self.layers.items()}
         self.history: list[LifeEvent] = []
         self.likeness: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
@@ -172,7 +179,9 @@ class Lifecycle(Callback):
             for plan in self._endings(trainer, name, rows):
                 loss = self._attempt(trainer, rows, loss, name, partial(self._end, trainer, name, plan))
         for name, layer in self.layers.items():
-            places = plan_places(self.populations[name], layer.placement)
+            population, graph = self.populations[name], self.graphs.get(name)
+            together_SS = None if graph is None else graph.affinity(population.id_on_seat)
+            places = plan_places(population, layer.placement, together_SS)
             if places != layer.placement:
                 migrate(layer.expert_stack, places, trainer.optimizer)
         self._readings |= {"loss_before_sleep": before, "loss_after_sleep": loss}
@@ -239,10 +248,18 @@ class Lifecycle(Callback):
         distance = {(living[a].id, living[b].id): far_LL[a][b] for a, b in pairs}
         expert_rows, alike = ExpertRows(layer.expert_stack, None), {}
         for a, b in pairs:
-            if far_LL[a][b] <= self.config.merge_distance:
+            if far_LL[a][b] <= self.config.merge_distance and not self._wanted_together(
+                name, living[a].id, living[b].id
+            ):
                 mine, other = expert_rows.fetch(living[a].seat), expert_rows.fetch(living[b].seat)
                 alike[living[a].id, living[b].id] = similarity(mine, other)
         return distance, alike
+
+    def _wanted_together(self, name: str, a: int, b: int) -> bool:
+        """Whether tokens that ask for one of two experts mostly ask for the other too: a mean of two opinions, which
+        one expert cannot give."""
+        graph = self.graphs.get(name)
+        return graph is not None and graph.weight("coactivation", a, b) > MOST_TOGETHER
 
     def _end(self, trainer: Trainer, name: str, plan: Plan) -> None:
         self.populations[name] = self._surgeon(trainer, name).carry_out(plan, step=trainer.state.step)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.moe.lifecycle.population import Population
 from toolkit.moe.placement import ExpertPlacement
@@ -58,18 +59,27 @@ def free_seat(population: Population, placement: ExpertPlacement) -> int | None:
     return min(population.vacant, key=lambda seat: (living[rank_of_seat[seat]], rank_of_seat[seat], seat), default=None)
 
 
-def plan_places(population: Population, placement: ExpertPlacement) -> ExpertPlacement:
+def plan_places(
+    population: Population, placement: ExpertPlacement, together_SS: NDArray[np.float64] | None = None
+) -> ExpertPlacement:
     """`placement` with as few exchanges of living experts for vacant seats as make the numbers of living experts per
-    rank differ by one at most, or as little as the slots allow."""
+    rank differ by one at most, or as little as the slots allow.
+
+    Whoever moves is the one that has least to do with those it leaves and most with those it joins, by `together_SS`:
+    how many tokens went to both of two seats.
+    """
     slots = [list(row) for row in placement.slots]
     sits = {member.seat for member in population.living}
+    together_SS = np.zeros((population.seats, population.seats)) if together_SS is None else together_SS
     while True:
-        living = [sum(seat in sits for seat in row) for row in slots]
-        room = [rank for rank, row in enumerate(slots) if living[rank] < sum(seat >= 0 for seat in row)]
-        full = max(range(len(slots)), key=lambda rank: (living[rank], -rank))
-        if not room or living[full] - living[least := min(room, key=lambda rank: (living[rank], rank))] < 2:
+        living = [[seat for seat in row if seat in sits] for row in slots]
+        room = [rank for rank, row in enumerate(slots) if len(living[rank]) < sum(seat >= 0 for seat in row)]
+        full = max(range(len(slots)), key=lambda rank: (len(living[rank]), -rank))
+        if not room or len(living[full]) - len(living[least := min(room, key=lambda r: (len(living[r]), r))]) < 2:
             return ExpertPlacement(tuple(tuple(row) for row in slots))
-        leaves = max(slot for slot, seat in enumerate(slots[full]) if seat in sits)
+        loss = together_SS[:, living[full]].sum(1) - together_SS[:, living[least]].sum(1)
+        moves = min(living[full], key=lambda seat: (loss[seat], -seat))
+        leaves = slots[full].index(moves)
         enters = next(slot for slot, seat in enumerate(slots[least]) if seat >= 0 and seat not in sits)
         slots[full][leaves], slots[least][enters] = slots[least][enters], slots[full][leaves]
 
