@@ -26,7 +26,7 @@ def draw_accuracy_matrices(path: Path, panels: Mapping[str, Matrix], *, columns:
         grid = figure.subplots(rows, columns, squeeze=False)
         for axes, (title, matrix) in zip(grid.flat, panels.items(), strict=False):
             tasks = range(1, len(matrix) + 1)
-            image = axes.imshow(matrix, cmap="viridis", vmin=0, vmax=1)
+            image = axes.imshow([[100 * a for a in row] for row in matrix], cmap="viridis", vmin=0, vmax=100)
             for i, row in enumerate(matrix):
                 for j, accuracy in enumerate(row):
                     ink, learned = "white" if accuracy < 0.6 else INK, j <= i
@@ -41,7 +41,7 @@ def draw_accuracy_matrices(path: Path, panels: Mapping[str, Matrix], *, columns:
             axes.spines[:].set_visible(False)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-        figure.colorbar(image, ax=grid, shrink=0.7, label="accuracy", pad=0.02)
+        figure.colorbar(image, ax=grid, shrink=0.7, label="accuracy, %", pad=0.02)
         path.parent.mkdir(parents=True, exist_ok=True)
         FigureCanvasAgg(figure).print_png(path)
 
@@ -70,8 +70,8 @@ def draw_average_accuracies(path: Path, panels: Mapping[str, Mapping[str, Sequen
                 axes.plot(tasks, means, color=colours[name], marker="o", ms=4, lw=1.6, label=name)
                 if len(curves) > 1:
                     errors = [200 * statistics.stdev(point) / math.sqrt(len(point)) for point in points]
-                    low = [mean - error for mean, error in zip(means, errors, strict=True)]
-                    high = [mean + error for mean, error in zip(means, errors, strict=True)]
+                    low = [max(0, mean - error) for mean, error in zip(means, errors, strict=True)]
+                    high = [min(100, mean + error) for mean, error in zip(means, errors, strict=True)]
                     axes.fill_between(tasks, low, high, color=colours[name], alpha=0.18, lw=0)
             axes.set_title(title)
             axes.set_xlabel("tasks learned")
