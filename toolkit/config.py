@@ -404,6 +404,10 @@ class LifeConfig:
     """Learning rate of replay."""
     undo_above: float = 0.02
     """A change that raises the loss by more than this fraction is undone."""
+    edge_decay: float = 0.99
+    """What the weights of the knowledge graph's edges are multiplied by each epoch."""
+    edge_floor: float = 0.1
+    """A measured edge with less weight than this is forgotten."""
 
     def __post_init__(self) -> None:
         for name in ("check_every", "check_samples", "growths_at_once", "sleep_every", "memory_size"):
@@ -412,6 +416,8 @@ class LifeConfig:
             require(getattr(self, name) >= 0, f"life.{name}", getattr(self, name), "take zero or more")
         for name in ("tolerated", "merge_distance", "merge_similarity", "prune_below"):
             require(0 <= getattr(self, name) <= 1, f"life.{name}", getattr(self, name), "take a fraction from 0 to 1")
+        require(0 < self.edge_decay <= 1, "life.edge_decay", self.edge_decay, "take a fraction above 0, up to 1")
+        require(0 <= self.edge_floor < 1, "life.edge_floor", self.edge_floor, "take a fraction below 1")
         size = self.replay_batch_size
         require(size is None or size >= 1, "life.replay_batch_size", size, "take one or more")
         require(0 < self.replay_lr < math.inf, "life.replay_lr", self.replay_lr, "take a positive number")

@@ -55,7 +55,9 @@ def life_callbacks(
         balance=WholeStepBalance(penalty),
         seed=config.seed,
     )
-    report = PopulationReport(model, num_classes=num_classes, life=life)
+    report = PopulationReport(
+        model, num_classes=num_classes, life=life, edge_decay=config.life.edge_decay, edge_floor=config.life.edge_floor
+    )
     if config.life.graph:
         life.graphs = report.graphs
     return [Remember(memory), life, report]
