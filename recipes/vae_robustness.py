@@ -32,7 +32,7 @@ class Config(tk.RunConfig):
     """Weight of the cross-entropy of labelled images, beside one bound in nats per image."""
     smoothness_weight: float = 100.0
     """Weight of virtual adversarial smoothness of the classifier; 0 turns it off."""
-    smoothness_radius: float = 1.5
+    smoothness_radius: float = 1.0
     """2-norm of its perturbations, of pixels between 0 and 1."""
     pseudo_label_weight: float = 1.0
     """Weight of the classifier's own answers, with --objective pseudo_label."""

@@ -66,13 +66,14 @@ def _binned(values: NDArray[np.floating]) -> NDArray[np.integer]:
 
 
 def _probe(features: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
-    """Fitted on every other image, judged on the rest; never below 0."""
+    """Fitted on one half of the images, judged on the other; never below 0."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     scaled = (features - features.mean(0)) / np.maximum(features.std(0), 1e-12)
+    fitted, judged = np.array_split(np.random.default_rng(0).permutation(len(labels)), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a probe that is stopped a little early leaks as much
-        probe = LogisticRegression(max_iter=50).fit(scaled[::2], labels[::2])
-    chance = np.bincount(labels[1::2]).max() / len(labels[1::2])
-    return max(0.0, float((probe.score(scaled[1::2], labels[1::2]) - chance) / (1 - chance)))
+        probe = LogisticRegression(max_iter=50).fit(scaled[fitted], labels[fitted])
+    chance = np.bincount(labels[judged]).max() / len(judged)
+    return max(0.0, float((probe.score(scaled[judged], labels[judged]) - chance) / (1 - chance)))

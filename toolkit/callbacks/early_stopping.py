@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from toolkit.callbacks.base import Callback
@@ -35,7 +36,7 @@ class EarlyStopping(Callback):
             known = ", ".join(sorted(key.removeprefix("eval/") for key in metrics))
             raise UserError(f"--early-stopping.metric {self.metric}: an evaluation gives {known}: take one of them.")
         value = self._sign * metrics[f"eval/{self.metric}"]
-        if self._best is None or value < self._best - self.min_delta:
+        if not math.isnan(value) and (self._best is None or value < self._best - self.min_delta):
             self._best, self._waited = value, 0
         else:
             self._waited += 1

@@ -74,7 +74,7 @@ class SemiSupervisedVAE(nn.Module):
         style_dim: int | None = 10,
         hidden: int = 256,
         classifier_hidden: int = 512,
-        smoothness_radius: float = 1.5,
+        smoothness_radius: float = 1.0,
     ):
         super().__init__()
         self.classifier = MLP(num_pixels, classifier_hidden, classifier_hidden // 2, num_classes)

@@ -1,0 +1,72 @@
+"""Axes, cells and digests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+import toolkit as tk
+from toolkit.errors import UserError
+from toolkit.sweep.grid import config_digest, grid_cells, load_recipe, parse_axes
+
+
+def test_a_grid_has_every_combination_seed_by_seed(toy):
+    axes = parse_axes(["labels=100,600", "rate=0,0.2"])
+    cells = grid_cells(load_recipe(toy, ["full"]), axes, range(3, 5))
+    assert [str(cell) for cell in cells] == [
+        f"labels={labels} rate={rate} seed={seed}" for seed in (3, 4) for labels in (100, 600) for rate in ("0", "0.2")
+    ]
+    assert len({cell.digest for cell in cells}) == 8
+    assert cells[0].flags == ["--labels", "100", "--rate", "0", "--seed", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["labels"], "write a flag and its values"),
+        (["labels=1,,2"], "write a flag and its values"),
+        (["=1"], "write a flag and its values"),
+        (["seed=1,2"], "say --num-seeds"),
+        (["labels=1", "labels=2"], "labels is an axis already"),
+    ],
+)
+def test_what_is_no_axis_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        parse_axes(words)
+
+
+def test_every_cell_is_checked_before_the_first_one_runs(toy):
+    with pytest.raises(UserError, match="--labels 0: take one or more"):
+        grid_cells(load_recipe(toy, []), parse_axes(["labels=100,0"]), [0])
+    with pytest.raises(UserError, match="unknown flag --lables: did you mean --labels"):
+        grid_cells(load_recipe(toy, []), parse_axes(["lables=100"]), [0])
+
+
+def test_what_is_no_recipe_is_refused(toy, tmp_path):
+    with pytest.raises(UserError, match="no such script"):
+        load_recipe(tmp_path / "nothing.py", [])
+    with pytest.raises(UserError, match="say --out instead"):
+        load_recipe(toy, ["full", "--run-dir", "somewhere"])
+    toy.write_text("print")
+    with pytest.raises(UserError, match="has no PRESETS"):
+        load_recipe(toy, [])
+
+
+def test_a_digest_is_of_what_decides_the_result(toy):
+    recipe = load_recipe(toy, [])
+    base = config_digest("toy", recipe.config([]))
+    assert config_digest("toy", recipe.config(["--num-workers", "4", "--tracker", "none", "--cpu"])) == base
+    assert config_digest("toy", recipe.config(["--labels", "100"])) == base, "100 is the default"
+    assert config_digest("toy", recipe.config(["--labels", "600"])) != base
+    assert config_digest("other", recipe.config([])) != base
+
+
+def test_a_field_that_is_added_later_changes_no_digest():
+    @dataclass(frozen=True, kw_only=True)
+    class Later(tk.RunConfig):
+        more: int = 3
+
+    before, after = tk.RunConfig(lr=0.5), Later(lr=0.5)
+    assert config_digest("toy", before) == config_digest("toy", after)
+    assert config_digest("toy", after) != config_digest("toy", replace(after, more=4))
