@@ -44,6 +44,13 @@ from toolkit.data import BatchOrder, ImageData, TaskStream, permuted_stream, rot
 from toolkit.tracking.continual_plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.tracking.folder import write_json
 
+PAGE = ROOT / "docs" / "continual_learning.md"
+TITLES = {
+    "": "Percent, mean over seeds (standard deviation)",
+    "verdicts": "Final average accuracy of one arm less that of another; better or worse beyond two standard errors",
+    "tuning": "Strengths of elastic weights",
+    "drift": "Changes of task noticed in the loss, before the next; joint training has none",
+}
 CELLS = ROOT / "runs" / "continual_learning"
 MEMORY = 1000
 """Remembered samples of every arm that remembers any."""
@@ -324,27 +331,43 @@ def report() -> None:
         if (cell := Cell(stream=stream, arm="elastic weights", seed=seed, strength=strength)).file.exists()
         for accuracy in [cell.result()["average_accuracy"]]
     ]
-    if watched:
-        write_report("continual_learning_drift", drift_table(watched))
-    if tried:
-        write_report("continual_learning_tuning", tried)
     compared = [row for ours in OURS for row in verdicts(results, ours)]
-    if compared:
-        write_report("continual_learning_verdicts", compared)
-    write_report(
-        "continual_learning",
-        scores_table(results),
-        memory=MEMORY,
-        parameters={arm: runs[0]["parameters"] for (_, arm), runs in results.items()},
-        matrices={
-            f"{stream}, {arm}, seed {run['seed']}": [
-                [round(value, 4) for value in row] for row in run["accuracy_matrix"]
-            ]
+    tables = {
+        "": scores_table(results),
+        "verdicts": compared,
+        "tuning": tried,
+        "drift": drift_table(watched),
+    }
+    facts = {
+        "memory": MEMORY,
+        "parameters": {arm: runs[0]["parameters"] for (_, arm), runs in results.items()},
+        "matrices": {
+            f"{stream}, {arm}, seed {run['seed']}": [[round(a, 4) for a in row] for row in run["accuracy_matrix"]]
             for (stream, arm), runs in results.items()
             for run in runs
         },
-    )
+    }
+    for name, rows in tables.items():
+        if rows:
+            write_report(f"continual_learning_{name}".rstrip("_"), rows, **(facts if not name else {}))
+    write_page({TITLES[name]: rows for name, rows in tables.items() if rows})
     draw(results, ROOT / "docs" / "images")
+
+
+def write_page(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Put the tables where `PAGE` has its marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = "<!-- tables of benchmarks/continual_learning.py -->\n", "<!-- end of tables -->"
+    parts = [f"**{title}**\n\n{markdown(rows)}" for title, rows in tables.items()]
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(before + begin + "\n" + "\n".join(parts) + "\n" + end + after, encoding="utf-8")
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([str(row[column]) for column in columns] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def draw(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], folder: Path) -> None:
