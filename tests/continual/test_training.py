@@ -104,6 +104,11 @@ def test_any_number_of_processes_learns_and_remembers_the_same(world_size, whole
                 torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_that_are_cut_into_pieces_cannot_be_held(tmp_path):
+    with pytest.raises(tk.UserError, match="--dense-parallel fsdp2 cuts weights"):
+        train(toy_config(tmp_path / "run", dense_parallel="fsdp2"), strength=1.0)
+
+
 def test_within_its_task_an_example_can_only_be_of_its_classes():
     task = ClassificationWithinTasks([(0, 1), (2, 3)])
     batch = {

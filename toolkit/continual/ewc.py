@@ -9,7 +9,8 @@ far and w* are the weights after the last of them (Huszár 2018, arXiv 1712.0384
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.data.batches import split
+from toolkit.errors import UserError
 from toolkit.seeding import generator
 
 if TYPE_CHECKING:
@@ -68,20 +70,15 @@ def _traced(
     read: dict[str, Tensor] = {}
     written: dict[str, Tensor] = {}
 
-    def recorder(name: str):  # type: ignore[no-untyped-def]
-        def record(_layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            if name in read or args[0].shape[:-1] != inputs.shape[:1]:
-                raise ValueError(f"linear layer {name!r} does not have one row per example")
-            read[name], written[name] = args[0].detach(), output
+    def record(name: str, _layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if name in read or args[0].shape[:-1] != inputs.shape[:1]:
+            raise ValueError(f"linear layer {name!r} does not have one row per example")
+        read[name], written[name] = args[0].detach(), output
 
-        return record
-
-    hooks = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_hook(partial(record, name)).remove)
         return model(inputs), read, written
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class ElasticWeights:
@@ -133,14 +130,17 @@ class Consolidation(Callback):
         self.elastic, self.stream, self.samples = elastic, stream, samples
         self.task_at = {end: task for task, end in enumerate(task_ends)}
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if (dense := trainer.run.config.dense_parallel) != "ddp":
+            raise UserError(f"--dense-parallel {dense} cuts weights that elastic weights need whole: use ddp.")
+
     def on_step_end(self, trainer: Trainer) -> None:
         task = self.task_at.get(trainer.state.step)
         if task is None:
             return
         run, model = trainer.run, trainer.raw_model
-        first, last = list(pairwise((0, *torch.tensor(self.stream.sizes).cumsum(0).tolist())))[task]
-        draws = generator(run.seed, "consolidation", task)
-        rows = first + torch.randperm(last - first, generator=draws)[: self.samples]
+        sizes, draws = self.stream.sizes, generator(run.seed, "consolidation", task)
+        rows = sum(sizes[:task]) + torch.randperm(sizes[task], generator=draws)[: self.samples]
         inputs = self.stream.train[split(rows, run.world_size, run.rank)]["input"].to(run.device)
         classes = None if self.stream.classes is None else self.stream.classes[task]
         model.eval()
