@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from recipes import har
-from tests.helpers import run_distributed
+from tests.helpers import ROOT, run_distributed
+from toolkit import cli
 from toolkit.data import EvalBatches, load_activity
 from toolkit.errors import Preempted, UserError
 from toolkit.metrics import MetricSums
@@ -155,3 +156,24 @@ def test_an_evaluation_counts_every_window_once_on_one_two_and_four_processes(ru
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         replace(har.full(), **changes)
+
+
+def batch_table() -> list[list[str]]:
+    """The cells of the table of batches in docs/har.md."""
+    section = (ROOT / "docs" / "har.md").read_text().partition("## Batch, accumulation")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return rows[2:]
+
+
+@pytest.mark.parametrize("row", batch_table(), ids=lambda row: f"{row[0]}x{row[1]}x{row[2]}")
+def test_the_table_of_batches_is_what_its_flags_do(row):
+    gpus, per_gpu, accumulation, effective, rate, warmup, flags = row
+    config = cli.parse(har.PRESETS, flags.strip("`").split())
+    assert (config.num_processes or 1, config.gradient_accumulation_steps) == (int(gpus), int(accumulation))
+    assert config.batch_size == int(effective) == int(gpus) * int(per_gpu) * int(accumulation)
+    assert config.peak_lr == pytest.approx(float(rate))
+    assert config.schedule.warmup_epochs == float(warmup)
+
+
+def test_the_table_of_batches_covers_one_to_eight_gpus():
+    assert {row[0] for row in batch_table()} == {"1", "2", "4", "8"}
