@@ -57,6 +57,12 @@ test-dist: $(VENV)/.installed-dev ## the tests that start several processes
 test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
 	$(PY) -m pytest -m gpu
 
+.PHONY: test-slurm
+test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two nodes inside this machine, as root
+	@command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurm-wlm || \
+	    { echo "error: Slurm is missing and could not be installed: apt-get install slurm-wlm, as root." >&2; exit 2; }
+	$(PY) -m pytest -m slurm tests/test_slurm.py
+
 .PHONY: check
 check: $(VENV)/.installed-dev ## style, types and import rules
 	$(PY) -m ruff check .

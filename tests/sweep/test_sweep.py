@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.sweep.toy import RECIPE
 from toolkit.commands import main
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR
 from toolkit.tracking.folder import write_json
@@ -94,6 +95,14 @@ def test_a_cell_that_another_job_works_at_is_left_to_it(toy, capsys):
         assert main(words) == EXIT_DONE
     assert "1 runs are another job's" in capsys.readouterr().err
     assert starts(toy) == {"100 0.0 0": 1}
+
+
+def test_a_default_that_changed_is_not_mistaken_for_the_old_one(toy, capsys):
+    words = sweep(toy, "--grid", "labels=100")
+    assert main(words) == EXIT_DONE
+    toy.write_text(RECIPE.replace("rate: float = 0.0", "rate: float = 0.25"))
+    assert main(words) == EXIT_USER_ERROR
+    assert "labels=100 seed=0 was run with rate 0.0, which is 0.25 by now" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

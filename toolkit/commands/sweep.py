@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             raise UserError(f"--out {args.out}: cannot be written ({error.strerror}): choose another.") from None
         if args.search is None:
-            outcome = runner.run(cells, lambda _: write())
+            outcome = runner.run(cells, finished=lambda _: write())
         else:
             from toolkit.sweep.search import search
 

@@ -17,7 +17,8 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED
+from toolkit.config import NOT_OF_THE_TRAJECTORY
+from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.launch import STOP_SIGNALS
 from toolkit.sweep.grid import Cell, Recipe
 from toolkit.tracking.summary import duration
@@ -60,6 +61,8 @@ class CellRunner:
     def run(self, cells: Sequence[Cell], finished: Callable[[Cell], None] = lambda _: None) -> Outcome:
         """Run what is not done yet; `finished` is called as cells end well."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for cell in cells:
+            self._check_defaults(cell)
         outcome = Outcome(done=[cell for cell in cells if self.results(cell) is not None])
         waiting = [cell for cell in cells if cell not in outcome.done]
         if outcome.done:
@@ -86,6 +89,17 @@ class CellRunner:
                         finished(job.cell)
             outcome.stopped = bool(received)
         return outcome
+
+    def _check_defaults(self, cell: Cell) -> None:
+        """Raise UserError where the folder of `cell` holds a run from before a default was changed."""
+        path = self.folder / cell.digest / "config.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for name, value in cell.config.items():
+            if name not in NOT_OF_THE_TRAJECTORY and before.get(name, value) != value:
+                raise UserError(
+                    f"--out {self.folder.parent}: {cell} was run with {name} {before[name]}, which is {value} by now: "
+                    f"choose another folder, or delete {path.parent}."
+                )
 
     def _start(self, cell: Cell) -> _Job | None:
         lock = FileLock(self.folder / f"{cell.digest}.lock")

@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Cell:
     """By name of the axis; the seed is one of them."""
     digest: str
     """Of everything that decides what is learned: the same run has the same digest in every sweep."""
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """All of its settings."""
 
     @property
     def flags(self) -> list[str]:
@@ -87,8 +89,8 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
 
 def make_cell(recipe: Recipe, values: Mapping[str, str]) -> Cell:
     """The run of `recipe` with `values`. Raises UserError where the recipe refuses them."""
-    flags = Cell(values, "").flags
-    return Cell(values, config_digest(recipe.script.stem, recipe.config(flags)))
+    config = recipe.config(Cell(values, "").flags)
+    return Cell(values, config_digest(recipe.script.stem, config), to_dict(config))
 
 
 def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
@@ -100,7 +102,8 @@ def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequenc
 def config_digest(recipe: str, config: Any) -> str:
     """Twelve hexadecimal digits of the fields of `config` that decide what is learned and differ from their defaults.
 
-    So a field that a later version adds leaves a sweep's cells what they are.
+    So a field that a later version adds leaves the cells of a sweep what they are; `CellRunner` refuses cells from
+    before a default changed.
     """
     plain = to_dict(config)
     usual = {name: value for name, value in to_dict(type(config)()).items() if name in plain}

@@ -1,0 +1,145 @@
+"""The sbatch templates on a real Slurm of two nodes in this machine: `make test-slurm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, free_port
+from tests.sweep.toy import RECIPE
+
+pytestmark = pytest.mark.slurm
+
+CONFIGURATION = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+StateSaveLocation={folder}/ctld
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/log/ctld
+SlurmdLogFile={folder}/log/%n
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=16 RealMemory=80000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=16 RealMemory=80000
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Calls a Slurm command and returns what it says."""
+    if shutil.which("slurmctld") is None:
+        pytest.fail("Slurm is not installed: apt-get install --no-install-recommends slurm-wlm, as root.")
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("ctld", "n1", "n2", "log"):
+        (folder / name).mkdir()
+    ports = dict(zip(("controller", "first", "second"), (free_port() for _ in range(3)), strict=True))
+    host = socket.gethostname().partition(".")[0]
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, folder=folder, **ports))
+    environment = os.environ | {
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "CPUS_ONLY": "2"}
+
+    def call(*words: str, cwd: Path = ROOT) -> str:
+        done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    call("slurmctld")
+    call("slurmd", "-N", "n1")
+    call("slurmd", "-N", "n2")
+    try:
+        wait_for(lambda: call("sinfo", "-h", "-o", "%T").split() == ["idle"], "starting the nodes", 60)
+        yield call
+    finally:
+        call("scontrol", "shutdown")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder to submit from, so that runs do not land in this checkout."""
+    for name in ("slurm", "recipes", "toolkit"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "toy.py").write_text(RECIPE)
+    return tmp_path
+
+
+def submit(slurm: Callable[..., str], checkout: Path, *words: str) -> str:
+    return slurm("sbatch", "--parsable", "--mem=1G", "--cpus-per-task=1", *words, cwd=checkout).strip()
+
+
+def log_of(checkout: Path, job: str) -> str:
+    return "".join(path.read_text() for path in checkout.glob(f"logs/*-{job}*.log"))
+
+
+DEBUG = ("recipes/mnist_moe.py", "debug", "--tracker", "none")
+
+
+def test_one_run_ends_with_results(slurm, checkout):
+    job = submit(slurm, checkout, "slurm/run.sbatch", *DEBUG, "--cpu")
+    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the run")
+    results = checkout / "runs" / f"slurm-{job}" / "results.json"
+    assert results.exists(), log_of(checkout, job)
+
+
+def test_a_run_of_two_processes_ends_with_results(slurm, checkout):
+    job = submit(slurm, checkout, "slurm/multi_gpu.sbatch", *DEBUG)
+    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the run")
+    results = checkout / "runs" / f"slurm-{job}" / "results.json"
+    assert results.exists(), log_of(checkout, job)
+    assert json.loads(results.read_text())["world_size"] == 2
+
+
+def test_a_run_that_is_warned_saves_is_queued_anew_and_ends(slurm, checkout):
+    job = submit(slurm, checkout, "slurm/run.sbatch", *DEBUG, "--cpu", "--epochs", "40")
+    wait_for(lambda: re.search(r"^step ", log_of(checkout, job), re.MULTILINE), "the first steps")
+    slurm("scancel", "--signal=USR1", "--batch", job)
+    wait_for(lambda: "saved: queued anew" in log_of(checkout, job), "saving")
+    wait_for(lambda: slurm("squeue", "-h", "-o", "%T", "-j", job).strip() == "PENDING", "queueing")
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits two minutes
+    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the continued run")
+    assert "continuing at step" in log_of(checkout, job)
+    assert (checkout / "runs" / f"slurm-{job}" / "results.json").exists(), log_of(checkout, job)
+
+
+def test_an_array_takes_a_seed_per_task(slurm, checkout):
+    job = submit(
+        slurm, checkout, "--array=0-2", "slurm/sweep_array.sbatch", "--grid", "labels=100,600", "toy.py", "full"
+    )
+    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the array")
+    starts = (checkout / "runs" / "sweep" / "cells" / "starts.txt").read_text().splitlines()
+    assert sorted(starts) == sorted(f"{labels} 0.0 {seed}" for labels in (100, 600) for seed in range(3)), log_of(
+        checkout, job
+    )
