@@ -59,7 +59,7 @@ STRENGTHS = (10.0, 100.0, 1000.0, 10000.0)
 TUNING_SEEDS = (100,)
 SPLIT_SAMPLES = 11263
 """Per task: as many as there are fours and fives."""
-SLEEPS_PER_TASK = 2
+SLEEPS_PER_TASK = 8
 
 STREAMS: dict[str, Callable[[ImageData, int], TaskStream]] = {
     "split": lambda data, seed: split_stream(data, samples_per_task=SPLIT_SAMPLES),  # noqa: ARG005

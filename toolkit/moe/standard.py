@@ -59,5 +59,5 @@ def life_callbacks(
         model, num_classes=num_classes, life=life, edge_decay=config.life.edge_decay, edge_floor=config.life.edge_floor
     )
     if config.life.graph:
-        life.graphs = report.graphs
+        life.knowledge = report
     return [Remember(memory), life, report]

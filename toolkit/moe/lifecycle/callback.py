@@ -7,11 +7,11 @@ same things at the same steps; nothing here depends on how many there are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from itertools import combinations, islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,23 @@ if TYPE_CHECKING:
     from toolkit.trainer import Trainer
 
 MEASURED = 256
-"""Samples, of those to come and of those remembered each, on which a change is judged."""
+"""Samples on which a change is judged, and as many remembered ones."""
 
 MOST_TOGETHER = 0.5
 """Of the tokens of either of two experts: how many may ask for both before the two are spared from merging."""
+
+
+class Knowledge(Protocol):
+    """Graphs of how experts relate, equal on all ranks."""
+
+    @property
+    def graphs(self) -> Mapping[str, KnowledgeGraph]:
+        """By layer."""
+        ...
+
+    def observe(self, step: int) -> None:
+        """Take up what happened until `step`. A collective."""
+        ...
 
 
 class Lifecycle(Callback):
@@ -53,9 +66,9 @@ class Lifecycle(Callback):
     one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.continual.Remember`).
 
     With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps. Given
-    `graphs`, it does not merge experts that many tokens want both of, and leaves them on one rank where it can.
+    `knowledge`, it does not merge experts that many tokens want both of, and leaves them on one rank where it can.
 
-    Whatever sleep does is measured before and after, on samples to come and on remembered ones, and undone where the
+    Whatever sleep does is measured before and after, on the latest samples and on remembered ones, and undone where the
     loss rose by more than `config.undo_above`.
 
     Records on each line of metrics `life/experts` (living, mean over layers), and the last readings of
@@ -79,8 +92,8 @@ class Lifecycle(Callback):
         }
         self.task, self.memory, self.config, self.min_experts, self.seed = task, memory, config, min_experts, seed
         self.balance = balance
-        self.graphs: Mapping[str, KnowledgeGraph] = {}
-        """By layer, to be asked whom to spare and whom to move; `PopulationReport` keeps such graphs."""
+        self.knowledge: Knowledge | None = None
+        """To be asked whom to spare and whom to move: `PopulationReport` is one."""
         self.populations = {name: _initial(layer) for name, layer in self.layers.items()}
         self.history: list[LifeEvent] = []
         self.likeness: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
@@ -148,7 +161,7 @@ class Lifecycle(Callback):
     def grow(self, trainer: Trainer, lack: Lack) -> None:
         """Halve the experts that answer for most of what is not covered."""
         step, layers = trainer.state.step, list(self.layers.values())
-        rows = self._measured(trainer, "grow")
+        rows = self._with_remembered(trainer, self._coming(trainer, MEASURED), "grow")
         for _ in range(self.config.growths_at_once if lack == "shift" else 1):
             sounding = sound(trainer, self.task, layers, rows)
             for index, (name, layer) in enumerate(self.layers.items()):
@@ -171,7 +184,9 @@ class Lifecycle(Callback):
         """Replay, merge, prune, even out ranks; and say when to sleep next."""
         step, events = trainer.state.step, len(self.history)
         self._count_traffic()
-        rows = self._measured(trainer, "sleep")
+        if self.knowledge is not None:
+            self.knowledge.observe(step)
+        rows = self._with_remembered(trainer, self._recent(trainer, MEASURED), "sleep")
         before = loss = self._sound(trainer, rows).loss
         if self.config.replay_steps and len(self.memory):
             loss = self._attempt(trainer, rows, loss, "", partial(self._replay, trainer))
@@ -179,7 +194,7 @@ class Lifecycle(Callback):
             for plan in self._endings(trainer, name, rows):
                 loss = self._attempt(trainer, rows, loss, name, partial(self._end, trainer, name, plan))
         for name, layer in self.layers.items():
-            population, graph = self.populations[name], self.graphs.get(name)
+            population, graph = self.populations[name], self._graph(name)
             together_SS = None if graph is None else graph.affinity(population.id_on_seat)
             places = plan_places(population, layer.placement, together_SS)
             if places != layer.placement:
@@ -255,10 +270,13 @@ class Lifecycle(Callback):
                 alike[living[a].id, living[b].id] = similarity(mine, other)
         return distance, alike
 
+    def _graph(self, name: str) -> KnowledgeGraph | None:
+        return None if self.knowledge is None else self.knowledge.graphs[name]
+
     def _wanted_together(self, name: str, a: int, b: int) -> bool:
         """Whether tokens that ask for one of two experts mostly ask for the other too: a mean of two opinions, which
         one expert cannot give."""
-        graph = self.graphs.get(name)
+        graph = self._graph(name)
         return graph is not None and graph.weight("coactivation", a, b) > MOST_TOGETHER
 
     def _end(self, trainer: Trainer, name: str, plan: Plan) -> None:
@@ -291,19 +309,19 @@ class Lifecycle(Callback):
 
     def _coming(self, trainer: Trainer, samples: int) -> Tensor:
         """The rows of the steps to come."""
-        rows = torch.empty(0, dtype=torch.int64)
-        for batch in trainer.batches.order.batches(trainer.state.step):
-            rows = torch.cat([rows, batch])
-            if len(rows) >= samples:
-                break
-        return rows[:samples]
+        return _first(trainer.batches.order.batches(trainer.state.step), samples)
 
-    def _measured(self, trainer: Trainer, purpose: str) -> Tensor:
-        """Rows to come and, where any are remembered, as many of those."""
-        coming = self._coming(trainer, MEASURED)
+    def _recent(self, trainer: Trainer, samples: int) -> Tensor:
+        """Rows of the last steps. What is yet to come may be another task, which sleep cannot be blamed for."""
+        step = trainer.state.step
+        first = max(0, step - -(-samples // trainer.run.config.batch_size))
+        return torch.cat(list(islice(trainer.batches.order.batches(first), step - first)))[-samples:]
+
+    def _with_remembered(self, trainer: Trainer, rows: Tensor, purpose: str) -> Tensor:
+        """`rows` and, where any are remembered, as many of those."""
         if not len(self.memory):
-            return coming
-        return torch.cat([coming, self.memory.draw(len(coming), purpose, trainer.state.step)])
+            return rows
+        return torch.cat([rows, self.memory.draw(len(rows), purpose, trainer.state.step)])
 
     def _surgeon(self, trainer: Trainer, name: str) -> Surgeon:
         return Surgeon(self.layers[name], self.populations[name], trainer.optimizer, seed=self.seed)
@@ -344,6 +362,15 @@ class Lifecycle(Callback):
 
 
 _COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "sleep", "undone")
+
+
+def _first(batches: Iterator[Tensor], samples: int) -> Tensor:
+    rows = torch.empty(0, dtype=torch.int64)
+    for batch in batches:
+        rows = torch.cat([rows, batch])
+        if len(rows) >= samples:
+            break
+    return rows[:samples]
 
 
 def _initial(layer: MoE) -> Population:

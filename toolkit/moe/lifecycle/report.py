@@ -111,12 +111,18 @@ class PopulationReport(Callback):
                     {pair: Similarity(weights=weights, outputs=1 - apart) for pair, (apart, weights) in pairs.items()}
                 )
 
+    def observe(self, step: int) -> None:
+        """Have the graphs take up what was routed where since they last did. A collective."""
+        counts = self.census.take()
+        for name, graph in self.graphs.items():
+            observe(graph, self.life.populations[name], counts[name], self.layers[name], step=step)
+
     def _close_epoch(self, trainer: Trainer) -> None:
         """A collective."""
         seconds, self._clock, self._seconds = self._seconds_so_far(), None, 0.0
-        step, counts = trainer.state.step, self.census.take()
+        step = trainer.state.step
+        self.observe(step)
         for name, graph in self.graphs.items():
-            observe(graph, self.life.populations[name], counts[name], self.layers[name], step=step)
             trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
         if trainer.run.is_main:
             self._write(trainer, seconds)
@@ -177,7 +183,7 @@ class PopulationReport(Callback):
 
 
 def observe(graph: KnowledgeGraph, population: Population, counts: Counts, layer: MoE, *, step: int) -> None:
-    """Let an epoch pass in `graph`, and take up what was counted in it."""
+    """Let an epoch or the time since the last sleep pass in `graph`, and take up what was counted in it."""
     graph.observe_population(population, step=step)
     graph.decay()
     rank_of = {member.id: layer.placement.owner(member.seat).rank for member in population.living}

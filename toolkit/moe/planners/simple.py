@@ -14,7 +14,7 @@ from toolkit.moe.planners.board import (
     settle,
 )
 from toolkit.moe.planners.exact import SearchTooLong, fit
-from toolkit.moe.planners.fewest import fewest_exchanges, unevenness
+from toolkit.moe.planners.fewest import fewest_exchanges
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 from toolkit.parallel import EMPTY_ROW
 
@@ -93,10 +93,10 @@ def swap(
 ) -> ExpertPlacement:
     """The few exchanges that help most, from where experts are now: never worse than `current`, replicas kept.
 
-    A few experts without replicas: as few exchanges as a search finds to come within `tolerance` of `lpt`. Many: the
-    best exchange, again and again, until one would lower the imbalance by no more than half of `tolerance`. There,
-    where the busiest rank cannot be helped, the others are levelled among themselves, as one of them may be busiest
-    next. A larger `tolerance` moves fewer experts.
+    A few experts without replicas: as few exchanges as a search finds to come within `tolerance` of the imbalance of
+    `lpt`, and `lpt`'s own plan where it finds none. Many: the best exchange, again and again, until one would lower the
+    imbalance by no more than half of `tolerance`; where the busiest rank cannot be helped, the others are levelled
+    among themselves, as one of them may be busiest next. A larger `tolerance` moves fewer experts.
 
     Ends early at an imbalance of `target`, or when `max_moves` experts have moved (an exchange of two experts moves
     two, a move into a spare slot one).
@@ -105,10 +105,8 @@ def swap(
     board = Board(current, load)
     if len(load) <= FEW and not board.has_replicas and load.any():
         scratch = lpt(load, current)
-        wanted = float(unevenness(Board(scratch, load).load_R))
-        plan = fewest_exchanges(board, wanted, tolerance=tolerance, target=target, max_moves=max_moves)
-        found = float(unevenness(Board(plan, load).load_R))
-        return scratch if max_moves is None and found > max(wanted, target) + tolerance else plan
+        like = Board(scratch, load)
+        return fewest_exchanges(board, like, tolerance=tolerance, target=target, max_moves=max_moves) or scratch
     others_gain = OTHERS_GAIN * current.ranks / current.num_experts
     board.level(target=target, min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
     return board.placement()
