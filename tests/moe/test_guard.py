@@ -35,27 +35,23 @@ def test_prices_are_those_of_the_busiest_rank():
     assert PRICES.migration_seconds(NOW, NOW) == 0.0
 
 
-def test_nothing_moves_before_two_proposals_have_proved_themselves():
-    judge = guard()
-    assert not judge.accepts(NOW, PLAN, steps=10)
-    assert judge.review(UNEVEN, NOW, steps=10) is None
-    assert not judge.accepts(NOW, PLAN, steps=10)
-    assert judge.review(UNEVEN, NOW, steps=10) is None
-    assert not judge.accepts(NOW, PLAN, steps=10)
-    assert judge.trust == 0.0
-    assert judge.review(UNEVEN, NOW, steps=10) is None
-    assert judge.trust == 1.0
-    assert not judge.accepts(NOW, NOW, steps=10)
-    assert judge.accepts(NOW, PLAN, steps=10)
+def seen(*windows: np.ndarray, **options: float) -> MigrationGuard:
+    """A guard after these windows, of ten steps each, in which nothing moved."""
+    judge = guard(**options)
+    for load in windows:
+        assert judge.review(load, NOW, steps=10) is None
+    return judge
 
 
 def trusting(**options: float) -> MigrationGuard:
-    judge = guard(**options)
-    for _ in range(2):
-        judge.review(UNEVEN, NOW, steps=10)
-        judge.accepts(NOW, PLAN, steps=0)
-    judge.review(UNEVEN, NOW, steps=10)
-    return judge
+    return seen(*[UNEVEN] * 3, **options)
+
+
+def test_nothing_moves_before_there_are_three_windows_to_try_a_plan_on():
+    for windows in range(3):
+        assert not seen(*[UNEVEN] * windows).accepts(NOW, PLAN, steps=10)
+    assert not trusting().accepts(NOW, NOW, steps=10)
+    assert trusting().accepts(NOW, PLAN, steps=10)
 
 
 def test_a_plan_must_pay_for_its_bytes_until_the_next():
@@ -67,33 +63,26 @@ def test_a_plan_must_pay_for_its_bytes_until_the_next():
 
 
 def test_a_burst_is_no_reason_to_move():
-    judge, calm = guard(), np.full(4, 2.5)
-    for load in (calm, calm, calm, UNEVEN):
-        assert judge.review(load, NOW, steps=10) is None
-        assert not judge.accepts(NOW, PLAN, steps=10)
+    calm = np.full(4, 2.5)
+    for quiet in range(6):
+        assert not seen(*[calm] * quiet, UNEVEN).accepts(NOW, PLAN, steps=10)
 
 
-def test_trust_falls_when_gains_do_not_come_true():
-    judge = trusting()
-    judge.accepts(NOW, PLAN, steps=0)
-    # 1.5 s of 3 came true; then more than was predicted, which does not make good for it.
-    judge.review(UNEVEN / 2, NOW, steps=10)
-    assert judge.trust == 0.5
-    judge.accepts(NOW, PLAN, steps=0)
-    judge.review(UNEVEN, NOW, steps=10)
-    assert judge.trust == 0.5
-    # 8 and 2 under the plan now: 3 s lost.
-    judge.accepts(NOW, PLAN, steps=0)
-    judge.review(REVERSED, NOW, steps=10)
-    assert judge.trust == 0.0
-    for _ in range(2):
-        judge.accepts(NOW, PLAN, steps=0)
-        judge.review(UNEVEN, NOW, steps=10)
-        judge.accepts(NOW, PLAN, steps=0)
-        judge.review(UNEVEN, NOW, steps=10)
-    assert judge.trust == 1.0
-    # Yet while the bad window is among the last six, the plan would have lost in one of them.
-    assert not judge.accepts(NOW, PLAN, steps=10)
+def test_a_gain_counts_as_far_as_it_stands_out_of_its_changes():
+    # 3, 6 and 3 s a step: 3 at the least, 3 from window to window. Then 9, 6, 9: 6 less 3.
+    assert seen(UNEVEN, 2 * UNEVEN, UNEVEN).promise(NOW, PLAN) == pytest.approx(0.0)
+    assert seen(3 * UNEVEN, 2 * UNEVEN, 3 * UNEVEN).promise(NOW, PLAN) == pytest.approx(3.0)
+    # Of the gain itself only the last six windows count, of its changes all that are remembered.
+    late = seen(REVERSED, *[UNEVEN] * 6)
+    assert late.promise(NOW, PLAN) == pytest.approx(3.0 - 6.0 / 6**0.5)
+    assert seen(REVERSED, *[UNEVEN] * 6, history=6).promise(NOW, PLAN) == pytest.approx(3.0)
+
+
+def test_a_plan_that_helped_in_all_of_many_windows_counts_however_its_gain_changes():
+    wandering = [UNEVEN, 5 * UNEVEN] * 3
+    assert seen(*wandering[:5]).promise(NOW, PLAN) < 0
+    assert seen(*wandering).promise(NOW, PLAN) == pytest.approx(3.0)
+    assert seen(REVERSED, *wandering).promise(NOW, PLAN) < 0
 
 
 def test_a_plan_that_was_worse_in_two_windows_is_taken_back():

@@ -97,14 +97,14 @@ def test_longest_processing_time_by_hand():
 @given(
     case=placements_with_loads(),
     budget=st.one_of(st.none(), st.integers(0, 6)),
-    min_gain=st.sampled_from([0.0, 0.01, 0.2]),
+    tolerance=st.sampled_from([0.0, 0.01, 0.4]),
     target=st.sampled_from([1.0, 1.2]),
 )
 def test_swaps_never_make_it_worse_and_keep_to_their_budget(
-    case: Case, budget: int | None, min_gain: float, target: float
+    case: Case, budget: int | None, tolerance: float, target: float
 ):
     current, load = case
-    plan = swap(load, current, max_moves=budget, min_gain=min_gain, target=target)
+    plan = swap(load, current, max_moves=budget, tolerance=tolerance, target=target)
     before, after = rank_imbalance(load, current), rank_imbalance(load, plan)
     travelled = sum(move.travels for move in moves(current, plan))
     assert after <= before * ROUNDING
@@ -112,16 +112,22 @@ def test_swaps_never_make_it_worse_and_keep_to_their_budget(
     assert plan.num_copies().tolist() == current.num_copies().tolist()
     if before <= target:
         assert plan == current
-    if plan != current and min_gain == 0.2:
-        # The first exchange took a fifth of the mean off a rank that was busiest; others may have been as busy.
-        assert Board(current, np.array(load)).load_R.var() > Board(plan, np.array(load)).load_R.var()
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=placements_with_loads(replicas=False), tolerance=st.sampled_from([0.0, 0.01, 0.1]))
+def test_swaps_of_few_experts_are_within_their_tolerance_of_planning_from_scratch(case: Case, tolerance: float):
+    current, load = case
+    plan, scratch = swap(load, current, tolerance=tolerance), lpt(load, current)
+    assert rank_imbalance(load, plan) <= (rank_imbalance(load, scratch) + tolerance) * ROUNDING
+    # Where it is as even already, nothing moves.
+    assert swap(load, scratch, tolerance=0.1) == scratch
 
 
 def test_swaps_by_hand():
-    # Loads 13 and 3: experts 0 and 3 exchanged give 7 and 9, experts 1 and 2 give 9 and 7: a tie, so the lower ids of
-    # the other rank.
-    assert swap([8, 5, 1, 2], blocks(4, 2)).slots == ((0, 2), (1, 3))
-    assert swap([8, 5, 1, 2], ExpertPlacement(((0, 1), (3, 2)))).slots == ((0, 2), (3, 1))
+    # Loads 13 and 3: experts 0 and 3 exchanged give 7 and 9, experts 1 and 2 give 9 and 7: a tie, so the lowest id.
+    assert swap([8, 5, 1, 2], blocks(4, 2)).slots == ((3, 1), (2, 0))
+    assert swap([8, 5, 1, 2], ExpertPlacement(((1, 0), (2, 3)))).slots == ((1, 3), (2, 0))
     # 13 is 1.625 times the mean; 9, after one exchange, 1.125 times.
     assert swap([8, 5, 1, 2], blocks(4, 2), target=1.63) == blocks(4, 2)
     # Loads 10, 9 and 1: exchanging 5 with 1 gives 6, 9, 5, which is 1.35 times the mean, and the next 8 at best.
@@ -166,16 +172,21 @@ def test_where_no_exchange_helps_two_ranks_are_dealt_anew():
     assert rank_imbalance(load, plan) == 1.0
     assert sum(move.travels for move in moves(current, plan)) == 3
     assert swap(load, current, max_moves=2) == current
-    assert swap(load, current, min_gain=0.15) == current
+    assert swap(load, current, tolerance=0.2) == current
 
 
 def test_where_the_busiest_rank_cannot_be_helped_the_others_are_levelled():
     # Rank 0 has one expert that weighs more than the mean; 9 and 1 become 5 and 5, or 4 and 6.
     load, current = [40, 0, 5, 4, 1, 0], blocks(6, 3)
-    assert swap(load, current, others_gain=0.4).slots == ((0, 1), (4, 3), (2, 5))
-    assert swap(load, current, others_gain=None) == current
-    # They gain 4, and an expert weighs 50 / 6 on average.
-    assert swap(load, current, others_gain=0.5) == current
+
+    def levelled(others_gain: float | None) -> ExpertPlacement:
+        board = Board(current, np.array(load, dtype=float))
+        board.level(others_gain=others_gain)
+        return board.placement()
+
+    # They gain 4, and the mean load of a rank is 50 / 3.
+    assert levelled(0.2).slots == ((0, 1), (4, 3), (2, 5))
+    assert levelled(0.25) == levelled(None) == current
 
 
 def test_experts_that_are_alike_are_divided_into_what_fills_the_gaps():
