@@ -123,7 +123,7 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
     reason = f"{constants.ENDPOINT} does not give {repo}" if ask else f"{repo} is not in the Hub's cache"
     if ask and constants.HF_HUB_OFFLINE:
         raise NotFoundHere("HF_HUB_OFFLINE forbids to ask the Hub")
-    if ask and (host := _unreachable_host(constants.ENDPOINT)):
+    if ask and (host := unreachable_host(constants.ENDPOINT)):
         raise NotFoundHere(f"{host} does not answer")
     try:
         if ask:  # a download itself waits long for a host that connects and then says nothing
@@ -142,7 +142,7 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
         raise NotFoundHere(f"{reason} ({type(error).__name__})") from error
 
 
-def _unreachable_host(endpoint: str) -> str | None:
+def unreachable_host(endpoint: str) -> str | None:
     """The host that requests to `endpoint` would talk to (its own, or a proxy), unless it accepts a connection."""
     url = urllib.parse.urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolkit.data.cache import cached_columns
 from toolkit.data.images import Agree
+from toolkit.data.sources import unreachable_host
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import UserError
@@ -198,6 +199,13 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
         import datasets
     except ImportError:
         raise UserError(f"--dataset {name} needs the package datasets: pip install datasets.") from None
+    from huggingface_hub import constants
+
+    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (host := unreachable_host(constants.ENDPOINT)):
+        raise UserError(
+            f"--dataset {name}: {host} does not answer; HF_HUB_OFFLINE=1 takes what was downloaded before, "
+            "and --dataset stdlib needs no network."
+        )
     try:
         splits = datasets.load_dataset(name, config)
     # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
