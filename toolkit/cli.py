@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from toolkit import launch
+from toolkit import foreign_flags, launch
 from toolkit.config import RunConfig
 from toolkit.errors import (
     EXIT_BUG,
@@ -149,6 +149,8 @@ def _read(
             takes = "no value" if flags[last] is None else "one value"
             raise UserError(f"unexpected {word!r}: {last} takes {takes}.")
         if flag not in flags:
+            if elsewhere := foreign_flags.remedy(flag):
+                raise UserError(f"unknown flag {flag}: {elsewhere}.")
             raise UserError(f"unknown flag {flag}: {_nearest(flag, flags) or 'see --help.'}")
         last, hint = flag, flags[flag]
         if hint is None:

@@ -1,0 +1,48 @@
+"""The six sample commands of the guide that `docs/migration/morph.md` translates leave every file that it promised."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from PIL import Image
+
+from recipes.mnist_moe import PRESETS, main
+from tests.helpers import ROOT, run_recipe
+from toolkit import cli
+
+GUIDE = (ROOT / "docs" / "migration" / "morph.md").read_text()
+COMMANDS = re.findall(r"^\| .*\| `(dynamic[^`]*)` \|$", GUIDE, re.MULTILINE)
+SMALL = "--dataset digits --max-steps 6 --expert-hidden-size 8 --dim 8 --tracker none --cpu --run-dir"
+FILES = [
+    "training_metrics.png",
+    "expert_activations.png",
+    "expert_device_distribution.png",
+    "knowledge_graph_epoch_001.png",
+    "population_timeline.png",
+]
+
+
+def test_there_are_six():
+    assert len(COMMANDS) == 6
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path: Path):
+    words = [*shlex.split(command), *SMALL.split(), str(tmp_path)]
+    if "--num-processes 2" in command:
+        done = run_recipe("mnist_moe", *words)
+        assert done.returncode == 0, done.stderr
+    else:
+        main(cli.parse(PRESETS, words))
+    for name in FILES:
+        with Image.open(tmp_path / name) as image:
+            assert min(image.size) > 300, name
+    summary = (tmp_path / "performance_summary.txt").read_text()
+    assert "living experts" in summary
+    assert all(name in summary for name in FILES)
+    assert len(nx.read_graphml(tmp_path / "knowledge_graph.graphml", force_multigraph=True)) >= 4
+    assert (tmp_path / "auto_batch_size.json").exists() == ("--auto-batch-size" in command)

@@ -1,0 +1,57 @@
+"""Flags that people bring from other programs, and where what they wanted is here.
+
+Asked only about flags that a recipe does not have. `docs/migration/` holds the whole tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+NO_DEVICE = "the device is found, a GPU where there is one"
+FROM_DATA = "it follows from the data"
+
+REMEDIES: Mapping[str, str] = {
+    # MORPH: examples/gpu_training_example.py and MorphConfig; docs/migration/morph.md.
+    "gpu-mode": f"{NO_DEVICE}; --cpu stays on the CPU, --num-processes 4 takes four GPUs",
+    "device": f"{NO_DEVICE}; --cpu stays on the CPU, CUDA_VISIBLE_DEVICES=1 picks one",
+    "gpu-memory-fraction": "use --memory-fraction, with --auto-batch-size",
+    "enable-mixed-precision": "use --mixed-precision bf16, or fp16",
+    "precision-type": "use --mixed-precision bf16, fp16 or no",
+    "pin-memory": "batches are pinned wherever there is a GPU: leave it out",
+    "accumulation-steps": "use --gradient-accumulation-steps, or --auto-batch-size",
+    "compile-mode": "use --compile",
+    "monitor-gpu": "every line of metrics has perf/peak_memory_bytes: leave it out",
+    "num-epochs": "use --epochs",
+    "learning-rate": "use --lr",
+    "weight-decay": "use --optimizer.weight-decay",
+    "num-initial-experts": "use --experts",
+    "expert-k": "use --top-k",
+    "input-size": FROM_DATA,
+    "output-size": FROM_DATA,
+    "enable-dynamic-experts": "use the preset dynamic, or --max-experts 16; without, the population stays",
+    "expert-creation-uncertainty-threshold": "use --life.tolerated, the fraction of samples that may go uncovered",
+    "expert-similarity-threshold": "use --life.merge-distance for outputs and --life.merge-similarity for weights",
+    "dormant-steps-threshold": "use --life.min-age",
+    "min-lifetime-activations": "use --life.prune-below, a fraction of an even share",
+    "enable-sleep": "use --life.sleep or --life.no-sleep",
+    "sleep-cycle-frequency": "use --life.sleep-every",
+    "enable-adaptive-sleep": "use --life.adaptive-sleep or --life.no-adaptive-sleep",
+    "min-sleep-frequency": "use --life.min-sleep-every",
+    "max-sleep-frequency": "use --life.max-sleep-every",
+    "memory-replay-batch-size": "use --life.replay-batch-size",
+    "memory-buffer-size": "use --life.memory-size, which counts samples",
+    "replay-learning-rate": "use --life.replay-lr",
+    "knowledge-edge-decay": "use --life.edge-decay",
+    "knowledge-edge-min": "use --life.edge-floor",
+    "enable-expert-reorganization": "use --planner, which moves experts between processes",
+    "overlap-threshold": "use --planner, which moves experts between processes",
+    "specialization-threshold": "specialisation is measured and drawn, and decides nothing: leave it out",
+    "enable-meta-learning": "the original's changed nothing: leave it out",
+    "meta-learning-intervals": "the original's changed nothing: leave it out",
+}
+
+
+def remedy(flag: str) -> str | None:
+    """What to do instead of `flag`, as the end of a sentence; None where it is no flag that we know."""
+    name = flag.lstrip("-").replace("_", "-")
+    return REMEDIES.get(name) or REMEDIES.get(name.removeprefix("no-"))
