@@ -104,3 +104,21 @@ def test_each_mechanism_can_be_left_out(tmp_path: Path, mechanism: str) -> None:
     life = replace(EVENTFUL, **{mechanism: False})
     history, _, _ = run_distributed(live, 1, tmp_path / "run", 1, {"life": life})[0]
     assert mechanism not in {kind for _, kind, _ in history}
+
+
+def test_what_is_undone_leaves_no_trace(tmp_path: Path) -> None:
+    """A replay that wrecks the model is taken back whole: weights, moments, router and the sums of the line."""
+    life = replace(EVENTFUL, grow=False, merge=False, prune=False)
+    wrecking = replace(life, replay_lr=10.0, undo_above=0.0)
+    history, losses, results = run_distributed(live, 1, tmp_path / "wrecked", 1, {"life": wrecking})[0]
+    assert [kind for _, kind, _ in history].count("undone") >= 5
+    _, expected, without = run_distributed(live, 1, tmp_path / "without", 1, {"life": replace(life, replay_steps=0)})[0]
+    assert losses == expected
+    assert results["test_loss"] == without["test_loss"]
+
+
+def test_a_fresh_newborn_takes_over_as_well(tmp_path: Path) -> None:
+    life = replace(EVENTFUL, newborn="fresh")
+    history, _, results = run_distributed(live, 2, tmp_path / "run", 2, {"life": life})[0]
+    assert "grow" in {kind for _, kind, _ in history}
+    assert results["test_accuracy"] > 0.5
