@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import toolkit as tk
 from recipes import har
 from tests.helpers import ROOT, run_distributed
 from toolkit import cli
@@ -55,6 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("har")
     encoder = folder / "one" / "checkpoints" / "step-00000044" / "model.safetensors"
     frozen = {"encoder_path": encoder, "freeze_encoder": True, "class_balance": "sqrt", "hidden_dims": (8,)}
+    frozen |= {"scale_lr": 32, "schedule": tk.ScheduleConfig(warmup_epochs=1)}
     run_distributed(train, 1, folder, {"one": {}, "frozen": frozen})
     run_distributed(train, 2, folder, {"two": {}, "stopped": {}})
     return folder
@@ -103,12 +105,19 @@ def test_the_results_say_on_what_and_how_it_was_judged(runs):
     assert numbers["held_out_volunteers"] == ["made-up-04", "made-up-09"]
     assert (numbers["class_balance"], numbers["frozen"], numbers["mode"]) == ("sqrt", True, "all_channels")
     assert set(numbers["class_counts"]) == set(numbers["classes"])
-    assert (numbers["effective_batch_size"], numbers["peak_learning_rate"]) == (64, 4e-3)
     summary = (runs / "frozen" / "summary.txt").read_text()
     assert "macro-F1" in summary
     assert "made-up volunteers" in summary
     with Image.open(runs / "frozen" / "confusion.png") as picture:
         assert picture.width > 300
+
+
+def test_a_rate_that_is_meant_for_half_the_batch_is_doubled_and_warms_up(runs):
+    assert (results(runs / "one")["effective_batch_size"], results(runs / "one")["peak_learning_rate"]) == (64, 4e-3)
+    numbers = results(runs / "frozen")
+    assert (numbers["effective_batch_size"], numbers["peak_learning_rate"]) == (64, 8e-3)
+    # 11 steps of warm-up; the line of step 5 has the rate of the fifth.
+    assert metrics(runs / "frozen")[0]["train/learning_rate"] == pytest.approx(8e-3 * 5 / 12)
 
 
 def evaluate(cache: Path, mode: str) -> dict[str, Any]:
