@@ -60,7 +60,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, port: int, fn: Call
             dist.destroy_process_group()
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300) -> list[Any]:
     """Call module-level `fn(*args)` on `world_size` fresh gloo processes; returns what each rank returned.
 
     The process group is initialised; `fn` reads its rank from it. The first rank that raises fails the call with that
