@@ -81,3 +81,15 @@ def test_an_alarm_is_of_the_change_before_it_once():
     (row,) = drift_table({("split", "fixed mixture"): runs})
     assert (row["changes"], row["noticed"], row["false alarms"]) == (2, 2, 2)
     assert row["steps until noticed, median"] == 50  # of 10 and 90
+
+
+def test_tables_take_the_place_of_older_ones(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(benchmark.PAGE.read_text())
+    monkeypatch.setattr(benchmark, "PAGE", page)
+    for accuracy in (1, 2):
+        benchmark.write_page({"Accuracy": [{"arm": "replay", "percent": accuracy}]})
+    assert page.read_text().count("**Accuracy**\n\n| arm | percent |\n| --- | --- |\n| replay | 2 |\n") == 1
+    assert "| replay | 1 |" not in page.read_text()
+    assert page.read_text().startswith("# One task after another\n")
+    assert "What these figures are not" in page.read_text()
