@@ -51,7 +51,8 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, port: int, fn: Call
     torch.set_num_threads(1)
     try:
         if world_size > 1:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         pipe.send_bytes(pickle.dumps((True, fn(*args))))
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -66,7 +67,13 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     The process group is initialised; `fn` reads its rank from it. The first rank that raises fails the call with that
     rank's traceback and the others are killed, as they are when `timeout_s` runs out.
     """
-    port = free_port()
+    import torch.distributed as dist
+
+    store, port = None, free_port()
+    if world_size > 1:
+        # A store of ours has its port: one that was only found to be free may be taken by whoever starts next.
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        port = store.port
     pipes, ranks = [], []
     for rank in range(world_size):
         mine, theirs = _context.Pipe(duplex=False)
