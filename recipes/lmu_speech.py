@@ -30,9 +30,9 @@ class Config(tk.RunConfig):
     """Signals that each block of `memory` remembers; `attention` has one."""
     order: int = 8
     """Coefficients that are kept of each signal."""
-    thetas: tuple[float, ...] = (8.0, 16.0, 32.0)
+    thetas: tuple[float, ...] = (6.0, 12.0, 24.0)
     """Steps that each layer looks back on."""
-    stride: int = 2
+    stride: int = 3
     """Frames per step of `memory`."""
     dropout: float = 0.0
     """Drawn on each process by itself."""
@@ -61,7 +61,7 @@ class Config(tk.RunConfig):
 
 def fsdd() -> Config:
     """Single spoken digits, written in letters."""
-    return Config(epochs=40, batch_size=32, lr=3e-3, schedule=tk.ScheduleConfig(warmup_steps=200))
+    return Config(epochs=24, batch_size=32, lr=3e-3, schedule=tk.ScheduleConfig(warmup_steps=200))
 
 
 def connected() -> Config:
@@ -71,7 +71,7 @@ def connected() -> Config:
 
 def debug() -> Config:
     """Seconds: synthetic tones, a small model."""
-    small: Any = {"width": 48, "channels": 8, "thetas": (8.0, 16.0), "schedule": tk.ScheduleConfig()}
+    small: Any = {"width": 48, "channels": 8, "thetas": (6.0, 12.0), "schedule": tk.ScheduleConfig()}
     return replace(fsdd(), dataset="tones", epochs=3, log_every=10, **small)
 
 
@@ -105,7 +105,7 @@ def main(config: Config) -> dict[str, Any]:
             dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
         )
         order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
-        augment = tk.SpecAugment(data.mean, seed=config.seed) if config.spec_augment else None
+        augment = tk.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
         tables: Any = {"train": data.train, "test": data.test}
         trainer = tk.standard_trainer(run, task, model, **tables, augment=augment, order=order, eval_batch_size=100)
         results = trainer.fit()

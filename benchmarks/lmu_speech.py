@@ -1,0 +1,114 @@
+"""Spoken digits: characters by CTC, classes, connected digits, and each speaker held out in turn.
+
+    python benchmarks/lmu_speech.py --work DIR --arms fsdd digits connected speakers
+
+Each run is `recipes/lmu_speech.py`; its folder is DIR/<arm>-<seed or speaker>, and the same command goes on where it
+was stopped. --data-dir or $TOOLKIT_DATA_DIR holds the Free Spoken Digit Dataset. Writes benchmarks/results/lmu_speech.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.report import write_report
+from recipes.lmu_speech import Config, connected, fsdd, main
+
+SPEAKERS = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
+BEAM = 16
+ARMS = ("fsdd", "digits", "connected", "speakers")
+
+
+def configs(arm: str, seeds: int) -> dict[str, Config]:
+    """The runs of an arm, by the name of their folder."""
+    if arm == "speakers":
+        base = replace(fsdd(), dataset="fsdd", target="digits", epochs=12)
+        return {f"speaker-{speaker}": replace(base, held_out_speaker=speaker) for speaker in SPEAKERS}
+    base = connected() if arm == "connected" else replace(fsdd(), dataset="fsdd")
+    if arm == "digits":
+        base = replace(base, target="digits", epochs=12)
+    return {f"{arm}-{seed}": replace(base, seed=seed) for seed in range(seeds)}
+
+
+def train(config: Config, folder: Path, data_dir: Path | None) -> dict[str, Any]:
+    """What the run in `folder` found; trains what it has not yet."""
+    results = folder / "results.json"
+    if not results.exists():
+        main(replace(config, run_dir=folder, data_dir=data_dir, tracker="none", log_every=100))
+    found: dict[str, Any] = json.loads(results.read_text())
+    return found
+
+
+def with_beam(folder: Path, config: Config, data_dir: Path | None) -> float:
+    """The word error rate of the recogniser in `folder`, in percent, decoded with a beam."""
+    from toolkit.data import Characters, LogMel, load_speech
+    from toolkit.tasks import CTC
+    from toolkit.transcribe import load_recogniser
+
+    recogniser = load_recogniser(folder / "recogniser")
+    characters = Characters()
+    data = load_speech(
+        config.dataset,
+        data_dir,
+        features=LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels),
+        characters=characters,
+        tail_s=config.tail_s,
+        stride=config.stride,
+        agree=lambda decide: decide(),
+    )
+    task = CTC(characters.decode, blank=characters.blank, beam_size=BEAM)
+    errors = words = 0.0
+    with torch.inference_mode():
+        for rows in torch.arange(len(data.test)).split(100):
+            sums = task.evaluate(recogniser.model, data.test[rows]).sums
+            errors, words = errors + float(sums["word_errors"]), words + float(sums["words"])
+    return 100 * errors / words
+
+
+def spread(values: Sequence[float]) -> str:
+    deviation = f" (sd {statistics.stdev(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"
+
+
+def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
+    runs = {name: (config, args.work / name) for name, config in configs(arm, args.seeds).items()}
+    found = {name: train(config, folder, args.data_dir) for name, (config, folder) in runs.items()}
+    row: dict[str, object] = {"arm": arm, "runs": len(found), "epochs": next(iter(runs.values()))[0].epochs}
+    if arm in ("digits", "speakers"):
+        accuracies = {name: 100 * run["test_accuracy"] for name, run in found.items()}
+        row |= {
+            "accuracy %": spread(list(accuracies.values())),
+            "WER %": None,
+            "CER %": None,
+            "WER % with a beam": None,
+        }
+        row["each"] = {name: round(value, 2) for name, value in accuracies.items()}
+    else:
+        beams = [with_beam(folder, config, args.data_dir) for config, folder in runs.values()]
+        row |= {"accuracy %": None, "WER %": spread([100 * run["test_wer"] for run in found.values()])}
+        row |= {"CER %": spread([100 * run["test_cer"] for run in found.values()]), "WER % with a beam": spread(beams)}
+        row["each"] = {name: round(100 * run["test_wer"], 2) for name, run in found.items()}
+    row["parameters"] = next(iter(found.values()))["parameters"]
+    row["minutes each"] = round(statistics.mean(run["wall_seconds"] for run in found.values()) / 60, 1)
+    return row
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished ones are not repeated")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with fsdd/; else $TOOLKIT_DATA_DIR")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm but speakers")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    write_report("lmu_speech", [measure(arm, args) for arm in args.arms])
