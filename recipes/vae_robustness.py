@@ -19,9 +19,9 @@ import toolkit as tk
 class Config(tk.RunConfig):
     """Everything that decides a run; the fields that are shared with other recipes are inherited."""
 
-    objective: Literal["exact", "supervised", "pseudo_label"] = "exact"
-    """M2 with all classes enumerated; or the controls: the classifier on labelled images alone, or on those and on its
-    own confident answers."""
+    objective: Literal["exact", "supervised", "pseudo_label", "reference"] = "exact"
+    """M2 with all classes enumerated; the controls: the classifier on labelled images alone, or on those and its own
+    confident answers; reference: relaxed classes, and labels by the batch, which shows most labels in time."""
     labels: int = 100
     """Training images that keep their label, evenly over classes, fixed by --seed; the others have none."""
     corruption_rate: float = 0.0
@@ -34,8 +34,6 @@ class Config(tk.RunConfig):
     """Weight of virtual adversarial smoothness of the classifier; 0 turns it off."""
     smoothness_radius: float = 1.0
     """2-norm of its perturbations, of pixels between 0 and 1."""
-    pseudo_label_weight: float = 1.0
-    """Weight of the classifier's own answers, with --objective pseudo_label."""
     style_dim: int = 10
     """Dimensions of the style, which is what an image has beside its class."""
     hidden_size: int = 256
@@ -46,7 +44,7 @@ class Config(tk.RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         tk.require(0 <= self.corruption_rate <= 1, "corruption_rate", self.corruption_rate, "take a fraction, 0 to 1")
-        for name in ("supervision_weight", "smoothness_weight", "pseudo_label_weight"):
+        for name in ("supervision_weight", "smoothness_weight"):
             tk.require(getattr(self, name) >= 0, name, getattr(self, name), "take zero or more")
         tk.require(self.smoothness_radius > 0, "smoothness_radius", self.smoothness_radius, "take a positive number")
         for name in ("style_dim", "hidden_size", "classifier_hidden_size"):
@@ -55,12 +53,8 @@ class Config(tk.RunConfig):
 
 def full() -> Config:
     """Five epochs of MNIST, 100 labels."""
-    return Config(
-        epochs=5,
-        batch_size=128,
-        schedule=tk.ScheduleConfig(name="stable_decay"),
-        optimizer=tk.OptimizerConfig(max_grad_norm=None),
-    )
+    unclipped, schedule = tk.OptimizerConfig(max_grad_norm=None), tk.ScheduleConfig(name="stable_decay")
+    return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=unclipped)
 
 
 def debug() -> Config:
@@ -74,43 +68,53 @@ def supervised() -> Config:
     return replace(full(), objective="supervised")
 
 
+def reference() -> Config:
+    """The reference's model, objective, mask and schedule: not few labels in our sense."""
+    plain = tk.OptimizerConfig(max_grad_norm=None, weight_decay=0.0)
+    known = replace(full(), objective="reference", corruption="resampled", supervision_weight=50.0, seed=42)
+    return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
+
+
+def build(config: Config, num_classes: int) -> tuple[tk.SemiSupervisedVAE | tk.RelaxedVAE, tk.Task]:
+    """The model and what it learns by."""
+    sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
+    if config.objective == "reference":
+        return tk.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.RelaxedBound(config.supervision_weight)
+    if config.objective == "exact":
+        model = tk.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
+        return model, tk.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
+    own_answers = 1.0 if config.objective == "pseudo_label" else 0.0
+    return tk.SemiSupervisedVAE(style_dim=None, **sizes), tk.LabelledOnly(pseudo_label_weight=own_answers)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("vae_robustness", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
         run.describe(dataset=data.name, dataset_notice=data.notice)
-        generative = config.objective == "exact"
-        noise_shape = (config.style_dim,) if generative else ()
-        rows = tk.balanced_rows(data.train.columns["label"], config.labels, data.num_classes, seed=config.seed)
+        model, task = build(config, data.num_classes)
         few = tk.FewLabels(
             data.train,
-            rows,
+            None if config.objective == "reference" else config.labels,
             num_classes=data.num_classes,
             seed=config.seed,
             rate=config.corruption_rate,
             corruption=config.corruption,
-            noise_shape=noise_shape,
-            directions=generative and config.smoothness_weight > 0,
+            noise_shape=model.noise_shape,
+            directions=config.objective == "exact",
         )
-        model = tk.SemiSupervisedVAE(
-            num_classes=data.num_classes,
-            style_dim=config.style_dim if generative else None,
-            hidden=config.hidden_size,
-            classifier_hidden=config.classifier_hidden_size,
-            smoothness_radius=config.smoothness_radius,
-        )
-        own_answers = config.pseudo_label_weight if config.objective == "pseudo_label" else 0.0
-        task: tk.Task = tk.LabelledOnly(pseudo_label_weight=own_answers)
-        if generative:
-            task = tk.SemiSupervised(
-                supervision_weight=config.supervision_weight, smoothness_weight=config.smoothness_weight
+        test = tk.with_noise(data.test, model.noise_shape, seed=config.seed)
+        callbacks: list[tk.Callback] = [tk.StyleLeakage(test)] if model.noise_shape else []
+        usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
+        if config.objective == "reference":
+            usual["order"], mask = tk.reference_mask(
+                len(data.train), config.labels, config.batch_size, seed=config.seed
             )
-        test = tk.with_noise(data.test, noise_shape, seed=config.seed) if generative else data.test
-        leakage = [tk.StyleLeakage(data.test)] if generative else []
-        trainer = tk.standard_trainer(run, task, model, train=few.table, test=test, augment=few, callbacks=leakage)
+            callbacks.append(mask)
+        trainer = tk.standard_trainer(run, task, model, **usual)
         return run.finish(trainer.fit())
 
 
-PRESETS = {"full": full, "debug": debug, "supervised": supervised}
+PRESETS = {"full": full, "debug": debug, "supervised": supervised, "reference": reference}
 
 if __name__ == "__main__":
     tk.run_recipe(main, PRESETS, __doc__)

@@ -22,9 +22,7 @@ def digits() -> TensorTable:
 
 
 def few(**settings) -> FewLabels:
-    table = digits()
-    rows = balanced_rows(table.columns["label"], 40, CLASSES, seed=3)
-    return FewLabels(table, rows, num_classes=CLASSES, seed=3, **settings)
+    return FewLabels(digits(), 40, num_classes=CLASSES, seed=3, **settings)
 
 
 @pytest.mark.parametrize("count", [4, 10, 40, IMAGES])
@@ -58,6 +56,11 @@ def test_all_other_labels_are_out_of_reach():
     known = table.columns["label"] != UNLABELLED
     assert int(known.sum()) == 40
     assert torch.equal(table.columns["label"][known], digits().columns["label"][known])
+
+
+def test_no_number_of_labels_means_all():
+    labels = FewLabels(digits(), None, num_classes=CLASSES, seed=3)
+    assert torch.equal(labels.table.columns["label"], digits().columns["label"])
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 1.0])

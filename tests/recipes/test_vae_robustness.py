@@ -43,6 +43,7 @@ def train(folder: Path, name: str) -> None:
     vae_robustness.main(config(folder, "stopped", corruption="resampled"))
     for objective in ("supervised", "pseudo_label"):
         vae_robustness.main(config(folder, objective, objective=objective, max_steps=6))
+    vae_robustness.main(config(folder, "reference", objective="reference", labels=400, max_steps=6))
     vae_robustness.main(config(folder, "bf16", mixed_precision="bf16", gradient_accumulation_steps=2, max_steps=6))
 
 
@@ -93,10 +94,10 @@ def test_the_leakage_of_the_class_is_reported(runs):
         assert 0 <= found[name] <= 1
 
 
-@pytest.mark.parametrize("name", ["supervised", "pseudo_label", "bf16"])
+@pytest.mark.parametrize("name", ["supervised", "pseudo_label", "reference", "bf16"])
 def test_the_controls_and_other_settings_run(runs, name):
     assert results(runs / name)["steps"] == 6
-    assert ("mig" in results(runs / name)) == (name == "bf16")
+    assert ("mig" in results(runs / name)) == (name in ("reference", "bf16"))
 
 
 @pytest.mark.parametrize(

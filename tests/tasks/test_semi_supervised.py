@@ -28,8 +28,8 @@ def model(style_dim: int | None = 2) -> SemiSupervisedVAE:
 
 
 TASKS = [
-    pytest.param(SemiSupervised(supervision_weight=2.0, smoothness_weight=3.0), 2, id="exact"),
-    pytest.param(SemiSupervised(supervision_weight=2.0, smoothness_weight=0.0), 2, id="without smoothness"),
+    pytest.param(SemiSupervised(2.0, smoothness_weight=3.0), 2, id="exact"),
+    pytest.param(SemiSupervised(2.0, smoothness_weight=0.0), 2, id="without smoothness"),
     pytest.param(LabelledOnly(), None, id="supervised"),
     pytest.param(LabelledOnly(pseudo_label_weight=0.5), None, id="pseudo-labels"),
 ]
@@ -68,7 +68,7 @@ def test_every_parameter_has_a_gradient_even_of_an_empty_batch(task, style_dim):
 
 
 def test_labels_of_held_out_images_judge_the_accuracy_and_nothing_else():
-    task, network, images = SemiSupervised(supervision_weight=2.0, smoothness_weight=3.0), model(), batch()
+    task, network, images = SemiSupervised(2.0, smoothness_weight=3.0), model(), batch()
     images["label"] = images["label"].clamp_min(0)
     other = images | {"label": (images["label"] + 1) % 3}
     first, second = task.evaluate(network, images), task.evaluate(network, other)

@@ -1,6 +1,7 @@
 """What happens between the lines of the training loop; the hooks are drawn in `base`."""
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.batch_mask import BatchMask, reference_mask
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
@@ -10,6 +11,7 @@ from toolkit.callbacks.style_leakage import StyleLeakage
 from toolkit.callbacks.throughput import Throughput
 
 __all__ = [
+    "BatchMask",
     "Callback",
     "Checkpointing",
     "EarlyStopping",
@@ -18,4 +20,5 @@ __all__ = [
     "Progress",
     "StyleLeakage",
     "Throughput",
+    "reference_mask",
 ]

@@ -28,7 +28,8 @@ class StyleLeakage(Callback):
         styles, answers = [], []
         for rows in torch.arange(len(self.table)).split(BATCH):
             # All ranks see all images: a forward pass may be a collective.
-            out = trainer.model(self.table[rows]["input"].to(trainer.run.device), styles=True)
+            images, noise = (self.table[rows][name].to(trainer.run.device) for name in ("input", "noise"))
+            out = trainer.model(images, noise, styles=True)
             styles.append(out["style"].float().cpu())
             answers.append(out["logits"].argmax(-1).cpu())
         trainer.model.train()

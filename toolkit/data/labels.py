@@ -67,9 +67,10 @@ class VisitDraws:
 class FewLabels:
     """A training table of which few rows have labels, and the draws of each visit; an `Augment` for it.
 
-    `table` has the columns "input" and "label", which is -1 beside the images of `rows`, whose labels, right or wrong,
-    are all that is known. To each image of a batch a visit adds one of them ("paired_input", "paired_label"), and
-    standard normal draws: "noise" (B, *noise_shape), and "direction" (B, pixels) if `directions`.
+    `table` has the columns "input" and "label", which is -1 but for `labels` images (None: all),
+    see `balanced_rows`. These labels, right or wrong, are all that is known. To each image of a batch a visit adds one
+    of the labelled ("paired_input", "paired_label"), and standard normal draws: "noise" (B, *noise_shape), and
+    "direction" (B, pixels) if `directions`.
 
     corruption "fixed" gives `rate` of the labelled images one wrong label for good; "resampled" gives each labelled
     image a wrong label at `rate` of its visits, another one each time, which averages out.
@@ -78,7 +79,7 @@ class FewLabels:
     def __init__(
         self,
         full: TensorTable,
-        rows: Tensor,
+        labels: int | None,
         *,
         num_classes: int,
         seed: int,
@@ -87,7 +88,9 @@ class FewLabels:
         noise_shape: Sequence[int] = (),
         directions: bool = False,
     ):
-        images, known = full.columns["input"], full.columns["label"][rows]
+        images, truth = full.columns["input"], full.columns["label"]
+        rows = torch.arange(len(truth)) if labels is None else balanced_rows(truth, labels, num_classes, seed=seed)
+        known = truth[rows]
         if corruption == "fixed":
             known = corrupted(known, rate, num_classes, seed=seed)
         label = torch.full((len(full),), UNLABELLED)
@@ -122,6 +125,11 @@ class FewLabels:
 
 
 def with_noise(table: TensorTable, noise_shape: Sequence[int], *, seed: int) -> TensorTable:
-    """`table` with a column "noise" (N, *noise_shape) of standard normal draws, the same at each evaluation."""
+    """`table` with a column "noise" (N, *noise_shape) of standard normal draws, the same at each evaluation.
+
+    Without a shape, `table` as it is.
+    """
+    if not noise_shape:
+        return table
     noise = torch.randn(len(table), *noise_shape, generator=generator(seed, "evaluation noise"))
     return TensorTable(**table.columns, noise=noise)

@@ -2,6 +2,7 @@
 
 from toolkit.models.lmu import LMU, ParallelLMU, SequenceClassifier
 from toolkit.models.mlp import MLP, Pixels, ResidualClassifier
+from toolkit.models.relaxed_vae import RelaxedVAE
 from toolkit.models.speech import AttentionEncoder, MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from toolkit.models.vae import SemiSupervisedVAE
 from toolkit.models.windows import WindowClassifier, WindowEncoder, load_encoder, view_channels
@@ -13,6 +14,7 @@ __all__ = [
     "MemoryEncoder",
     "ParallelLMU",
     "Pixels",
+    "RelaxedVAE",
     "ResidualClassifier",
     "SemiSupervisedVAE",
     "SequenceClassifier",

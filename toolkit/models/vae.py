@@ -84,6 +84,7 @@ class SemiSupervisedVAE(nn.Module):
                 num_pixels=num_pixels, num_classes=num_classes, style_dim=style_dim, hidden=hidden
             )
         self.smoothness_radius = smoothness_radius
+        self.noise_shape = () if style_dim is None else (style_dim,)
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from toolkit.tasks.classification import Classification
 from toolkit.tasks.ctc import CTC
 from toolkit.tasks.language_modeling import LanguageModeling
+from toolkit.tasks.relaxed_bound import RelaxedBound
 from toolkit.tasks.semi_supervised import LabelledOnly, SemiSupervised
 from toolkit.tasks.voting import VotedClassification, class_weights
 
@@ -11,6 +12,7 @@ __all__ = [
     "Classification",
     "LabelledOnly",
     "LanguageModeling",
+    "RelaxedBound",
     "SemiSupervised",
     "VotedClassification",
     "class_weights",

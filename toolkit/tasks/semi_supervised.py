@@ -22,7 +22,7 @@ class SemiSupervised:
     `smoothness_weight` times.
     """
 
-    def __init__(self, *, supervision_weight: float, smoothness_weight: float):
+    def __init__(self, supervision_weight: float, *, smoothness_weight: float):
         self.supervision_weight, self.smoothness_weight = supervision_weight, smoothness_weight
 
     def count(self, batch: Batch) -> int:

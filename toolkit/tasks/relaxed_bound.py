@@ -1,0 +1,35 @@
+"""The reference's objective, for comparison with `SemiSupervised`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from toolkit.task import Batch, Loss
+from toolkit.tasks.classification import correct
+
+
+class RelaxedBound:
+    """The bound of `toolkit.models.RelaxedVAE`; a known class adds 1 + `supervision_weight` times its log density.
+
+    (After Narayanaswamy et al. 2017, NeurIPS, with one weight.) With the class given, all samples weigh the same.
+    Labels are those of the batch, -1 where there is none. An image's answer is the best class in the weighted mean of
+    its samples.
+    """
+
+    def __init__(self, supervision_weight: float):
+        self.supervision_weight = supervision_weight
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["input"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        label = batch["label"]
+        out = model(batch["input"], batch["noise"], label=label)
+        elbo = out["log_weight"].mean(-1)
+        known = (label != -1) * (1 + self.supervision_weight) * out["log_q"].mean(-1)
+        return Loss(-(elbo + known).sum(), len(label), sums={"elbo": elbo.sum()})
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        out = model(batch["input"], batch["noise"])
+        hits = correct(out["mean_class"], batch["label"])
+        return Loss(-out["log_weight"].mean(-1).sum(), len(batch["label"]), sums={"accuracy": hits})
