@@ -72,7 +72,7 @@ check: $(VENV)/.installed-dev ## style, types and import rules
 
 # Not benchmarks, or in need of a folder or a GPU.
 BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py record_traces.py placement_lab.py gpu_layer.py \
-	lmu_speech.py lmu_psmnist.py)
+	lmu_speech.py lmu_psmnist.py vae_robustness.py)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md

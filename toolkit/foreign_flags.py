@@ -48,6 +48,17 @@ REMEDIES: Mapping[str, str] = {
     "specialization-threshold": "specialisation is measured and drawn, and decides nothing: leave it out",
     "enable-meta-learning": "the original's changed nothing: leave it out",
     "meta-learning-intervals": "the original's changed nothing: leave it out",
+    # Robustness of semi-supervised autoencoders; docs/migration/vae.md.
+    "eval-frequency": "use --eval-every",
+    "gpu-ids": "use CUDA_VISIBLE_DEVICES=0,1 and --num-processes 2",
+    "no-multi-gpu": "one process is the usual: leave it out, or use --num-processes 1",
+    "cuda": f"{NO_DEVICE}; --cpu stays on the CPU",
+    "num-style": "use --style-dim",
+    "n-labels": "use --labels, or toolkit sweep --grid labels=100,600",
+    "corruption-rates": "use --corruption-rate, or toolkit sweep --grid corruption-rate=0,0.2",
+    "alpha-values": "use --supervision-weight, or toolkit sweep --grid supervision-weight=50,100",
+    "num-seeds": "use --seed, or toolkit sweep --num-seeds 10",
+    "seed-offset": "use --seed, or toolkit sweep --seed-offset 0",
 }
 
 
