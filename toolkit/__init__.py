@@ -43,6 +43,7 @@ _HOMES = {
         "Progress",
         "StyleLeakage",
         "Throughput",
+        "reference_mask",
     ],
     "toolkit.data": [
         "ActivityData",
@@ -71,6 +72,7 @@ _HOMES = {
         "Classification",
         "LabelledOnly",
         "LanguageModeling",
+        "RelaxedBound",
         "SemiSupervised",
         "VotedClassification",
         "class_weights",
@@ -82,6 +84,7 @@ _HOMES = {
         "MemoryEncoder",
         "ParallelLMU",
         "Pixels",
+        "RelaxedVAE",
         "ResidualClassifier",
         "SemiSupervisedVAE",
         "SequenceClassifier",
@@ -147,6 +150,7 @@ if TYPE_CHECKING:
         Progress,
         StyleLeakage,
         Throughput,
+        reference_mask,
     )
     from toolkit.cli import run_recipe
     from toolkit.config import (
@@ -190,6 +194,7 @@ if TYPE_CHECKING:
         MemoryEncoder,
         ParallelLMU,
         Pixels,
+        RelaxedVAE,
         ResidualClassifier,
         SemiSupervisedVAE,
         SequenceClassifier,
@@ -236,6 +241,7 @@ if TYPE_CHECKING:
         Classification,
         LabelledOnly,
         LanguageModeling,
+        RelaxedBound,
         SemiSupervised,
         VotedClassification,
         class_weights,
