@@ -106,7 +106,9 @@ LIFE = LifeConfig(
     memory_size=MEMORY,
     replay_lr=1e-3,
     min_age=100,
+    undo_above=0.1,
 )
+"""The tolerance, the distance at which experts merge and the number of sleeps were chosen on seeds 100 and 101."""
 SLEEP_ONLY = {"grow": False, "merge": False, "prune": False}
 ARMS = {
     "fine-tuning": Arm(settings=DENSE),

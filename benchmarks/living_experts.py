@@ -101,7 +101,9 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            life = LifeConfig(check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1)
+            life = LifeConfig(
+                check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
+            )
             config = quiet(dynamic(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0)
             config = replace(config, schedule=tk.ScheduleConfig(name="constant"), life=life, max_experts=8, cpu=True)
             with tk.start_run("living_experts", config) as run:

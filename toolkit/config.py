@@ -372,7 +372,7 @@ class LifeConfig:
     """Experts that are halved when the data shift."""
     merge: bool = True
     """Merge experts that became the same, when asleep."""
-    merge_distance: float = 0.3
+    merge_distance: float = 0.15
     """Most distance between what two such experts say: 0 is the same, 1 unrelated."""
     merge_similarity: float = 0.8
     """Least cosine between their aligned weights."""
