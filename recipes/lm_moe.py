@@ -1,6 +1,6 @@
 """A small language model of transformers (Qwen3-MoE or Mixtral) whose experts are spread over the processes there are.
 
-python recipes/lm_moe.py                                       Shakespeare byte by byte, some minutes on a CPU
+python recipes/lm_moe.py                                       Shakespeare byte by byte, a minute on a CPU
 python recipes/lm_moe.py --num-processes 4 --planner swap      experts owned, and moved while it trains
 python recipes/lm_moe.py --data-dir FOLDER --tokenizer gpt2    any text, any tokenizer
 """
@@ -26,15 +26,15 @@ class Config(tk.ExpertRunConfig):
     """Begin with the weights in this folder, or of this name on the Hub, which then decide the model's sizes."""
     tokenizer: str = "bytes"
     """bytes, or a folder or Hub name."""
-    context: int = 256
+    context: int = 128
     """Tokens in a block of text."""
-    dim: int = 128
+    dim: int = 32
     """Width of the residual stream."""
-    layers: int = 4
+    layers: int = 2
     """Blocks of attention and experts."""
-    heads: int = 4
+    heads: int = 2
     """Attention heads; two share their keys and values."""
-    sample_tokens: int = 200
+    sample_tokens: int = 100
     """Length of the samples at the end, which continue held-out text."""
     export: bool = True
     """Write ordinary weights of transformers, the tokenizer and a model card to model/ in the run's folder."""
@@ -46,16 +46,16 @@ class Config(tk.ExpertRunConfig):
 
 
 def full() -> Config:
-    """The published run: an epoch of tinyshakespeare."""
+    """The published run: two epochs of tinyshakespeare."""
+    mixture: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden_size": 64, "balance_weight": 0.01}
     schedule = tk.ScheduleConfig(warmup_steps=50)
-    return Config(batch_size=8, lr=2e-3, schedule=schedule, balance_weight=0.01, log_every=20)
+    return Config(**mixture, epochs=2, batch_size=32, lr=5e-3, schedule=schedule, log_every=20)
 
 
 def debug() -> Config:
     """Seconds: a tiny model on a little of the standard library's sources."""
-    small: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "experts": 4, "expert_hidden_size": 16}
-    short: dict[str, Any] = {"context": 32, "sample_tokens": 16, "batch_size": 32, "max_steps": 20, "log_every": 5}
-    return replace(full(), **small, **short, lr=1e-2, dataset="stdlib", export=False)
+    small: dict[str, Any] = {"dim": 16, "experts": 4, "expert_hidden_size": 16, "context": 32, "sample_tokens": 16}
+    return replace(full(), **small, max_steps=20, lr=1e-2, log_every=5, dataset="stdlib", export=False)
 
 
 def dense() -> Config:

@@ -1,14 +1,18 @@
 """The pages that say where a guide's flags went name flags that exist.
 
-A code span that begins with `--` is a flag of ours, unless it stands in the first column of a table, which is the
-guide's. It belongs to a recipe that the page names, as `recipes/<name>.py`. Whole commands have to be understood.
+A code span that begins with `--`, or with a preset, has flags of ours, unless it stands in the first column of a table,
+which is the guide's. They belong to a recipe that the page names, as `recipes/<name>.py`. Whole commands have to be
+understood.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import re
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest
 
 from tests.helpers import ROOT
 from toolkit import cli
+from toolkit.foreign_flags import REMEDIES
 
 PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
 COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")
@@ -23,28 +28,49 @@ COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")
 
 def recipes_of(text: str) -> dict[str, Any]:
     """The recipe modules that a page names."""
-    return {name: importlib.import_module(f"recipes.{name}") for name in re.findall(r"recipes/(\w+)\.py", text)}
+    return {
+        name: importlib.import_module(f"recipes.{name}") for name in re.findall(r"(?<!tests/)recipes/(\w+)\.py", text)
+    }
 
 
 def flags_of(recipe: Any) -> set[str]:
     return set(cli._flags(type(next(iter(recipe.PRESETS.values()))())))
 
 
-def our_flags(text: str) -> list[str]:
-    """The flags in code spans, save those in the first column of a table."""
+def flags_of_commands(text: str) -> set[str]:
+    """Of the parts of our command line that a page names as `toolkit <name>`."""
+    found: set[str] = set()
+    for name in set(re.findall(r"\btoolkit (\w+)", text)):
+        if (ROOT / "toolkit" / "commands" / f"{name}.py").exists():
+            written = io.StringIO()
+            with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+                importlib.import_module(f"toolkit.commands.{name}").main(["--help"])
+            found |= set(re.findall(r"--[a-z][\w-]*", written.getvalue()))
+    return found
+
+
+def our_flags(text: str, presets: Collection[str] = ()) -> list[str]:
+    """The flags in code spans that begin with one, or with a preset; not in the first column of a table."""
     found = []
     for line in text.splitlines():
         if line.startswith("|"):
             line = line.split("|", 2)[2]
-        found += re.findall(r"`(--[a-z][\w.-]*)", line)
+        for span in re.findall(r"`([^`]+)`", line):
+            words = span.split()
+            if words[0].startswith("--") or words[0] in presets:
+                found += [word.partition("=")[0] for word in words if word.startswith("--")]
     return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_flags_named_as_ours_exist_in_a_recipe_that_the_page_names(page: Path):
     text = page.read_text()
-    known = {flag for recipe in recipes_of(text).values() for flag in flags_of(recipe)}
-    unknown = [flag for flag in our_flags(text) if flag not in known]
+    recipes = recipes_of(text).values()
+    known = {flag for recipe in recipes for flag in flags_of(recipe)}
+    presets = {preset for recipe in recipes for preset in recipe.PRESETS}
+    known |= flags_of_commands(text)
+    known |= {f"--{name}" for name in REMEDIES}  # theirs, which the command line answers with ours
+    unknown = [flag for flag in our_flags(text, presets) if flag not in known]
     assert not unknown, f"{page.name} names {unknown}"
 
 
@@ -58,8 +84,8 @@ def test_commands_are_understood(page: Path):
 
 
 def test_a_flag_that_went_nowhere_would_be_found():
-    text = "| guide | here |\n|---|---|\n| `--theirs` | `--ours 3` and `--gone` |\nWrite `--also-ours`.\n"
-    assert our_flags(text) == ["--ours", "--gone", "--also-ours"]
+    text = "| guide | here |\n|---|---|\n| `--theirs` | `--ours 3` or `--gone` |\n`debug --also=1`, not `gcc --x`\n"
+    assert our_flags(text, ["debug"]) == ["--ours", "--gone", "--also"]
 
 
 def test_the_index_lists_every_page():
