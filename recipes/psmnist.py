@@ -55,7 +55,7 @@ def cell() -> Config:
 
 def debug() -> Config:
     """Seconds: the embedded digits, a small memory."""
-    small = {"order": 128, "hidden_size": 64, "dropout": 0.0, "blank_pixels": 0.1}
+    small: Any = {"order": 128, "hidden_size": 64, "dropout": 0.0, "blank_pixels": 0.1}
     return replace(parallel(), dataset="digits", epochs=3, batch_size=32, lr=5e-3, log_every=10, **small)
 
 
