@@ -48,7 +48,8 @@ def language_model_config(
         "head_dim": dim // heads,
         "max_position_embeddings": context,
         "tie_word_embeddings": False,
-        "initializer_range": dim**-0.5,  # the usual 0.02 suits a width of 2500: small experts would take long to wake up
+        # The usual 0.02 suits a width of 2,500: in small models experts would hardly answer at first.
+        "initializer_range": dim**-0.5,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
