@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Point = tuple[float, float]
+PLAIN = "#8d95a3"
+"""Of an expert that sees all classes much alike."""
 EDGES = {
     "similarity": ("alike", "#4269d0", "-"),
     "coactivation": ("fire together", "#9aa1ab", "-"),
@@ -76,7 +78,7 @@ def _draw_layer(
 
     axes.set_axis_off()
     axes.set_aspect("equal")
-    axes.set_xlim(-1.45, 1.45)
+    axes.set_xlim(-1.62, 1.62)
     axes.set_ylim(-1.42, 1.38)
     room = min(1.0, 14 / max(1, len(points)))
     radius = {id: _radius(node, room) for id, node in state.nodes.items()}
@@ -107,7 +109,7 @@ def _draw_layer(
             axes.plot(x, y, marker="x", ms=9 * room + 2, mew=2, color=INK if gone_now else GREY, zorder=3)
             _beside(axes, (x, y), 12, str(id), size=8, color=GREY)
             continue
-        colour = colours[node["top_classes"][0]] if node["top_classes"] else "#c5cad2"
+        colour = colours[node["top_classes"][0]] if _stands_out(node) else PLAIN
         new = node["born"] > 0 and node["born"] > first_step
         rim: dict[str, Any] = {"mec": INK if new else "white", "mew": 2.5 if new else 1.2}
         axes.plot(x, y, marker="o", ms=2 * radius[id], color=colour, zorder=3, **rim)
@@ -117,6 +119,11 @@ def _draw_layer(
             seen, share = 100 * node["classes"][most], 100 * node["share"]
             text = f"{seen:.0f} % class {most}\n{share:.0f} % of copies"
             _beside(axes, (x, y), radius[id] + 4, text, size=5 + 3 * room, color=INK)
+
+
+def _stands_out(node: Mapping[str, Any]) -> bool:
+    """Whether one class is twice as frequent with an expert as an even share."""
+    return bool(node["top_classes"]) and node["classes"][node["top_classes"][0]] >= 2 / len(node["classes"])
 
 
 def _beside(axes: Axes, point: Point, distance: float, text: str, *, size: float, color: str) -> None:
@@ -169,11 +176,11 @@ def _add_legend(figure: Figure, num_classes: int) -> None:
     handles += [
         dot("white", "born in this epoch", mec=INK, mew=2.2),
         Line2D([], [], lw=0, marker="x", ms=8, mew=2, color=INK, label="gone (grey: before)"),
-        dot(GREY, "size: share of copies"),
+        dot("white", "size: share of copies", mec=GREY),
         Line2D([], [], lw=0, label=f"edges: width is weight,\n{STRONGEST} strongest pairs each"),
     ]
     if num_classes:
-        handles.append(Line2D([], [], lw=0, label="most seen class:"))
+        handles += [dot(PLAIN, "no class stands out"), Line2D([], [], lw=0, label="most seen class:")]
         shown = min(num_classes, MOST_CLASSES)
         handles += [dot(colour, str(c)) for c, colour in enumerate(palette(num_classes)[:shown])]
     figure.legend(handles=handles, loc="outside right upper", fontsize=9)

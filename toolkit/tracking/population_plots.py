@@ -135,7 +135,8 @@ def _draw_classes(figure: Figure, axes: Axes, state: LayerState, title: str) -> 
         axes.set_axis_off()
         return
     grid = [[100 * fraction for fraction in state.nodes[id]["classes"]] for id in seen]
-    peak = max(map(max, grid))
+    # Four times an even share at least, so that little differences look little.
+    peak = max(*map(max, grid), min(100, 400 / len(grid[0])))
     image = axes.imshow(grid, cmap="Blues", aspect="auto", vmin=0, vmax=peak)
     if max(len(grid), len(grid[0])) <= MOST_LABELS:
         for row, values in enumerate(grid):

@@ -17,6 +17,7 @@ from toolkit.data import EvalBatches, TensorTable, TrainBatches
 from toolkit.data.streams import TaskOrder
 from toolkit.moe.expert_load import ExpertLoad
 from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.moe.lifecycle.report import PopulationReport
 from toolkit.optim import build_optimizer
 from toolkit.parallel import ShardGroups, make_shard_groups
 from toolkit.schedules import constant
@@ -73,7 +74,7 @@ def living_config(folder: Path, *, life: LifeConfig = EVENTFUL, **settings: Any)
 
 @contextmanager
 def living_trainer(
-    config: LivingRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = ()
+    config: LivingRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = (), reported: bool = False
 ) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
     with tk.start_run("living", config) as run:
         torch.manual_seed(0)
@@ -108,6 +109,7 @@ def living_trainer(
                     ExpertLoad(model),
                     Remember(memory, every=2),
                     life,
+                    *([PopulationReport(model, num_classes=CLASSES, life=life)] if reported else []),
                     tk.Evaluation(EvalBatches(table, batch_size=50, **where)),
                     tk.Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
                     *callbacks,
