@@ -3,7 +3,8 @@
     python benchmarks/lmu_speech.py --work DIR --arms fsdd digits connected speakers
 
 Each run is `recipes/lmu_speech.py`; its folder is DIR/<arm>-<seed or speaker>, and the same command goes on where it
-was stopped. --data-dir or $TOOLKIT_DATA_DIR holds the Free Spoken Digit Dataset. Writes benchmarks/results/lmu_speech.json.
+was stopped. --data-dir or $TOOLKIT_DATA_DIR holds the Free Spoken Digit Dataset. Writes
+benchmarks/results/lmu_speech.json.
 """
 
 from __future__ import annotations
