@@ -13,7 +13,6 @@ from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.foreign_flags import REMEDIES, remedy
 
-GUIDES = GUIDE + (ROOT / "docs" / "migration" / "vae.md").read_text()
 OURS = cli._flags(type(PRESETS["dynamic"]()))
 OTHERS = set(cli._flags(vae_robustness.Config)) | {"--grid", "--num-seeds", "--seed-offset"}
 """Of the other recipe whose guide is answered, and of `toolkit sweep`."""
