@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.data.batches import AugmentedTable
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.parallel import is_owned, sharding_of
@@ -37,7 +38,7 @@ def accumulation_steps(
     run: Run,
     task: Task,
     model: nn.Module,
-    table: TensorTable,
+    table: TensorTable | AugmentedTable,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> int:
     """Micro-batches per step: what the config says or, with `auto_batch_size`, as few as fit. A collective.
@@ -114,7 +115,7 @@ def _measure(
     run: Run,
     task: Task,
     model: nn.Module,
-    table: TensorTable,
+    table: TensorTable | AugmentedTable,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     sizes: Sequence[int],
 ) -> tuple[dict[int, int], int]:
@@ -139,7 +140,7 @@ class Probe:
         run: Run,
         task: Task,
         model: nn.Module,
-        table: TensorTable,
+        table: TensorTable | AugmentedTable,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     ):
         self.run, self.table = run, table

@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.batch_size import accumulation_steps
 from toolkit.callbacks import Callback, Checkpointing, EarlyStopping, Evaluation, Preemption, Progress, Throughput
-from toolkit.data.batches import Augment, EvalBatches, Order, TrainBatches
+from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer
 from toolkit.run import Run
@@ -42,11 +42,12 @@ def standard_trainer(
     stopping = config.early_stopping
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
     make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
+    source = train if augment is None else AugmentedTable(train, augment)
     batches = TrainBatches(
         train,
         batch_size=config.batch_size,
         seed=config.seed,
-        accumulation=accumulation_steps(run, task, model, train, make_optimizer),
+        accumulation=accumulation_steps(run, task, model, source, make_optimizer),
         augment=augment,
         order=order,
         **where,

@@ -112,9 +112,9 @@ class TrainBatches:
         return self.order.steps_per_epoch
 
     @property
-    def source(self) -> TensorTable | _Augmented:
+    def source(self) -> TensorTable | AugmentedTable:
         """What gives batches: the table, or the table with what `augment` makes of it."""
-        return self.table if self.augment is None else _Augmented(self.table, self.augment)
+        return self.table if self.augment is None else AugmentedTable(self.table, self.augment)
 
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
@@ -177,7 +177,7 @@ class _Rows(torch.utils.data.Sampler[Tensor]):
         return self.rows
 
 
-class _Augmented:
+class AugmentedTable:
     """A table that is asked for visits (epoch * samples + row) instead of rows."""
 
     def __init__(self, table: TensorTable, augment: Augment):
@@ -191,7 +191,7 @@ class _Augmented:
 
 
 def fetch(
-    table: TensorTable | _Augmented, rows: Iterator[Tensor], device: torch.device, num_workers: int
+    table: TensorTable | AugmentedTable, rows: Iterator[Tensor], device: torch.device, num_workers: int
 ) -> Iterator[Batch]:
     """The batches at `rows`, on `device`. Worker processes fetch ahead; without them a gather is done in line."""
     if num_workers == 0 and device.type == "cpu":
