@@ -14,6 +14,8 @@ COMMON = ["debug", "--tracker", "none", "--cpu", "--balance", "none", "--num-pro
 WAYS = {
     "swap": ["--planner", "swap", "--replan-every", "5"],
     "replicate": ["--planner", "replicate", "--replan-every", "4", "--spare-slots", "1"],
+    "affinity": ["--planner", "affinity", "--replan-every", "5"],
+    "node_aware": ["--planner", "node_aware", "--replan-every", "5"],
     "fsdp2": ["--dense-parallel", "fsdp2", "--planner", "lpt", "--replan-every", "5"],
 }
 

@@ -442,9 +442,8 @@ class LivingRunConfig(MoERunConfig):
         room = self.max_experts
         if room is None:
             return
-        require(
-            self.experts >= 1 and room >= self.experts, "max_experts", room, f"take --experts {self.experts} or more"
-        )
+        require(self.experts >= 1, "experts", self.experts, "take one or more with --max-experts")
+        require(room >= self.experts, "max_experts", room, f"take --experts {self.experts} or more")
         fits = self.top_k <= self.min_experts <= self.experts
         remedy = f"take --top-k {self.top_k} to --experts {self.experts}"
         require(fits, "min_experts", self.min_experts, remedy)

@@ -99,7 +99,7 @@ class MoE(nn.Module):
             load_E = sent_E + dropped_E
             if counts:
                 self.dropped_E = self.dropped_E.to(sent_E.device) + dropped_E
-        self.expert_stack.count(load_E, training=counts)
+        self.expert_stack.count(load_E, routing.expert_ids_TK, routing.kept_TK, training=counts)
 
 
 def make_moe(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from toolkit.trainer import Trainer
 
 
+COUNTED = frozenset({"node_of_rank", "source_load_RE", "together_EE"})
+"""What planners may ask for besides the load, by the names of their arguments."""
+
+
 @dataclass(frozen=True)
 class Migration:
     """One layer's change of placement."""
@@ -43,6 +49,25 @@ class Migration:
     former_imbalance: float
     """The same, of the placement that it replaced."""
     report: MigrationReport
+
+
+def wanted_statistics(planner: str, options: Mapping[str, Any]) -> set[str]:
+    """The planner's arguments without a default that `options` leave open, all of which training can count. Raises
+    UserError for an unknown planner, and for one that wants something else."""
+    arguments = inspect.signature(planner_named(planner)).parameters.values()
+    wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
+    if unknown := sorted(wanted - COUNTED):
+        raise UserError(
+            f"planner {planner!r} wants {', '.join(unknown)}, which training does not count: pass it among the "
+            "planner's options, or take another planner."
+        )
+    return wanted
+
+
+def _summed(value: Tensor) -> Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
 
 
 class Replanner:
@@ -63,10 +88,11 @@ class Replanner:
         guarded: bool = True,
         options: Mapping[str, Any] | None = None,
     ):
-        planner_named(planner)
+        self.options = dict(options or {})
+        self.wanted = wanted_statistics(planner, self.options)
         if every < 1:
             raise UserError(f"replan_every={every}: take one step or more.")
-        self.stacks, self.planner, self.every, self.options = dict(stacks), planner, every, dict(options or {})
+        self.stacks, self.planner, self.every = dict(stacks), planner, every
         self.guarded = guarded
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
@@ -74,6 +100,10 @@ class Replanner:
         self.planner_seconds = 0.0
         """Spent on making plans on this rank, since the start of this process."""
         self._before = {name: stack.load_E.clone() for name, stack in stacks.items()}
+        if "together_EE" in self.wanted:
+            for stack in stacks.values():
+                stack.count_together()
+        self._together = {name: stack.together_EE for name, stack in stacks.items()}
         self._ends: list[float] = []
         """When the steps of this window ended."""
 
@@ -83,14 +113,15 @@ class Replanner:
         if step % self.every or not self.stacks:
             return []
         done = []
+        statistics = self._statistics()
         loads = self._window()
         if self.guarded:
             self._set_prices(loads, optimizer)
-        for (name, stack), load_E in zip(self.stacks.items(), loads, strict=True):
+        for (name, stack), load_E, known in zip(self.stacks.items(), loads, statistics, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
             began = time.perf_counter()
-            new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **self.options)
+            new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **known, **self.options)
             self.planner_seconds += time.perf_counter() - began
             if new is None:
                 continue
@@ -100,6 +131,38 @@ class Replanner:
             )
         self.migrations += done
         return done
+
+    def _statistics(self) -> list[dict[str, Any]]:
+        """What the planner wants to know of each layer besides its load. A collective."""
+        known: list[dict[str, Any]] = []
+        for name, stack in self.stacks.items():
+            ranks, of_layer = stack.groups.ep_size, dict[str, Any]()
+            if "node_of_rank" in self.wanted:
+                per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+                of_layer["node_of_rank"] = [rank // per_node for rank in range(ranks)]
+            if "source_load_RE" in self.wanted:
+                of_layer["source_load_RE"] = self._sent_RE(name).cpu().numpy()
+            if "together_EE" in self.wanted and (together_EE := self._chosen_EE(name)) is not None:
+                of_layer["together_EE"] = together_EE.cpu().numpy()
+            self._together[name] = stack.together_EE
+            known.append(of_layer)
+        return known
+
+    def _sent_RE(self, name: str) -> Tensor:
+        """int64: routed copies since the last plan by the rank of a shard group that sent them, over all groups. A
+        collective."""
+        stack = self.stacks[name]
+        sent_RE = stack.load_E.new_zeros(stack.groups.ep_size, stack.num_experts)
+        sent_RE[stack.groups.ep_rank] = stack.load_E - self._before[name].to(stack.load_E.device)
+        return _summed(sent_RE)
+
+    def _chosen_EE(self, name: str) -> Tensor | None:
+        """How many tokens chose both of two experts since the last plan, over all ranks; None where nobody counts. A
+        collective."""
+        now_EE, before_EE = self.stacks[name].together_EE, self._together[name]
+        if now_EE is None or before_EE is None:
+            return None
+        return _summed(now_EE - before_EE.to(now_EE.device))
 
     def _window(self) -> list[Tensor]:
         """float64 (E) of each layer: the mean rows per step and shard group since the last plan. A collective."""
@@ -138,15 +201,12 @@ class Replanner:
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold. A collective."""
-        window = {}
-        for name, stack in self.stacks.items():
-            counted = stack.load_E - self._before[name].to(stack.load_E.device)
-            if dist.is_initialized():
-                dist.all_reduce(counted)
-            window[name] = counted.tolist()
         return {
             "placements": {name: stack.placement.to_dict() for name, stack in self.stacks.items()},
-            "window": window,
+            "window": {name: self._sent_RE(name).tolist() for name in self.stacks},
+            "together": {
+                name: counts.tolist() for name in self.stacks if (counts := self._chosen_EE(name)) is not None
+            },
             "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
         }
 
@@ -156,12 +216,17 @@ class Replanner:
         On as many ranks with as many slots experts go back to where they were. Elsewhere they stay where they are now,
         and the guards begin anew.
         """
+        rank = dist.get_rank() if dist.is_initialized() else 0
         for name, stack in self.stacks.items():
             if name not in state["placements"]:
                 continue
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                counted = torch.tensor(state["window"][name]).to(stack.load_E.device)
-                self._before[name] = self._before[name].to(counted.device) - counted
+            sent_RE = torch.tensor(state["window"][name]).to(stack.load_E.device)
+            if len(sent_RE) != stack.groups.ep_size:  # who sent what is of no use on other ranks
+                sent_RE = sent_RE.sum(0, keepdim=True)
+            if rank < len(sent_RE):
+                self._before[name] = self._before[name].to(sent_RE.device) - sent_RE[rank]
+            if rank == 0 and (before := self._together[name]) is not None and name in state["together"]:
+                self._together[name] = before - torch.tensor(state["together"][name], device=before.device)
             saved = ExpertPlacement.from_dict(state["placements"][name])
             if saved.slots_per_rank != stack.placement.slots_per_rank:
                 continue

@@ -31,6 +31,9 @@ class ExpertStack:
         """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
         self.last_load_E = self.load_E
         """The same, of the last forward alone."""
+        self.together_EE: Tensor | None = None
+        """float64: how many tokens chose both of two experts, on this rank over all training forwards; None until
+        somebody asks for it with `count_together`."""
         self._mark()
 
     @property
@@ -53,11 +56,22 @@ class ExpertStack:
         self.dispatcher.place(new)
         self._mark()
 
-    def count(self, load_E: Tensor, *, training: bool) -> None:
+    def count(self, load_E: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None, *, training: bool) -> None:
         """Take note of one forward."""
         self.last_load_E = load_E
-        if training:
-            self.load_E = self.load_E.to(load_E.device) + load_E
+        if not training:
+            return
+        self.load_E = self.load_E.to(load_E.device) + load_E
+        if self.together_EE is not None:
+            choices_TE = torch.zeros(len(expert_ids_TK), self.num_experts, device=load_E.device)
+            chosen_TK = torch.ones_like(expert_ids_TK) if kept_TK is None else kept_TK
+            choices_TE.scatter_(1, expert_ids_TK, chosen_TK.to(choices_TE.dtype))
+            self.together_EE = self.together_EE.to(load_E.device) + (choices_TE.T @ choices_TE).double()
+
+    def count_together(self) -> None:
+        """From now on count which experts are chosen together: one small product per forward."""
+        if self.together_EE is None:
+            self.together_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.float64)
 
     def _mark(self) -> None:
         placement, here = self.placement, self.groups.ep_rank

@@ -1,0 +1,99 @@
+"""What planners are told in training: counted over ranks and windows, across a stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.moe.layer import MoE, make_moe
+from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.planners.registry import PLANNERS, register_planner
+from toolkit.moe.replan import Replanner, wanted_statistics
+from toolkit.moe.stack import expert_stacks
+from toolkit.parallel import make_shard_groups
+
+EXPERTS, DIM, TOKENS = 4, 5, 12
+
+
+def a_layer(ep_size: int) -> MoE:
+    torch.manual_seed(0)
+    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_shard_groups(ep_size))
+    layer.router.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    return layer
+
+
+def step(layer: MoE, number: int) -> torch.Tensor:
+    """One training forward of this rank's tokens; returns what all ranks chose, rank by rank (W, T, K)."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    x_WTD = torch.randn(world, TOKENS, DIM, generator=torch.Generator().manual_seed(number))
+    layer(x_WTD[rank])
+    with torch.no_grad():
+        return torch.stack([layer.router(x_TD).expert_ids_TK for x_TD in x_WTD])
+
+
+def told(stop: bool, ep_size: int) -> tuple[list[Any], list[Any]]:
+    """What a planner heard in the second window of two steps, and what it should have; with a stop in between."""
+    heard: list[dict[str, Any]] = []
+
+    def listen(
+        load_E: Any, current: ExpertPlacement, *, together_EE: Any, source_load_RE: Any, node_of_rank: Any
+    ) -> ExpertPlacement:
+        heard.append({"load": load_E, "together": together_EE, "sources": source_load_RE, "nodes": node_of_rank})
+        return current
+
+    PLANNERS.pop("listen", None)
+    register_planner("listen")(listen)
+    layer, optimizer = a_layer(ep_size), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
+    chosen = []
+    for number in range(4):
+        chosen.append(step(layer, number))
+        replanner.after_step(number + 1, optimizer)
+        if stop and number == 2:
+            state = replanner.state_dict()
+            layer = a_layer(ep_size)
+            replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
+            replanner.load_state_dict(state, optimizer)
+    ids_NTK = torch.cat(chosen[2:], dim=1)  # (W, steps * T, K)
+    choices = torch.nn.functional.one_hot(ids_NTK, EXPERTS).sum(2).double()  # (W, N, E)
+    flat = choices.flatten(0, 1)
+    sources = choices.sum(1).unflatten(0, (-1, ep_size)).sum(0)
+    groups = len(choices) // ep_size
+    load = heard[-1]["load"]
+    got = [load, heard[-1]["together"], heard[-1]["sources"], heard[-1]["nodes"]]
+    want = [flat.sum(0) / (2 * groups), flat.T @ flat, sources, [0] * ep_size]
+    return [np.asarray(value) for value in got], [np.asarray(value) for value in want]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize(("world", "ep_size"), [(1, 1), (2, 2), (4, 2)])
+def test_planners_hear_who_sent_what_and_which_experts_were_chosen_together(
+    world: int, ep_size: int, stop: bool
+) -> None:
+    for got, want in run_distributed(told, world, stop, ep_size):
+        for mine, expected in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, expected)
+
+
+def test_every_planner_that_we_ship_can_be_told_what_it_wants() -> None:
+    for name in [name for name in PLANNERS if name != "listen"]:
+        wanted_statistics(name, {})
+
+
+def test_a_planner_that_wants_what_nobody_counts_is_refused_in_one_sentence() -> None:
+    def wishful(_load_E: Any, _current: ExpertPlacement, *, weather: str) -> ExpertPlacement:
+        raise AssertionError(weather)
+
+    PLANNERS["wishful"] = wishful
+    try:
+        with pytest.raises(UserError, match="wants weather, which training does not count"):
+            wanted_statistics("wishful", {})
+        assert wanted_statistics("wishful", {"weather": "fine"}) == set()
+    finally:
+        del PLANNERS["wishful"]
