@@ -447,7 +447,7 @@ class LivingRunConfig(MoERunConfig):
         fits = self.top_k <= self.min_experts <= self.experts
         remedy = f"take --top-k {self.top_k} to --experts {self.experts}"
         require(fits, "min_experts", self.min_experts, remedy)
-        for name, plain in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0)):
+        for name, plain in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
             value = getattr(self, name)
             require(value == plain, name, value, "leave it out, or --max-experts: experts that live have no such thing")
         require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
