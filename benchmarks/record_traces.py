@@ -2,6 +2,7 @@
 
     python benchmarks/record_traces.py FOLDER            all of them, some ten minutes on two cores
     python benchmarks/record_traces.py FOLDER mnist-     those whose name begins so
+    python benchmarks/record_traces.py FOLDER --seeds 2 3 4 5 --steps 900     others, some hours
 
 Six of `recipes/mnist_moe.py` on four processes, and six of a language model of transformers (Qwen3-MoE architecture, 16
 experts, two layers, from scratch) on Shakespeare's plays by character: each at three weights of the balance loss, none
@@ -26,16 +27,16 @@ sys.path.insert(0, str(ROOT))
 from toolkit.moe.placement import contiguous
 from toolkit.moe.traces import TraceFile
 
-STEPS, PROCESSES, EXPERTS, TOP_K = 300, 4, 16, 2
+PROCESSES, EXPERTS, TOP_K = 4, 16, 2
 
 
-def mnist(path: Path, seed: int, balance_weight: float) -> None:
+def mnist(path: Path, seed: int, balance_weight: float, steps: int) -> None:
     """The recipe as a user would start it, on four processes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         settings = {
             "--num-processes": PROCESSES,
-            "--max-steps": STEPS,
+            "--max-steps": steps,
             "--batch-size": 256,
             "--experts": EXPERTS,
             "--seed": seed,
@@ -51,7 +52,7 @@ def mnist(path: Path, seed: int, balance_weight: float) -> None:
         shutil.copy(run / "traces.npz", path)
 
 
-def language_model(path: Path, seed: int, balance_weight: float) -> None:
+def language_model(path: Path, seed: int, balance_weight: float, steps: int) -> None:
     """AdamW at 1e-3 on 16 sequences of 128 characters a step. One process plays four ranks: each fourth of the batch
     is one source, because where a token is computed does not change where it is routed."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -90,7 +91,7 @@ def language_model(path: Path, seed: int, balance_weight: float) -> None:
     load_TLSE = []
     placements = [contiguous(EXPERTS, PROCESSES)] * len(layers)
     draws = torch.Generator().manual_seed(seed)
-    for _ in range(STEPS):
+    for _ in range(steps):
         starts = torch.randint(len(ids) - 129, (16,), generator=draws)
         batch = torch.stack([ids[start : start + 128] for start in starts.tolist()])
         load_LSE.clear()
@@ -101,7 +102,7 @@ def language_model(path: Path, seed: int, balance_weight: float) -> None:
         load_TLSE.append(torch.stack(load_LSE))
     expert = sum(p[0].numel() * p.element_size() for p in next(iter(layers.values())).parameters())
     trace = TraceFile(path)
-    trace.add(torch.stack(load_TLSE).numpy(), range(STEPS), placements)
+    trace.add(torch.stack(load_TLSE).numpy(), range(steps), placements)
     trace.close(
         {
             "name": "qwen3_moe",
@@ -118,20 +119,22 @@ def language_model(path: Path, seed: int, balance_weight: float) -> None:
 
 
 RUNS = {
-    f"{name}-balance{weight:g}-seed{seed}": (record, seed, weight)
+    f"{name}-balance{weight:g}": (record, weight)
     for name, record, weights in (("mnist", mnist, (0.007, 0.001, 0.0)), ("lm", language_model, (0.01, 0.001, 0.0)))
     for weight in weights
-    for seed in (0, 1)
 }
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("prefix", nargs="?", default="")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.folder.mkdir(parents=True, exist_ok=True)
-    for name, (record, seed, weight) in RUNS.items():
-        if name.startswith(args.prefix):
-            record(args.folder / f"{name}.npz", seed, weight)
-            print(name, flush=True)
+    for name, (record, weight) in RUNS.items():
+        for seed in args.seeds:
+            if f"{name}-seed{seed}".startswith(args.prefix):
+                record(args.folder / f"{name}-seed{seed}.npz", seed, weight, args.steps)
+                print(f"{name}-seed{seed}", flush=True)
