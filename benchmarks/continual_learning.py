@@ -79,8 +79,8 @@ PICTURED = (
     "dynamic",
     "dynamic, no sleep",
 )
-OURS = ("fixed mixture", "dynamic")
-"""Arms that are set beside all others."""
+OURS = "dynamic"
+"""The arm that is set beside all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,7 @@ LIFE = LifeConfig(
     adaptive_sleep=False,
     min_sleep_every=1,
     memory_size=MEMORY,
+    merge_distance=0.3,
     replay_lr=1e-3,
     min_age=100,
     undo_above=0.1,
@@ -228,8 +229,8 @@ def best_strength(stream: str) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error."""
-    return statistics.mean(values), statistics.stdev(values) / sqrt(len(values)) if len(values) > 1 else float("nan")
+    """The mean and its standard error, of two values or more."""
+    return statistics.mean(values), statistics.stdev(values) / sqrt(len(values))
 
 
 def scores_table(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -252,10 +253,13 @@ def scores_table(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]])
 
 
 def verdicts(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], ours: str) -> list[dict[str, Any]]:
-    """`ours` beside every other arm of a stream: better or worse where the means differ by two standard errors."""
+    """`ours` beside every other arm of a stream: better or worse where the means differ by two standard errors.
+
+    Arms of a single seed are left out, as they have none.
+    """
     rows = []
     for (stream, arm), runs in results.items():
-        if arm == ours or (stream, ours) not in results:
+        if arm == ours or min(len(runs), len(results.get((stream, ours), []))) < 2:
             continue
         mine, other = ([run["average_accuracy"] for run in each] for each in (results[stream, ours], runs))
         (a, error_a), (b, error_b) = mean_and_error(mine), mean_and_error(other)
@@ -333,7 +337,7 @@ def report() -> None:
         if (cell := Cell(stream=stream, arm="elastic weights", seed=seed, strength=strength)).file.exists()
         for accuracy in [cell.result()["average_accuracy"]]
     ]
-    compared = [row for ours in OURS for row in verdicts(results, ours)]
+    compared = verdicts(results, OURS)
     tables = {
         "": scores_table(results),
         "verdicts": compared,
