@@ -104,7 +104,6 @@ LIFE = LifeConfig(
     adaptive_sleep=False,
     min_sleep_every=1,
     memory_size=MEMORY,
-    merge_distance=0.3,
     replay_lr=1e-3,
     min_age=100,
     undo_above=0.1,
@@ -184,7 +183,7 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
                 callbacks += [Replay(memory, config.batch_size), Remember(memory)]
             elif arm.method == "life":
                 # As many remembered samples are replayed as by `Replay`, but in sleep.
-                every = ends[0] // SLEEPS_PER_TASK
+                every = max(1, ends[0] // SLEEPS_PER_TASK)
                 life = replace(LIFE, sleep_every=every, replay_steps=every, **arm.life)
                 living = replace(config, life=life)
                 callbacks += tk.life_callbacks(
