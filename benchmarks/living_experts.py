@@ -124,9 +124,13 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 results = trainer.fit()
         changes = [after - before for before, after in lives.around]
         kinds = [event.kind for event in lives.history]
+        grown = [event.step for event in lives.history if event.kind == "grow"]
+        answered = sum(any(start < step <= start + per_task for step in grown) for start in ends[:-1])
         rows.append(
             {
                 "seed": seed,
+                "shifts": len(ends) - 1,
+                "answered by growth": answered,
                 "sleeps": len(changes),
                 **{kind: kinds.count(kind) for kind in ("grow", "merge", "prune", "undone")},
                 "experts at the end": results["experts_living"],
