@@ -72,7 +72,7 @@ def connected() -> Config:
 def debug() -> Config:
     """Seconds: synthetic tones, a small model."""
     small: Any = {"width": 48, "channels": 8, "thetas": (6.0, 12.0), "schedule": tk.ScheduleConfig()}
-    return replace(fsdd(), dataset="tones", epochs=3, log_every=10, **small)
+    return replace(fsdd(), dataset="tones", epochs=6, batch_size=16, lr=5e-3, log_every=10, **small)
 
 
 def guide() -> Config:

@@ -1,6 +1,7 @@
 """Sets of speech in the layouts that they are published in, small ones that are written here."""
 
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_digits_are_read_from_the_authors_folder_with_the_authors_split(tmp_path
     assert texts(data, "test") == ["ZERO", "SEVEN"]
     assert data.train.columns["label"].tolist() == [1, 3, 7]
     assert [data.speakers[i] for i in data.train.columns["speaker"]] == ["lucas", "lucas", "theo"]
+
+
+def test_choices_are_tested_on_a_part_of_the_training_split(tmp_path):
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    for digit, speaker, index in itertools.product((1, 2), ("theo", "lucas"), (0, 4, *range(10, 17))):
+        (recordings / f"{digit}_{speaker}_{index}.wav").write_bytes(encode_wav(noise(0.3 + index / 100), RATE))
+    data = load("fsdd:validation", tmp_path)
+    assert data.name == "fsdd validation"
+    # A frame per hundredth of a second tells which recording it is; 0 and 4 are for testing, and are not read.
+    assert sorted((data.test.columns["input_length"] - 53).tolist()) == sorted([10, 11, 12, 13, 14] * 4)
+    assert sorted((data.train.columns["input_length"] - 53).tolist()) == sorted([15, 16] * 4)
 
 
 def test_frames_are_as_many_as_sound_and_tail_have(tmp_path):

@@ -51,15 +51,17 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert (results["dataset"], results["parameters"]) == ("tones", 48_909)
     first, *_, last = losses(tmp_path / "whole")
-    assert last < 0.6 * first
+    # Four seeds: 0.31 to 0.35 of the first loss, 64 to 75 % of the characters wrong; a model that is silent has 100 %.
+    assert last < 0.4 * first
+    assert results["test_cer"] < 0.85
     assert {path.name for path in (tmp_path / "whole" / "recogniser").iterdir()} == {"config.json", "model.safetensors"}
-    # Stopped within the last of three epochs, and continued.
+    # Stopped within the last of six epochs, and continued.
     halfway = replace(debug(), run_dir=tmp_path / "run", tracker="none", cpu=True)
     train_step = tk.Trainer.train_step
 
     def stopping(self: tk.Trainer, batches: list) -> None:
         train_step(self, batches)
-        if self.state.step == 33:
+        if self.state.step == 165:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(tk.Trainer, "train_step", stopping)
@@ -73,7 +75,7 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
 
 def test_digits_may_be_classes(tmp_path):
     results = main(config(tmp_path / "run", target="digits", epochs=2, batch_size=32))
-    assert results["test_accuracy"] > 0.2
+    assert results["test_accuracy"] > 0.3  # four seeds: 0.41 to 0.48
     assert not (tmp_path / "run" / "recogniser").exists()
 
 

@@ -74,8 +74,9 @@ def load_speech(
     held_out_speaker: str | None = None,
     agree: Agree,
 ) -> SpeechData:
-    """The set `dataset`: "fsdd", "connected_digits", "librispeech", "gigaspeech" (with ":s" or the like for another
-    subset), "manifest", "tones"; or "auto": spoken digits where they can be had, else tones.
+    """The set `dataset`: "fsdd" (or "fsdd:validation", which tests on a part of its training split),
+    "connected_digits", "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or
+    "auto": spoken digits where they can be had, else tones.
 
     `tail_s` seconds of silence follow each utterance, so that a model that hears only the past has time to answer.
     Utterances that do not fit, because CTC needs more steps of `stride` frames or a character is unknown, are left
@@ -129,7 +130,8 @@ def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
                     raise
                 return sources.tones(), f"No spoken digits were found ({reason}); training on synthetic tones."
         if name == "fsdd":
-            return sources.find_digits(_needed(folder)), None
+            digits = sources.find_digits(_needed(folder))
+            return (sources.validation(digits) if subset == "validation" else digits), None
         if name == "connected_digits":
             return sources.connect(sources.find_digits(_needed(folder)), CONNECTED), None
         if name == "manifest":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,19 @@ def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Uttera
         if (int(index) < 5) == (split == "test"):
             samples, rate = decode(path.read_bytes(), path)
             yield Utterance(samples, rate, DIGITS[int(digit)], speaker, int(digit))
+
+
+def validation(digits: Source, recordings: int = 5) -> Source:
+    """The training split alone: the first `recordings` of each digit and speaker are what choices are tested on."""
+
+    def read(split: str) -> Iterator[Utterance]:
+        seen: Counter[tuple[int, str]] = Counter()
+        for utterance in digits.read("train"):
+            seen[utterance.label, utterance.speaker] += 1
+            if (seen[utterance.label, utterance.speaker] <= recordings) == (split == "test"):
+                yield utterance
+
+    return Source(f"{digits.name} validation", f"{digits.key}-{recordings}", read)
 
 
 def connect(digits: Source, counts: dict[str, int]) -> Source:

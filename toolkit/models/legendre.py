@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 Form = Literal["chunks", "fft", "steps"]
 CHUNK = 32
-"""Steps per chunk of the chunked form: a chunk's own part costs CHUNK * D per step, what came before it D * D."""
+"""Steps per chunk of the chunked form, which costs (CHUNK + D) * D per step and signal."""
 
 
 def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -50,8 +50,8 @@ class LegendreMemory(nn.Module):
 
     A: Tensor
     B: Tensor
-    own: Tensor
-    earlier: Tensor
+    within: Tensor
+    over_a_chunk: Tensor
 
     def __init__(self, order: int, theta: float, *, form: Form = "chunks"):
         super().__init__()
@@ -67,8 +67,9 @@ class LegendreMemory(nn.Module):
         powers = [a]
         for _ in range(CHUNK - 1):
             powers.append(a @ powers[-1])
-        self.register_buffer("own", toeplitz.flatten(0, 1).float(), persistent=False)
-        self.register_buffer("earlier", torch.cat(powers).float(), persistent=False)
+        within = torch.cat([toeplitz.flatten(0, 1), torch.cat(powers)], 1)  # (CHUNK * D, CHUNK + D)
+        self.register_buffer("within", within.float(), persistent=False)
+        self.register_buffer("over_a_chunk", powers[-1].float(), persistent=False)
         self._exact = (a, b)
         self._response = response.float()
 
@@ -112,14 +113,14 @@ class LegendreMemory(nn.Module):
     def _by_chunks(self, u: Tensor, state: Tensor) -> Tensor:
         batch, steps, channels = u.shape
         chunks = -(-steps // CHUNK)
-        padded = F.pad(u, (0, 0, 0, chunks * CHUNK - steps)).view(batch, chunks, CHUNK, channels)
-        own = padded.transpose(2, 3) @ self.own.T  # (B, chunks, C, CHUNK * D)
-        memories = []
-        for part in own.unbind(1):
-            part = part + state @ self.earlier.T
-            memories.append(part.unflatten(-1, (CHUNK, self.order)))
-            state = memories[-1][..., -1, :]
-        return torch.stack(memories, 1).transpose(2, 3).flatten(1, 2)[:, :steps]
+        padded = F.pad(u, (0, 0, 0, chunks * CHUNK - steps)).view(batch, chunks, CHUNK, channels).transpose(2, 3)
+        added = padded @ self.within[-self.order :, :CHUNK].T  # (B, chunks, C, D): by each chunk, at its end
+        before = [state]
+        for new in added.unbind(1)[:-1]:
+            before.append(before[-1] @ self.over_a_chunk.T + new)
+        known = torch.cat([padded, torch.stack(before, 1)], -1)  # (B, chunks, C, CHUNK + D)
+        memory = (known @ self.within.T).unflatten(-1, (CHUNK, self.order))
+        return memory.transpose(2, 3).flatten(1, 2)[:, :steps]
 
     def _by_fft(self, u: Tensor) -> Tensor:
         steps = u.shape[1]
