@@ -50,10 +50,10 @@ def train(config: Config, folder: Path, data_dir: Path | None) -> dict[str, Any]
     return found
 
 
-def with_beam(folder: Path, config: Config, data_dir: Path | None) -> float:
-    """The word error rate of the recogniser in `folder`, in percent, decoded with a beam."""
+def with_beam(folder: Path, config: Config, data_dir: Path | None, *, lexicon: bool) -> float:
+    """The word error rate of the recogniser in `folder`, in percent, with a beam, of words to train on or of any."""
     from toolkit.data import Characters, LogMel, load_speech
-    from toolkit.tasks import CTC
+    from toolkit.tasks import CTC, Lexicon
     from toolkit.transcribe import load_recogniser
 
     recogniser = load_recogniser(folder / "recogniser")
@@ -67,7 +67,8 @@ def with_beam(folder: Path, config: Config, data_dir: Path | None) -> float:
         stride=config.stride,
         agree=lambda decide: decide(),
     )
-    task = CTC(characters.decode, blank=characters.blank, beam_size=BEAM)
+    known = Lexicon(data.words(characters.space), characters.space) if lexicon else None
+    task = CTC(characters.decode, blank=characters.blank, beam_size=BEAM, lexicon=known)
     errors = words = 0.0
     with torch.inference_mode():
         for rows in torch.arange(len(data.test)).split(100):
@@ -83,6 +84,8 @@ def spread(values: Sequence[float]) -> str:
 
 def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
     runs = {name: (config, args.work / name) for name, config in configs(arm, args.seeds).items()}
+    if args.report:
+        runs = {name: run for name, run in runs.items() if (run[1] / "results.json").exists()}
     found = {name: train(config, folder, args.data_dir) for name, (config, folder) in runs.items()}
     row: dict[str, object] = {"arm": arm, "runs": len(found), "epochs": next(iter(runs.values()))[0].epochs}
     if arm in ("digits", "speakers"):
@@ -92,12 +95,17 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
             "WER %": None,
             "CER %": None,
             "WER % with a beam": None,
+            "WER % with a lexicon": None,
         }
         row["each"] = {name: round(value, 2) for name, value in accuracies.items()}
     else:
-        beams = [with_beam(folder, config, args.data_dir) for config, folder in runs.values()]
+        beams, listed = (
+            [with_beam(folder, config, args.data_dir, lexicon=lexicon) for config, folder in runs.values()]
+            for lexicon in (False, True)
+        )
         row |= {"accuracy %": None, "WER %": spread([100 * run["test_wer"] for run in found.values()])}
         row |= {"CER %": spread([100 * run["test_cer"] for run in found.values()]), "WER % with a beam": spread(beams)}
+        row["WER % with a lexicon"] = spread(listed)
         row["each"] = {name: round(100 * run["test_wer"], 2) for name, run in found.items()}
     row["parameters"] = next(iter(found.values()))["parameters"]
     row["minutes each"] = round(statistics.mean(run["wall_seconds"] for run in found.values()) / 60, 1)
@@ -110,6 +118,7 @@ if __name__ == "__main__":
     parser.add_argument("--data-dir", type=Path, default=None, help="folder with fsdd/; else $TOOLKIT_DATA_DIR")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm but speakers")
+    parser.add_argument("--report", action="store_true", help="train nothing, report the finished runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     write_report("lmu_speech", [measure(arm, args) for arm in args.arms])

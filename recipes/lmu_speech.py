@@ -8,12 +8,11 @@ toolkit transcribe runs/lmu_speech/... some.wav   listens with what a run has le
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import nn
 
 import toolkit as tk
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,8 @@ class Config(tk.RunConfig):
     """Hide bands and stretches of training spectrograms, change loudness and pitch."""
     beam_size: int | None = None
     """Prefixes that an evaluation keeps; None takes the best path."""
+    lexicon: bool = False
+    """Evaluate with the words of the training transcripts alone; needs a beam."""
     held_out_speaker: str | None = None
     """Train without this speaker, and test on nobody else."""
 
@@ -56,6 +57,7 @@ class Config(tk.RunConfig):
         tk.require(min(self.thetas, default=0) > 0, "thetas", self.thetas, "take positive numbers of steps")
         tk.require(0 <= self.dropout < 1, "dropout", self.dropout, "take a fraction below 1")
         tk.require(0 <= self.tail_s <= 10, "tail_s", self.tail_s, "take 0 to 10 seconds")
+        tk.require(not self.lexicon or self.beam_size is not None, "lexicon", self.lexicon, "pass --beam-size too")
         tk.require(self.encoder == "memory" or self.width % 64 == 0, "width", self.width, "take a multiple of 64")
 
 
@@ -88,29 +90,27 @@ def build(config: Config, data: tk.SpeechData, letters: tk.Characters) -> tuple[
         kind, sizes = tk.MemoryEncoder, sizes | {"channels": config.channels, "stride": config.stride}
     standardise, encoder = tk.Standardise(data.mean, data.std), kind(data.num_mels, config.width, **sizes)
     if config.target == "digits":
-        classes = tk.SpeechClassifier(standardise, encoder, data.num_digits())
-        return tk.Classification(inputs=("input", "input_length")), classes
-    task = tk.CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size)
+        task: tk.Task = tk.Classification(inputs=("input", "input_length"))
+        return task, tk.SpeechClassifier(standardise, encoder, data.num_digits())
+    lexicon = tk.Lexicon(data.words(letters.space), letters.space) if config.lexicon else None
+    task = tk.CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size, lexicon=lexicon)
     return task, tk.SpeechRecogniser(standardise, encoder, len(letters))
 
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lmu_speech", config) as run:
-        hearing, letters = tk.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels), tk.Characters()
-        how: Any = {"features": hearing, "characters": letters, "tail_s": config.tail_s, "stride": config.stride}
-        who = config.held_out_speaker
-        data = tk.load_speech(config.dataset, config.data_dir, **how, held_out_speaker=who, agree=run.agree)
+        mel, letters = tk.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels), tk.Characters()
+        how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
+        data = tk.load_speech(config.dataset, config.data_dir, **how, features=mel, characters=letters, agree=run.agree)
         task, model = build(config, data, letters)
-        run.describe(
-            dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
-        )
+        parameters = sum(p.numel() for p in model.parameters())
+        run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
         order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
         augment = tk.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
-        tables: Any = {"train": data.train, "test": data.test}
-        trainer = tk.standard_trainer(run, task, model, **tables, augment=augment, order=order, eval_batch_size=100)
-        results = trainer.fit()
+        how = {"train": data.train, "test": data.test, "augment": augment, "order": order}
+        results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()
         if run.is_main and config.dense_parallel == "ddp":
-            tk.save_recogniser(run.folder / "recogniser", model, hearing, letters, config.tail_s)
+            tk.save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
         return run.finish(results)
 
 

@@ -115,6 +115,8 @@ def test_digits_are_read_from_the_authors_folder_with_the_authors_split(tmp_path
     assert (data.name, data.notice, data.num_digits()) == ("fsdd", None, 8)
     assert texts(data) == ["ONE", "THREE", "SEVEN"]
     assert texts(data, "test") == ["ZERO", "SEVEN"]
+    letters = Characters()
+    assert {letters.decode(word) for word in data.words(letters.space)} == {"ONE", "THREE", "SEVEN"}
     assert data.train.columns["label"].tolist() == [1, 3, 7]
     assert [data.speakers[i] for i in data.train.columns["speaker"]] == ["lucas", "lucas", "theo"]
 

@@ -85,7 +85,7 @@ def test_the_guides_encoder_trains_too(tmp_path):
 
 
 def test_a_speaker_is_held_out_by_name(tmp_path):
-    results = main(config(tmp_path / "run", held_out_speaker="voice 2", max_steps=1))
+    results = main(config(tmp_path / "run", held_out_speaker="voice 2", max_steps=1, beam_size=2, lexicon=True))
     assert results["dataset"] == "tones without voice 2"
 
 
@@ -103,6 +103,7 @@ def test_every_preset_is_a_valid_configuration():
     [
         ({"width": 0}, "--width 0: take one or more"),
         ({"beam_size": 0}, "--beam-size 0: take one or more"),
+        ({"lexicon": True}, "--lexicon True: pass --beam-size too"),
         ({"thetas": ()}, "--thetas .*: take positive numbers of steps"),
         ({"dropout": 1.0}, "--dropout 1.0: take a fraction below 1"),
         ({"tail_s": -1.0}, "--tail-s -1.0: take 0 to 10 seconds"),

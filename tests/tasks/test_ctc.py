@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.metrics import MetricSums
 from toolkit.tasks import CTC
 from toolkit.tasks.ctc import count_errors
-from toolkit.tasks.decoding import beam_search, best_path, log_probability
+from toolkit.tasks.decoding import Lexicon, beam_search, best_path, log_probability
 
 TEXT, BLANK = "AB ", 3
 
@@ -90,6 +90,19 @@ def test_a_beam_adds_up_alignments_where_the_best_path_counts_one():
     labels, value = beam_search(log_probs, 1, beam_size=4)
     assert labels == [0]
     assert value == pytest.approx(math.log(0.64), abs=1e-5)
+
+
+@given(steps=st.integers(1, 6), seed=st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_with_a_lexicon_a_wide_beam_finds_the_most_probable_words_of_it(steps, seed):
+    log_probs = random_outputs(steps, 4, seed)
+    lexicon = Lexicon([(0, 1), (1,), (0, 0)], space=2)
+    written = [" ".join(words) for n in range(4) for words in itertools.product(("AB", "B", "AA"), repeat=n)]
+    probabilities = exhaustively(log_probs, BLANK)
+    found, value = beam_search(log_probs, BLANK, 10_000, lexicon)
+    allowed = {text: probabilities.get(tuple(TEXT.index(c) for c in text), 0.0) for text in written}
+    assert allowed[decode(found)] == pytest.approx(max(allowed.values()), rel=1e-4)
+    assert value == pytest.approx(math.log(max(allowed.values())), abs=1e-4)
 
 
 # --- loss and error rates ------------------------------------------------------------------------------------------

@@ -33,6 +33,11 @@ class Characters:
     def blank(self) -> int:
         return len(self.vocabulary)
 
+    @property
+    def space(self) -> int:
+        """Its id. Raises ValueError for a vocabulary without one."""
+        return self.vocabulary.index(" ")
+
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {character: i for i, character in enumerate(self.vocabulary)}

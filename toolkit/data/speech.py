@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -52,6 +53,13 @@ class SpeechData:
         if int(labels.min()) < 0:
             raise UserError(f"--target digits: {self.name} is not made of single digits: use --target characters.")
         return int(labels.max()) + 1
+
+    def words(self, space: int) -> set[tuple[int, ...]]:
+        """The words of the training transcripts, as ids of their characters."""
+        target = self.train.ragged["target"]
+        every, places = target.values.tolist(), zip(target.starts.tolist(), target.lengths.tolist(), strict=True)
+        apart = (itertools.groupby(every[start : start + n], lambda label: label != space) for start, n in places)
+        return {tuple(word) for text in apart for is_word, word in text if is_word}
 
     def hold_out(self, speaker: str) -> SpeechData:
         """Train on all recordings of everybody else, test on all of `speaker`'s. Raises UserError for a stranger."""

@@ -2,6 +2,7 @@
 
 from toolkit.tasks.classification import Classification
 from toolkit.tasks.ctc import CTC
+from toolkit.tasks.decoding import Lexicon
 from toolkit.tasks.language_modeling import LanguageModeling
 from toolkit.tasks.relaxed_bound import RelaxedBound
 from toolkit.tasks.semi_supervised import LabelledOnly, SemiSupervised
@@ -12,6 +13,7 @@ __all__ = [
     "Classification",
     "LabelledOnly",
     "LanguageModeling",
+    "Lexicon",
     "RelaxedBound",
     "SemiSupervised",
     "VotedClassification",

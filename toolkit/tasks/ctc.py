@@ -11,18 +11,26 @@ from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.task import Batch, Loss
-from toolkit.tasks.decoding import beam_search, best_path
+from toolkit.tasks.decoding import Lexicon, beam_search, best_path
 
 
 class CTC:
     """The loss in nats per utterance (Graves et al. 2006, ICML, eq. 8), and word and character error rates.
 
-    `decode` turns ids into text. An evaluation takes the best path, or with `beam_size` a beam of prefixes. Errors and
-    words are added up over all utterances and ranks before they are divided.
+    `decode` turns ids into text. An evaluation takes the best path, or with `beam_size` a beam of prefixes, which a
+    `lexicon` may hold to its words. Errors and words are added up over all utterances and ranks before they are
+    divided.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], *, blank: int, beam_size: int | None = None):
-        self.decode, self.blank, self.beam_size = decode, blank, beam_size
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        blank: int,
+        beam_size: int | None = None,
+        lexicon: Lexicon | None = None,
+    ):
+        self.decode, self.blank, self.beam_size, self.lexicon = decode, blank, beam_size, lexicon
         try:
             import jiwer  # noqa: F401
         except ImportError:
@@ -52,7 +60,7 @@ class CTC:
         if self.beam_size is None:
             return best_path(log_probs, steps, self.blank)
         return [
-            beam_search(row[:length], self.blank, self.beam_size)[0]
+            beam_search(row[:length], self.blank, self.beam_size, self.lexicon)[0]
             for row, length in zip(log_probs, steps.tolist(), strict=True)
         ]
 

@@ -1,4 +1,4 @@
-"""From the outputs of CTC to labels: the best path, and a beam of prefixes.
+"""From the outputs of CTC to labels: the best path, and a beam of prefixes, of any words or of a list of them.
 
 Letters: B batch, T steps, V labels, one of which is the blank.
 """
@@ -6,13 +6,43 @@ Letters: B batch, T steps, V labels, one of which is the blank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 Labels = tuple[int, ...]
+
+
+class Lexicon:
+    """The words that may be written, with one `space` between any two."""
+
+    def __init__(self, words: Iterable[Sequence[int]], space: int):
+        self.words = {tuple(word) for word in words}
+        self.space = space
+        self._next: dict[Labels, set[int]] = {(): set()}
+        for word in self.words:
+            for length, label in enumerate(word):
+                self._next.setdefault(word[:length], set()).add(label)
+            self._next.setdefault(word, set()).add(space)
+
+    def last_word(self, labels: Labels) -> Labels:
+        """What follows the last space."""
+        return labels[len(labels) - labels[::-1].index(self.space) :] if self.space in labels else labels
+
+    def next(self, labels: Labels) -> set[int]:
+        """What may follow."""
+        return self._next[self.last_word(labels)]
+
+    def has(self, labels: Labels) -> bool:
+        """Whether `labels` are words of the list, one space between any two."""
+        while self.space in labels:
+            end = labels.index(self.space)
+            if labels[:end] not in self.words:
+                return False
+            labels = labels[end + 1 :]
+        return labels in self.words
 
 
 def best_path(log_probs: Tensor, steps: Tensor, blank: int) -> list[list[int]]:
@@ -31,11 +61,14 @@ def log_probability(log_probs: Tensor, labels: Sequence[int], blank: int) -> flo
     return -F.ctc_loss(log_probs[:, None].cpu(), target, *lengths, blank=blank, reduction="sum").item()
 
 
-def beam_search(log_probs: Tensor, blank: int, beam_size: int) -> tuple[list[int], float]:
+def beam_search(
+    log_probs: Tensor, blank: int, beam_size: int, lexicon: Lexicon | None = None
+) -> tuple[list[int], float]:
     """The most probable labels for (T, V) among those that a beam of prefixes finds, with their log-probability.
 
     Alignments of the same prefix are one entry, whose probability is their sum (Graves and Jaitly 2014, ICML,
-    algorithm 1, without a language model). The best path is a candidate too, so the answer is never less probable.
+    algorithm 1, without a language model). The best path is a candidate too, so the answer is never less probable,
+    unless a `lexicon` has not all of its words; nothing at all can always be said.
     """
     log_probs = log_probs.detach().cpu()
     # Prefix -> log-probability of its alignments that end in a blank, and of those that do not.
@@ -49,19 +82,17 @@ def beam_search(log_probs: Tensor, blank: int, beam_size: int) -> tuple[list[int
 
         for prefix, (ends_blank, ends_label) in beam.items():
             either = _log_add(ends_blank, ends_label)
-            for label, value in enumerate(step):
-                if label == blank:
-                    add(prefix, either + value, -math.inf, grown)
-                elif prefix and label == prefix[-1]:  # goes on, or comes anew after a blank
-                    add(prefix, -math.inf, ends_label + value, grown)
-                    add((*prefix, label), -math.inf, ends_blank + value, grown)
-                else:
-                    add((*prefix, label), -math.inf, either + value, grown)
+            add(prefix, either + step[blank], ends_label + step[prefix[-1]] if prefix else -math.inf, grown)
+            for label in lexicon.next(prefix) if lexicon else range(len(step)):
+                if label != blank:  # the same label comes anew only after a blank
+                    before = ends_blank if prefix and label == prefix[-1] else either
+                    add((*prefix, label), -math.inf, before + step[label], grown)
         best = sorted(grown.items(), key=lambda entry: _log_add(*entry[1]), reverse=True)[:beam_size]
         beam = dict(best)
     path = best_path(log_probs[None], torch.tensor([len(log_probs)]), blank)[0]
     # Scored anew, because a beam forgets alignments of prefixes that it dropped on the way.
-    scored = {labels: log_probability(log_probs, labels, blank) for labels in {*beam, tuple(path)}}
+    found = {labels for labels in {(), *beam, tuple(path)} if lexicon is None or not labels or lexicon.has(labels)}
+    scored = {labels: log_probability(log_probs, labels, blank) for labels in found}
     labels = max(scored, key=lambda labels: (scored[labels], labels))
     return list(labels), scored[labels]
 
