@@ -125,7 +125,9 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
         changes = [after - before for before, after in lives.around]
         kinds = [event.kind for event in lives.history]
         grown = [event.step for event in lives.history if event.kind == "grow"]
-        answered = sum(any(start < step <= start + per_task for step in grown) for start in ends[:-1])
+        # The coming samples are looked at, so a shift may be seen a look before it begins.
+        first, last = -life.check_every, per_task - life.check_every
+        answered = sum(any(first < step - start <= last for step in grown) for start in ends[:-1])
         rows.append(
             {
                 "seed": seed,
