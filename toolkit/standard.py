@@ -8,7 +8,16 @@ from functools import partial
 from torch import nn
 
 from toolkit.batch_size import accumulation_steps
-from toolkit.callbacks import Callback, Checkpointing, EarlyStopping, Evaluation, Preemption, Progress, Throughput
+from toolkit.callbacks import (
+    BarrierWait,
+    Callback,
+    Checkpointing,
+    EarlyStopping,
+    Evaluation,
+    Preemption,
+    Progress,
+    Throughput,
+)
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer
@@ -73,6 +82,7 @@ def standard_trainer(
         max_grad_norm=config.optimizer.max_grad_norm,
         log_every=config.log_every,
         callbacks=[
+            BarrierWait(),
             *callbacks,
             Throughput(),
             Evaluation(

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.helpers import run_distributed
 from tests.tracking.toy import STEPS_PER_EPOCH, train
-from toolkit.callbacks import Callback, Evaluation, Progress, Throughput
+from toolkit.callbacks import BarrierWait, Callback, Evaluation, Progress, Throughput
 from toolkit.callbacks import progress as progress_module
 from toolkit.callbacks import throughput as throughput_module
 from toolkit.config import RunConfig
@@ -123,6 +125,34 @@ def test_throughput_counts_training_and_not_evaluation(tmp_path, clock):
     assert (results["steps"], results["samples"], results["epochs"]) == (20, 1280, 2.0)
     # A window ends with the epoch, before the evaluation.
     assert results["train_seconds"] == 20.0
+
+
+def barrier_wait() -> dict[str, float]:
+    """Five steps of two seconds; rank 1 is done two seconds after rank 0. An ordinary step is rank 0's alone."""
+    rank = dist.get_rank()
+    readings = iter([100.0, 110.0 + 2 * rank, 112.0, 112.0])
+    throughput_module.time = SimpleNamespace(perf_counter=readings.__next__)
+    recorded: dict[str, float] = {}
+    run = SimpleNamespace(device=torch.device("cpu"), world_size=dist.get_world_size())
+    trainer = SimpleNamespace(run=run, state=TrainState(), at_log_step=False, record=recorded.__setitem__)
+    callback = BarrierWait()
+    callback.on_step_start(trainer, [])
+    trainer.state.step = 4
+    if rank == 0:
+        callback.on_step_end(trainer)
+    assert recorded == {}
+    trainer.state.step, trainer.at_log_step = 5, True
+    callback.on_step_end(trainer)
+    return {name: float(value) for name, value in recorded.items()}
+
+
+def test_the_wait_for_the_slowest_is_a_share_of_a_step_and_its_mean_is_the_same_on_all_ranks():
+    assert run_distributed(barrier_wait, 2) == [{"perf/barrier_wait_share": 0.5}] * 2
+
+
+def test_one_process_waits_for_nobody(tmp_path):
+    train(config(tmp_path), BarrierWait(), epochs=1)
+    assert not any("perf/barrier_wait_share" in line for line in read_metrics(tmp_path / "metrics.jsonl"))
 
 
 def test_memory_is_that_of_this_process(tmp_path):

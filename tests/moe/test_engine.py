@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.moe.engine import ExpertParallel
+from toolkit.moe.expert_load import ExpertLoad
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.parallel import EMPTY_ROW, sharding_of
 
@@ -284,6 +286,45 @@ def save_and_load(folder: Path, ep_size: int, then: int) -> float:
 
 def test_what_one_layout_saved_another_loads_without_a_difference(tmp_path: Path) -> None:
     assert run_distributed(save_and_load, 2, tmp_path, 2, 1) == [0.0, 0.0]
+
+
+def metrics_beside_the_callback() -> tuple[Any, ...]:
+    """What `metrics` returns before training, after every third step, and once more; and what `ExpertLoad` records."""
+    accelerator = Accelerator(cpu=True)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    experts = ExpertParallel(accelerator, placement=place("uneven"))
+    model, optimizer = experts.prepare(model, optimizer)
+    load = ExpertLoad(accelerator.unwrap_model(model))
+    recorded: dict[str, Any] = {}
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(step=0), batches=SimpleNamespace(steps_per_epoch=99), record=recorded.__setitem__
+    )
+    before, lines = experts.metrics(), []
+    for step in range(1, STEPS + 1):
+        model(torch.randn(4 + step, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer.state.step, trainer.at_log_step = step, step % 3 == 0
+        load.on_step_end(trainer)
+        if trainer.at_log_step:
+            numbers = {name: value for name, value in recorded.items() if not isinstance(value, list)}
+            lines.append((experts.metrics(), numbers))
+            recorded.clear()
+    return before, lines, experts.metrics()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_plain_loop_reads_what_the_callback_records(world: int) -> None:
+    ranks = run_distributed(metrics_beside_the_callback, world)
+    assert ranks == [ranks[0]] * world
+    before, lines, after = ranks[0]
+    assert before == after == {}
+    assert len(lines) == 2
+    for read, recorded in lines:
+        assert read == recorded
+        assert ("moe/rank_imbalance" in read) == (world > 1)
+    assert lines[0][0]["moe/max_load_over_mean"] != lines[1][0]["moe/max_load_over_mean"]
 
 
 def stopped_and_continued(folder: Path) -> tuple[Any, ...]:

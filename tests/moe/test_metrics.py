@@ -18,6 +18,7 @@ from toolkit.config import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe import dispatch, make_moe
+from toolkit.moe.dispatch import sort_by_slot
 from toolkit.moe.expert_load import ExpertLoad
 from toolkit.moe.forwards import ForwardLoads
 from toolkit.moe.imbalance import rank_imbalance
@@ -33,6 +34,7 @@ from toolkit.moe.metrics import (
 from toolkit.moe.placement import ExpertPlacement, contiguous
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
+from toolkit.moe.stack import crossings
 from toolkit.moe.traces import TraceRecorder, read_trace
 from toolkit.moe.traffic import Traffic, migration_cost, traffic
 from toolkit.optim import build_optimizer
@@ -44,6 +46,7 @@ from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
 
 DIM, EXPERTS, BATCH, STEPS, LINE, PLAN = 8, 6, 32, 9, 3, 4
+RANKS_PER_NODE = 2
 
 # (processes, ep_size, accumulation, placement, planner, recompute)
 CASES = [
@@ -80,10 +83,10 @@ class TwoMixtures(nn.Module):
 
 
 class Meter(Callback):
-    """Counts what is sent to others where it is sent, and which rows arrive."""
+    """Counts what is sent to others where it is sent, which rows arrive, and how many other nodes tokens visit."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = self.visits = 0
         self.received: list[int] = []
         self.original = original = dispatch._exchange
 
@@ -93,9 +96,22 @@ class Meter(Callback):
             return original(rows, sent, received, group)
 
         dispatch._exchange = metered
+        self.original_slots_of = slots_of = dispatch.AllToAllDispatcher.slots_of
+
+        def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+            slots_TK = slots_of(dispatcher, ids_TK, kept_TK)
+            first = dist.get_rank() - dispatcher.groups.ep_rank
+            here = dist.get_rank() // RANKS_PER_NODE
+            for slots in slots_TK.tolist():
+                nodes = {(first + slot // dispatcher.stride) // RANKS_PER_NODE for slot in slots}
+                self.visits += len(nodes - {here})
+            return slots_TK
+
+        dispatch.AllToAllDispatcher.slots_of = watched  # type: ignore[method-assign]
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         dispatch._exchange = self.original
+        dispatch.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
 
 
 def train(folder: Path, ep_size: int, accumulation: int, placement: str, planner: str, recompute: bool) -> Any:
@@ -127,14 +143,14 @@ def train(folder: Path, ep_size: int, accumulation: int, placement: str, planner
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=LINE,
             callbacks=[
-                ExpertLoad(model, ranks_per_node=2),
+                ExpertLoad(model, ranks_per_node=RANKS_PER_NODE),
                 TraceRecorder(model),
                 Replan(model, planner=planner, every=PLAN, guarded=False),
                 meter,
             ],
         )
         results = trainer.fit()
-    return meter.bytes, meter.received, results
+    return meter.bytes, meter.received, results, meter.visits
 
 
 def run_cases(folder: Path) -> dict[int, Any]:
@@ -178,7 +194,7 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         # Rows: dispatch, combine and their backwards, and the dispatch that is computed again, of each forward.
         row_bytes = 4 * DIM
         assert trace.row_bytes == [RowBytes(row_bytes, row_bytes)] * 2
-        for rank, (sent, received, _) in enumerate(ranks):
+        for rank, (sent, received, *_) in enumerate(ranks):
             mine = counts.received_FLW[:, :, rank]
             if not recompute:
                 assert sum(received) == 2 * (mine.sum() + counts.sent_LWR[:, rank].sum())
@@ -199,7 +215,16 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         for name in ("moe/all_to_all_bytes_per_step", "moe/local_bytes_per_step"):
             assert round(sum(line[name] for line in live) * LINE) == sums[name]
         if not recompute:
-            assert sums["moe/all_to_all_bytes_per_step"] == sum(sent for sent, _, _ in ranks)
+            assert sums["moe/all_to_all_bytes_per_step"] == sum(sent for sent, *_ in ranks)
+        copies_of_line = 2 * 2 * BATCH * LINE
+        deduplicated = [line["moe/cross_node_fraction_deduplicated"] for line in live]
+        visits = sum(visits for *_, visits in ranks)
+        assert sum(round(fraction * copies_of_line) for fraction in deduplicated) == visits
+        every_copy = [line["moe/cross_node_fraction"] for line in live]
+        if ep_size > RANKS_PER_NODE:
+            assert all(0 < once < each for once, each in zip(deduplicated, every_copy, strict=True))
+        else:
+            assert deduplicated == every_copy == [0.0] * len(live)
         results = ranks[0][2]
         assert sum(line["moe/migration_bytes"] for line in live) == migrated[1]
         assert live[-1]["moe/migration_bytes_per_step"] == migrated[1] / STEPS
@@ -263,6 +288,29 @@ def test_replicas_cost_memory_and_bytes_for_each_copy_beyond_the_first():
     }
 
 
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 2, 3], [0, 0, 0, 0]])
+@pytest.mark.parametrize("some_are_dropped", [False, True])
+def test_a_token_that_visits_a_node_twice_crosses_once(nodes, some_are_dropped):
+    draws = torch.Generator().manual_seed(1)
+    peers, stride, here = 4, 3, 2
+    slots_TK = torch.randint(peers * stride, (50, 3), generator=draws)
+    kept_TK = torch.rand(50, 3, generator=draws) < 0.6 if some_are_dropped else torch.ones(50, 3, dtype=torch.bool)
+    order = sort_by_slot(slots_TK, peers * stride, kept_TK if some_are_dropped else None)
+    if some_are_dropped:
+        order = order.without_dropped(int(kept_TK.sum()))
+    expected = sum(
+        len({nodes[slot // stride] for slot, kept in zip(*pair, strict=True) if kept} - {nodes[here]})
+        for pair in zip(slots_TK.tolist(), kept_TK.tolist(), strict=True)
+    )
+    assert crossings(order, torch.tensor(nodes), here=here) == expected
+    assert expected > 0 or len(set(nodes)) == 1
+
+
+def test_no_tokens_cross_nowhere():
+    order = sort_by_slot(torch.zeros(0, 2, dtype=torch.int64), 4)
+    assert crossings(order, torch.tensor([0, 1]), here=0) == 0
+
+
 def test_an_expert_below_a_tenth_of_its_fair_share_is_dead():
     assert expert_metrics(np.array([[1000] * 49 + [95]]))["moe/dead_experts"] == 1
     assert expert_metrics(np.array([[1000] * 49 + [105]]))["moe/dead_experts"] == 0
@@ -274,7 +322,7 @@ def test_copies_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
     forwards = ForwardLoads(layer)
     for _ in range(2):
         layer(torch.randn(12, DIM))
-    ((_, sent_FLE, dropped_FLE),) = forwards.take()
+    ((_, sent_FLE, dropped_FLE, _),) = forwards.take()
     assert forwards.may_drop
     assert (sent_FLE.sum(0)[0] + dropped_FLE.sum(0)[0]).tolist() == layer.load_E.tolist()
     assert dropped_FLE.sum(0)[0].tolist() == layer.dropped_E.tolist()

@@ -8,9 +8,10 @@ from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.style_leakage import StyleLeakage
-from toolkit.callbacks.throughput import Throughput
+from toolkit.callbacks.throughput import BarrierWait, Throughput
 
 __all__ = [
+    "BarrierWait",
     "BatchMask",
     "Callback",
     "Checkpointing",

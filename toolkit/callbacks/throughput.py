@@ -20,7 +20,55 @@ if TYPE_CHECKING:
     from toolkit.trainer import Trainer
 
 
-class Throughput(Callback):
+class _Window(Callback):
+    """Steps that follow each other, with neither an evaluation nor a save between them."""
+
+    def __init__(self) -> None:
+        self._begin_at = (0.0, 0, 0)
+        """Seconds on the host's clock, step and samples; 0 seconds before the first step."""
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        if self._begin_at[0] == 0.0:
+            # A checkpoint may be loaded after `on_fit_start`.
+            self._begin(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
+
+
+class BarrierWait(_Window):
+    """Records `perf/barrier_wait_share` with each line of metrics of several processes: how long a rank that is done
+    with the line's last step waits for the slowest, over the time of a step; mean over ranks.
+
+    One barrier a line, none on other steps. To be put before all callbacks that wait for other ranks. Ranks also wait
+    for each other within a step, in every exchange: that is not in it, `moe/rank_imbalance` tells.
+    """
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        steps = trainer.state.step - self._begin_at[1]
+        if not trainer.at_log_step or trainer.run.world_size == 1 or steps == 0:
+            return
+        if trainer.run.device.type != "cpu":
+            torch.accelerator.synchronize()
+        done = time.perf_counter()
+        # A reduction whose result is read holds the host on every backend, as a barrier of NCCL may not.
+        barrier = torch.zeros((), device=trainer.run.device)
+        dist.all_reduce(barrier)
+        barrier.item()
+        step_seconds = (done - self._begin_at[0]) / steps
+        share = torch.tensor((time.perf_counter() - done) / step_seconds, device=trainer.run.device)
+        dist.all_reduce(share)
+        trainer.record("perf/barrier_wait_share", share / trainer.run.world_size)
+        self._begin(trainer)
+
+
+class Throughput(_Window):
     """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
     `perf/step_time_worst_rank_ms`; `perf/step_time_median_ms` and `perf/step_time_p95_ms` of this rank's steps, one
     by one (on a GPU as the host issues them, which may run ahead).
@@ -31,18 +79,13 @@ class Throughput(Callback):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._samples = self._seconds = 0.0
-        self._begin_at = (0.0, 0, 0)
         self._ends: list[float] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.run.device)
-
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
-        if self._begin_at[0] == 0.0:
-            # A checkpoint may be loaded after `on_fit_start`.
-            self._begin(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
         self._ends.append(time.perf_counter())
@@ -68,12 +111,6 @@ class Throughput(Callback):
         trainer.record("perf/peak_memory_bytes", peak_memory_bytes(trainer.run.device))
         self._begin(trainer)
 
-    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
-        self._begin(trainer)
-
-    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
-        self._begin(trainer)
-
     def on_fit_end(self, trainer: Trainer) -> None:
         peak = torch.tensor(float(peak_memory_bytes(trainer.run.device)), device=trainer.run.device)
         if dist.is_initialized():
@@ -88,7 +125,7 @@ class Throughput(Callback):
         }
 
     def _begin(self, trainer: Trainer) -> None:
-        self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
+        super()._begin(trainer)
         self._ends = []
 
     def state_dict(self) -> dict[str, Any]:

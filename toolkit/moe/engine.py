@@ -22,6 +22,7 @@ from toolkit import parallel
 from toolkit.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.launch import launched_world
+from toolkit.moe.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.moe.stack import ExpertStack
@@ -78,6 +79,7 @@ class ExpertParallel:
         self.replanner: Replanner | None = None
         self.steps = 0
         """Optimizer steps since `prepare`."""
+        self._meter: LoadMeter | None = None
 
     @property
     def migrations(self) -> list[Migration]:
@@ -136,6 +138,17 @@ class ExpertParallel:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return parallel.clip_grad_norm_(listed, max_norm)
 
+    def metrics(self) -> dict[str, float]:
+        """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
+
+        The first call begins to listen and returns nothing, as does one without training forwards since the last.
+        """
+        if self._meter is None:
+            self._meter = LoadMeter(self._model)
+            self._meter.begin(self.steps)
+        self._meter.fold()
+        return self._meter.read(self.steps)[1]
+
     def save(self, folder: Path | str, **extra: Any) -> None:
         """Write model, optimizer, placement and `extra` (plain JSON values) as a checkpoint. A collective."""
         replanner = self.replanner.state_dict() if self.replanner else None
@@ -146,6 +159,8 @@ class ExpertParallel:
         """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`."""
         state = load_tensors(folder, self._model, self._optimizer)
         self.steps = state["steps"]
+        if self._meter is not None:
+            self._meter.begin(self.steps)
         if self.replanner and state["replanner"]:
             self.replanner.load_state_dict(state["replanner"], self._optimizer)
         extra: dict[str, Any] = state["extra"]
@@ -218,5 +233,7 @@ class ExpertParallel:
     def _after_step(self) -> None:
         self.steps += 1
         parallel.refresh_copies(self.expert_parameters())
+        if self._meter is not None:
+            self._meter.fold_when_many()
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizer)

@@ -25,6 +25,8 @@ class Forwards(NamedTuple):
     """int64, on the device: this rank's routed copies that went to experts."""
     dropped_FLE: Tensor
     """Those that a capacity dropped."""
+    crossings_FL: Tensor
+    """int64: `ExpertStack.last_crossings` of each forward; 0 where nobody asked for it."""
 
 
 class ForwardLoads:
@@ -37,7 +39,7 @@ class ForwardLoads:
         self.row_bytes = [RowBytes(0, 0)] * len(self.stacks)
         self._seen = [stack.load_E for stack in self.stacks]
         self._dropped: list[Tensor | None] = [None] * len(self.stacks)
-        self._notes: list[list[tuple[ExpertPlacement, Tensor, Tensor]]] = [[] for _ in self.stacks]
+        self._notes: list[list[tuple[ExpertPlacement, Tensor, Tensor, Tensor]]] = [[] for _ in self.stacks]
         index = {id(stack): i for i, stack in enumerate(self.stacks)}
         self.may_drop = any(getattr(module, "capacity", None) is not None for module in model.modules())
         """Whether any layer has a capacity."""
@@ -72,8 +74,8 @@ class ForwardLoads:
         if getattr(module, "capacity", None) is not None:
             before, self._dropped[index] = self._dropped[index], module.dropped_E
             dropped_E = module.dropped_E if before is None else module.dropped_E - before
-        self._notes[index].append((stack.placement, load_E - dropped_E, dropped_E))
-        self.row_bytes[index] = RowBytes(_row_bytes(inputs[0]), _row_bytes(output))
+        self._notes[index].append((stack.placement, load_E - dropped_E, dropped_E, stack.last_crossings))
+        self.row_bytes[index] = RowBytes(_row_bytes(inputs[0] if inputs else output), _row_bytes(output))
 
     def take(self) -> list[Forwards]:
         """What was noted since the last time, in order. Raises RuntimeError where layers were not called alike."""
@@ -86,11 +88,13 @@ class ForwardLoads:
         for waiting in self._notes:
             waiting.clear()
         taken = []
-        for placements, group in itertools.groupby(notes, key=lambda forward: tuple(place for place, _, _ in forward)):
+        for placements, group in itertools.groupby(notes, key=lambda forward: tuple(note[0] for note in forward)):
             forwards = list(group)
-            sent = torch.stack([torch.stack([sent_E for _, sent_E, _ in forward]) for forward in forwards])
-            dropped = torch.stack([torch.stack([dropped_E for _, _, dropped_E in forward]) for forward in forwards])
-            taken.append(Forwards(placements, sent, dropped))
+            tensors = [
+                torch.stack([torch.stack([note[part] for note in forward]) for forward in forwards])
+                for part in (1, 2, 3)
+            ]
+            taken.append(Forwards(placements, *tensors))
         return taken
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.moe.capacity import Capacity, DropPolicy
+from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.lifecycle.router import SeatedRouter
 from toolkit.moe.placement import ExpertPlacement, dealt_out
@@ -82,24 +83,24 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared_expert(x_TD)
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plan.load_E, kept_TK)
+            self.record(routing, plan, kept_TK)
         return y_TD.view(x.shape)
 
     def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
         return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
 
-    def record(self, routing: Routing, sent_E: Tensor, kept_TK: Tensor | None) -> None:
+    def record(self, routing: Routing, plan: DispatchPlan, kept_TK: Tensor | None) -> None:
         """Remember what the losses and statistics need."""
         self.routing = routing
         counts = self.training and torch.is_grad_enabled()
-        load_E = sent_E
+        load_E = sent_E = plan.load_E
         if self.capacity is not None and kept_TK is not None:
             dropped_N = (~kept_TK).flatten().long()
             dropped_E = torch.zeros_like(sent_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
             load_E = sent_E + dropped_E
             if counts:
                 self.dropped_E = self.dropped_E.to(sent_E.device) + dropped_E
-        self.expert_stack.count(load_E, routing.expert_ids_TK, routing.kept_TK, training=counts)
+        self.expert_stack.count(plan.order, load_E, routing.expert_ids_TK, routing.kept_TK, training=counts)
 
 
 def make_moe(

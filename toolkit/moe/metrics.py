@@ -34,6 +34,8 @@ class Counts:
     """Rows that each rank's experts compute for these sources."""
     sent_LWR: Ints
     """Rows from each rank to each rank of its shard group, over all forwards."""
+    crossings_L: Ints
+    """Distinct pairs of a token and a foreign node, over all forwards; 0 where they were not counted."""
 
     def flat(self) -> Ints:
         """All numbers in a row, for one reduction over ranks."""
@@ -46,7 +48,7 @@ class Counts:
         return Counts(*[piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)])
 
     def _parts(self) -> tuple[Ints, ...]:
-        return self.load_LE, self.dropped_LE, self.received_FLW, self.sent_LWR
+        return self.load_LE, self.dropped_LE, self.received_FLW, self.sent_LWR, self.crossings_L
 
     def then(self, later: Counts) -> Counts:
         """Of the same sources, with later forwards."""
@@ -55,6 +57,7 @@ class Counts:
             self.dropped_LE + later.dropped_LE,
             np.concatenate([self.received_FLW, later.received_FLW]),
             self.sent_LWR + later.sent_LWR,
+            self.crossings_L + later.crossings_L,
         )
 
 
@@ -65,11 +68,16 @@ def count(
     sources: Sequence[int],
     world_size: int,
     dropped_LE: NDArray[Any] | None = None,
+    crossings_L: NDArray[Any] | None = None,
 ) -> Counts:
-    """Counts of forwards under one placement per layer, given what the ranks `sources` of the world sent to experts."""
+    """Counts of forwards under one placement per layer, given what the ranks `sources` of the world sent to experts.
+
+    Which experts one token chose is not in the loads, so `crossings_L` is counted in the forwards: see
+    `toolkit.moe.stack.crossings`."""
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
     dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
+    crossings_L = np.zeros(layers, dtype=np.int64) if crossings_L is None else crossings_L
     received_FLW = np.zeros((forwards, layers, world_size), dtype=np.int64)
     sent_LWR = np.zeros((layers, world_size, group), dtype=np.int64)
     for layer, placement in enumerate(placements):
@@ -78,7 +86,8 @@ def count(
         for index, source in enumerate(sources):
             first = source // group * group
             received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
-    return Counts(sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE, dropped_LE, received_FLW, sent_LWR)
+    load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
+    return Counts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_L)
 
 
 @dataclass(frozen=True)
@@ -90,11 +99,13 @@ class Window:
     imbalance_FL: Floats
     """Max over mean of the rows per rank, over all ranks of the world."""
     sent_LWR: Ints
+    crossings_L: Ints
 
     @classmethod
     def of(cls, counts: Counts) -> Window:
         """`counts` are those of all ranks."""
-        return cls(counts.load_LE, counts.dropped_LE, max_over_mean(counts.received_FLW), counts.sent_LWR)
+        imbalance_FL = max_over_mean(counts.received_FLW)
+        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_L)
 
     def then(self, later: Window) -> Window:
         return Window(
@@ -102,6 +113,7 @@ class Window:
             self.dropped_LE + later.dropped_LE,
             np.concatenate([self.imbalance_FL, later.imbalance_FL]),
             self.sent_LWR + later.sent_LWR,
+            self.crossings_L + later.crossings_L,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,17 +123,21 @@ class Window:
             "dropped": self.dropped_LE.tolist(),
             "imbalance": self.imbalance_FL.tolist(),
             "sent": self.sent_LWR.tolist(),
+            "crossings": self.crossings_L.tolist(),
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
         """The reverse of `to_dict`, with the shapes of `like`: what another number of ranks sent is left out."""
-        sent = np.array(data["sent"], dtype=np.int64)
+        sent, crossings = (np.array(data[name], dtype=np.int64) for name in ("sent", "crossings"))
+        if sent.shape != like.sent_LWR.shape:
+            sent, crossings = like.sent_LWR, like.crossings_L
         return cls(
             np.array(data["load"], dtype=np.int64),
             np.array(data["dropped"], dtype=np.int64),
             np.array(data["imbalance"], dtype=np.float64).reshape(-1, like.imbalance_FL.shape[1]),
-            sent if sent.shape == like.sent_LWR.shape else like.sent_LWR,
+            sent,
+            crossings,
         )
 
 
@@ -186,6 +202,13 @@ def traffic_metrics(
         "moe/local_bytes_per_step": home / steps,
         "moe/cross_node_fraction": crossed / rows if rows else 0.0,
     }
+
+
+def deduplicated_metrics(window: Window) -> dict[str, float]:
+    """Beside `moe/cross_node_fraction`: what would cross if a token that several experts of one node want went there
+    once. Only of forwards whose crossings were counted; a trace does not have them."""
+    rows = int(window.sent_LWR.sum())
+    return {"moe/cross_node_fraction_deduplicated": int(window.crossings_L.sum()) / rows if rows else 0.0}
 
 
 def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:

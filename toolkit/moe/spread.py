@@ -94,7 +94,8 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
         if not recomputing():
-            stack.count(plan.load_E, ids_TK, training=module.training and torch.is_grad_enabled())
+            training = module.training and torch.is_grad_enabled()
+            stack.count(plan.order, plan.load_E, ids_TK, training=training)
         outputs = compute_rows(compute, rows, plan.rows_per_slot)
         return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.parallel import ShardGroups, mark_sharded
 
@@ -34,6 +34,11 @@ class ExpertStack:
         self.together_EE: Tensor | None = None
         """float64: how many tokens chose both of two experts, on this rank over all training forwards; None until
         somebody asks for it with `count_together`."""
+        self.node_of_peer: Tensor | None = None
+        """Where the ranks of the shard group are; None until somebody asks with `count_crossings`."""
+        self.last_crossings = torch.zeros((), dtype=torch.int64)
+        """Distinct pairs of a token of this rank and another node that has experts of it, in the last training
+        forward."""
         self._mark()
 
     @property
@@ -56,12 +61,24 @@ class ExpertStack:
         self.dispatcher.place(new)
         self._mark()
 
-    def count(self, load_E: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None, *, training: bool) -> None:
-        """Take note of one forward."""
+    def count(
+        self,
+        order: SlotOrder,
+        load_E: Tensor,
+        expert_ids_TK: Tensor,
+        kept_TK: Tensor | None = None,
+        *,
+        training: bool,
+    ) -> None:
+        """Take note of one forward, whose routed copies were sent in `order`."""
         self.last_load_E = load_E
         if not training:
             return
         self.load_E = self.load_E.to(load_E.device) + load_E
+        self.last_crossings = self.last_crossings.to(load_E.device)
+        if self.node_of_peer is not None:
+            self.node_of_peer = self.node_of_peer.to(load_E.device)
+            self.last_crossings = crossings(order, self.node_of_peer, here=self.groups.ep_rank)
         if self.together_EE is not None:
             choices_TE = torch.zeros(len(expert_ids_TK), self.num_experts, device=load_E.device)
             chosen_TK = torch.ones_like(expert_ids_TK) if kept_TK is None else kept_TK
@@ -73,6 +90,10 @@ class ExpertStack:
         if self.together_EE is None:
             self.together_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.float64)
 
+    def count_crossings(self, node_of_peer: Sequence[int]) -> None:
+        """From now on count how many other nodes each token visits, given the node of each rank of the shard group."""
+        self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
+
     def _mark(self) -> None:
         placement, here = self.placement, self.groups.ep_rank
         for parameter in self.parameters.values():
@@ -82,6 +103,24 @@ class ExpertStack:
                 groups=self.groups,
                 rows_of_ranks=placement.slots if placement.has_replicas else None,
             )
+
+
+def crossings(order: SlotOrder, node_of_peer_P: Tensor, *, here: int) -> Tensor:
+    """int64 (): distinct pairs of a token and a node other than that of peer `here` among the copies that were sent.
+
+    What would cross between nodes if a token that several experts of one node want went there once.
+    `node_of_peer_P`: int64, numbered from 0. No host sync.
+    """
+    peers = len(node_of_peer_P)
+    end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
+    # A dropped copy may stand behind all others, or be said to stand at place 0: it stays at home.
+    peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
+    if order.kept_TK is not None:
+        peer_TK = peer_TK.where(order.kept_TK, here)
+    node_TK = node_of_peer_P[peer_TK]
+    # As many columns as there may be nodes: to ask for their number would wait for the device.
+    visits_TN = torch.zeros(len(node_TK), peers, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
+    return visits_TN.sum() - visits_TN.index_select(1, node_of_peer_P[here : here + 1]).sum()
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
-from toolkit.moe.expert_load import weight_bytes
 from toolkit.moe.forwards import ForwardLoads, Forwards
 from toolkit.moe.layer import moe_layers
+from toolkit.moe.load_meter import weight_bytes
 from toolkit.moe.metrics import RowBytes
 from toolkit.moe.placement import ExpertPlacement
 from toolkit.moe.prices import state_bytes
