@@ -14,7 +14,7 @@ def pixels(path):
 
 def test_matrices_are_drawn_beside_each_other(tmp_path):
     draw_accuracy_matrices(tmp_path / "one.png", {"kept": KEPT})
-    draw_accuracy_matrices(tmp_path / "pictures" / "five.png", {name: LOST for name in "abcde"}, columns=3)
+    draw_accuracy_matrices(tmp_path / "pictures" / "five.png", dict.fromkeys("abcde", LOST), columns=3)
     one, five = pixels(tmp_path / "one.png"), pixels(tmp_path / "pictures" / "five.png")
     assert five.shape[0] > 1.8 * one.shape[0], "two rows of panels"
     yellow = (one[..., 0] > 180) & (one[..., 2] < 80)
