@@ -47,7 +47,7 @@ smoke: $(VENV)/.installed ## every recipe's debug preset, on one and on two proc
 
 .PHONY: test
 test: $(VENV)/.installed-dev ## all tests that need no GPU
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: test-dist
 test-dist: $(VENV)/.installed-dev ## the tests that start several processes

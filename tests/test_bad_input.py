@@ -25,7 +25,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--experst=4", "did you mean --experts?"),
     ("--expert-hidden 4", "did you mean --expert-hidden-size?"),
     ("--Lr 0.1", "did you mean --lr?"),
-    ("--weight-decay 0.1", "did you mean --optimizer.weight-decay?"),
+    ("--weight-decay 0.1", "use --optimizer.weight-decay"),
     ("--optimizer.weigth_decay 0.1", "did you mean --optimizer.weight-decay?"),
     ("--zzz 1", "unknown flag --zzz"),
     ("-x", "unknown flag -x"),

@@ -40,7 +40,7 @@ EVENTFUL = LifeConfig(
     min_age=12,
     merge_distance=0.95,
     merge_similarity=0.3,
-    undo_above=0.5,
+    undo_above=1.0,
 )
 """In 100 steps: growths, merges, prunes, at least five sleeps, and something undone."""
 
