@@ -43,6 +43,7 @@ from toolkit.moe.lifecycle.sounding import output_distances
 from toolkit.moe.lifecycle.surgery import Divider, Surgeon
 
 MEASURED_TOKENS = 2000
+FIXED = "fixed, 8 experts"
 
 
 def quiet(config: Config, folder: str, data_dir: Path | None, **changes: Any) -> Config:
@@ -224,11 +225,12 @@ def accuracy_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tens
 
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
     """Arms take turns within each round; one epoch each, without evaluation's share."""
-    awake = LifeConfig(sleep=False)
+    awake, asleep = LifeConfig(sleep=False), LifeConfig(sleep_every=400, min_sleep_every=1)
     arms = {
-        "fixed, 4 experts": replace(full(), experts=4),
-        "growth on": replace(dynamic(), life=awake),
-        "growth and sleep on": replace(dynamic(), life=LifeConfig(sleep_every=400, min_sleep_every=1)),
+        FIXED: full(),
+        "growth on, 8 of 8 seats taken": replace(full(), max_experts=8, life=awake),
+        "growth on, and two sleeps": replace(full(), max_experts=8, life=asleep),
+        "growth on, 8 of 16 seats taken": replace(full(), max_experts=16, life=awake),
     }
     throughput: dict[str, list[float]] = {arm: [] for arm in arms}
     per_cpu: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -239,7 +241,7 @@ def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
                 results = main(quiet(config, folder, data_dir, epochs=1, cpu=True))
                 per_cpu[arm].append(60_000 / (time.process_time() - began))
                 throughput[arm].append(results["samples_per_second"])
-    base = throughput["fixed, 4 experts"]
+    base = throughput[FIXED]
     return [
         {
             "arm": arm,

@@ -111,6 +111,8 @@ class Lifecycle(Callback):
         self._traffic = {name: [0] * population.seats for name, population in self.populations.items()}
         """Routed copies per seat since the last sleep, over all ranks."""
         self._readings: dict[str, float] = {}
+        self._routers_known = False
+        """Whether the routers were refreshed since the weights were loaded."""
         self._placements: dict[str, Any] = {}
         """Of the checkpoint that is continued, until its rows are there."""
 
@@ -122,6 +124,8 @@ class Lifecycle(Callback):
             if before.slots_per_rank == stack.placement.slots_per_rank and before != stack.placement:
                 migrate(stack, before, trainer.optimizer)
         self._placements = {}
+        if not self._routers_known:
+            self._refresh_routers()
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.layers:
@@ -295,12 +299,19 @@ class Lifecycle(Callback):
         if after <= loss * (1 + self.config.undo_above):
             return after
         snapshot.restore()
+        self._refresh_routers()
         self.populations = populations
         tried = [str(event.kind) for event in self.history[events:]] or ["replay"]
         ids = tuple(id for event in self.history[events:] for id in event.ids)
         del self.history[events:]
         self._note(trainer.state.step, layer, "undone", ids, tried=tried, before=loss, after=after)
         return loss
+
+    def _refresh_routers(self) -> None:
+        for layer in self.layers.values():
+            assert isinstance(layer.router, SeatedRouter)
+            layer.router.refresh()
+        self._routers_known = True
 
     # --- parts --------------------------------------------------------------------------------------------------
 
@@ -353,7 +364,7 @@ class Lifecycle(Callback):
         if not self.layers:
             return
         self.populations = {name: Population.from_dict(saved) for name, saved in state["populations"].items()}
-        self._placements = state["placements"]
+        self._placements, self._routers_known = state["placements"], False
         self.history = [LifeEvent(**{**event, "ids": tuple(event["ids"])}) for event in state["history"]]
         self.alarm.load_state_dict(state["alarm"])
         self.next_sleep, self._readings = state["next_sleep"], dict(state["readings"])

@@ -42,10 +42,20 @@ class SeatedRouter(TopKRouter):
         # turns[s, e] is 1 where expert e gets only tokens beyond divider s, -1 where only others, 0 where any.
         self.register_buffer("turns_EE", torch.zeros(num_experts, num_experts))
         self.register_buffer("split_from_E", torch.full((num_experts,), NOBODY))
+        # Known on the host, so that a forward need not ask: whether any seat is vacant, or any token's turn limited.
+        self.has_vacant = self.has_turns = True
+
+    def refresh(self) -> None:
+        """Take note of what the buffers say. Until this is called any seat may be vacant and any turn limited, which
+        is always right and a little slower; who writes to the buffers calls it afterwards. Waits for the device."""
+        self.has_vacant, self.has_turns = not bool(self.living_E.all()), bool(self.turns_EE.any())
 
     def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE, _ = super().scores(x_TD)
-        logits_TE = logits_TE.masked_fill(~self.open_TE(x_TD), -torch.inf)
+        logits_TE, scores_TE = super().scores(x_TD)
+        if not self.has_vacant and not self.has_turns:
+            return logits_TE, scores_TE
+        open_TE = self.open_TE(x_TD) if self.has_turns else self.living_E
+        logits_TE = logits_TE.masked_fill(~open_TE, -torch.inf)
         return logits_TE, logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
 
     @torch.no_grad()
@@ -74,6 +84,7 @@ class SeatedRouter(TopKRouter):
         self.weight[seat] = 0 if beside is None else self.weight[beside]
         if self.bias is not None:
             self.bias[seat] = 0 if beside is None else self.bias[beside]
+        self.refresh()
 
     @torch.no_grad()
     def divide(self, seat: int, beside: int, divider_D: Tensor, threshold: float) -> None:
@@ -82,6 +93,7 @@ class SeatedRouter(TopKRouter):
         self.turns_EE[:, seat] = self.turns_EE[:, beside]
         self.turns_EE[seat, seat], self.turns_EE[seat, beside] = 1, -1
         self.split_from_E[seat] = beside
+        self.refresh()
 
     @torch.no_grad()
     def vacate(self, seat: int) -> None:
@@ -99,6 +111,7 @@ class SeatedRouter(TopKRouter):
         self.split_from_E[seat] = NOBODY
         self.living_E[seat] = False
         self.weight[seat] = 0
+        self.refresh()
 
     def halves_of(self, seat: int) -> list[int]:
         """The seats that were split from `seat` and still take turns with it, in the order of these splits."""
