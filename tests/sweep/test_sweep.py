@@ -133,7 +133,6 @@ def test_fields_that_were_added_between_runs_are_no_axis(tmp_path):
 
 
 def test_a_search_chooses_among_the_same_cells(toy, capsys):
-    pytest.importorskip("optuna")
     words = ["--search", "3", "--grid", "labels=100,600", "--grid", "rate=0,1"]
     assert main(sweep(toy, *words)) == EXIT_DONE
     assert "best of 3: test_accuracy" in capsys.readouterr().err
