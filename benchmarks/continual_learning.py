@@ -28,7 +28,6 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, full
-from toolkit.config import LifeConfig
 from toolkit.continual import (
     Consolidation,
     DriftWatch,
@@ -41,6 +40,7 @@ from toolkit.continual import (
     task_order,
 )
 from toolkit.data import BatchOrder, ImageData, TaskStream, permuted_stream, rotated_stream, split_stream
+from toolkit.expert_config import LifeConfig
 from toolkit.tracking.continual_plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.tracking.folder import write_json
 

@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, dynamic, full, main
-from toolkit.config import LifeConfig
 from toolkit.continual import stream_task, stream_trainer
 from toolkit.data import permuted_stream
+from toolkit.expert_config import LifeConfig
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import reordered
 from toolkit.moe.lifecycle.callback import Lifecycle

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.config import NOT_OF_THE_TRAJECTORY, MoERunConfig, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
+from toolkit.config import NOT_OF_THE_TRAJECTORY, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
 from toolkit.errors import UserError
+from toolkit.expert_config import MoERunConfig
 
 
 @pytest.mark.parametrize("field", ["lr"])

@@ -19,10 +19,11 @@ from tests.helpers import run_distributed
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
 from toolkit.callbacks import Callback, Checkpointing
 from toolkit.checkpoint import load_tensors, save_tensors
-from toolkit.config import MoERunConfig, OptimizerConfig
+from toolkit.config import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.expert_config import MoERunConfig
 from toolkit.manifest import read_manifest
 from toolkit.moe import BiasBalancing, ExpertLoad, RouterPenalty, WholeStepBalance
 from toolkit.moe.replan import Replan

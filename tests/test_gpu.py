@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.config import MoERunConfig
 from toolkit.data import TensorTable, TrainBatches
+from toolkit.expert_config import MoERunConfig
 from toolkit.models import Pixels, ResidualClassifier
 from toolkit.moe import ExpertLoad, RouterPenalty, make_moe
 from toolkit.optim import build_optimizer

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from toolkit.callbacks import Callback
-from toolkit.config import MoERunConfig, OptimizerConfig
+from toolkit.config import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.expert_config import MoERunConfig
 from toolkit.models import MLP
 from toolkit.moe import RouterPenalty, WholeStepBalance, make_moe
 from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots

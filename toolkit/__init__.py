@@ -19,15 +19,13 @@ _HOMES = {
     "toolkit.config": [
         "CheckpointConfig",
         "EarlyStoppingConfig",
-        "ExpertRunConfig",
-        "LivingRunConfig",
-        "MoERunConfig",
         "OptimizerConfig",
         "RunConfig",
         "ScheduleConfig",
         "require",
     ],
     "toolkit.errors": ["Preempted", "UserError"],
+    "toolkit.expert_config": ["ExpertRunConfig", "LivingRunConfig", "MoERunConfig"],
     "toolkit.run": ["Run", "start_run"],
     "toolkit.task": ["Batch", "Loss", "Task"],
     "toolkit.trainer": ["Trainer"],
@@ -157,9 +155,6 @@ if TYPE_CHECKING:
     from toolkit.config import (
         CheckpointConfig,
         EarlyStoppingConfig,
-        ExpertRunConfig,
-        LivingRunConfig,
-        MoERunConfig,
         OptimizerConfig,
         RunConfig,
         ScheduleConfig,
@@ -188,6 +183,7 @@ if TYPE_CHECKING:
         with_noise,
     )
     from toolkit.errors import Preempted, UserError
+    from toolkit.expert_config import ExpertRunConfig, LivingRunConfig, MoERunConfig
     from toolkit.models import (
         LMU,
         MLP,

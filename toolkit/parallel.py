@@ -84,6 +84,13 @@ def make_shard_groups(ep_size: int) -> ShardGroups:
     return ShardGroups(ep_size, rank % ep_size, shard_group, replica_group)
 
 
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """`value`, added up in place over all ranks where there are several. A collective."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What is attached to an owned parameter."""

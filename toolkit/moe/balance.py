@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.losses import RouterPenalty, global_load
+from toolkit.parallel import sum_over_ranks
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
@@ -32,9 +32,7 @@ class LoadSince:
         now = self._running()
         since = now - self._before.to(now.device)
         self._before = now
-        if dist.is_initialized():
-            dist.all_reduce(since)
-        return since
+        return sum_over_ranks(since)
 
 
 class BiasBalancing(Callback):

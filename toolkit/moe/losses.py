@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.router import ExpertChoiceRouter, Routing
+from toolkit.parallel import sum_over_ranks
 
 BalanceScope = Literal["global", "local", "sequence"]
 
@@ -126,7 +126,4 @@ class CountsLoad(Protocol):
 
 def global_load(layers: Sequence[CountsLoad]) -> Tensor:
     """(layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
-    load_LE = torch.stack([layer.last_load_E for layer in layers])
-    if dist.is_initialized():
-        dist.all_reduce(load_LE)
-    return load_LE
+    return sum_over_ranks(torch.stack([layer.last_load_E for layer in layers]))

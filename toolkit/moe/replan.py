@@ -26,6 +26,7 @@ from toolkit.moe.plan import plan_layer
 from toolkit.moe.planners.registry import planner_named
 from toolkit.moe.prices import measured_prices, state_bytes
 from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.parallel import sum_over_ranks
 from toolkit.tensor_files import unwrapped
 
 if TYPE_CHECKING:
@@ -62,12 +63,6 @@ def wanted_statistics(planner: str, options: Mapping[str, Any]) -> set[str]:
             "planner's options, or take another planner."
         )
     return wanted
-
-
-def _summed(value: Tensor) -> Tensor:
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value
 
 
 class Replanner:
@@ -154,7 +149,7 @@ class Replanner:
         stack = self.stacks[name]
         sent_RE = stack.load_E.new_zeros(stack.groups.ep_size, stack.num_experts)
         sent_RE[stack.groups.ep_rank] = stack.load_E - self._before[name].to(stack.load_E.device)
-        return _summed(sent_RE)
+        return sum_over_ranks(sent_RE)
 
     def _chosen_EE(self, name: str) -> Tensor | None:
         """How many tokens chose both of two experts since the last plan, over all ranks; None where nobody counts. A
@@ -162,7 +157,7 @@ class Replanner:
         now_EE, before_EE = self.stacks[name].together_EE, self._together[name]
         if now_EE is None or before_EE is None:
             return None
-        return _summed(now_EE - before_EE.to(now_EE.device))
+        return sum_over_ranks(now_EE - before_EE.to(now_EE.device))
 
     def _window(self) -> list[Tensor]:
         """float64 (E) of each layer: the mean rows per step and shard group since the last plan. A collective."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.config import LivingRunConfig, MoERunConfig
 from toolkit.continual.memory import Remember, ReplayMemory
+from toolkit.expert_config import LivingRunConfig, MoERunConfig
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.expert_load import ExpertLoad
 from toolkit.moe.lifecycle.callback import Lifecycle

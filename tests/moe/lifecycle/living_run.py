@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.config import LifeConfig, LivingRunConfig
 from toolkit.continual.memory import Remember, ReplayMemory
 from toolkit.data import EvalBatches, TensorTable, TrainBatches
 from toolkit.data.streams import TaskOrder
+from toolkit.expert_config import LifeConfig, LivingRunConfig
 from toolkit.moe.expert_load import ExpertLoad
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.report import PopulationReport

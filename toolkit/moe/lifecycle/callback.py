@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.config import LifeConfig
+from toolkit.expert_config import LifeConfig
 from toolkit.metrics import MetricSums
 from toolkit.moe.balance import LoadSince, WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 MEASURED = 256
 """Samples on which a change is judged, and as many remembered ones."""
-
-MOST_TOGETHER = 0.5
-"""Of the tokens of either of two experts: how many may ask for both before the two are spared from merging."""
 
 
 class Knowledge(Protocol):
@@ -278,10 +275,8 @@ class Lifecycle(Callback):
         return None if self.knowledge is None else self.knowledge.graphs[name]
 
     def _wanted_together(self, name: str, a: int, b: int) -> bool:
-        """Whether tokens that ask for one of two experts mostly ask for the other too: a mean of two opinions, which
-        one expert cannot give."""
         graph = self._graph(name)
-        return graph is not None and graph.weight("coactivation", a, b) > MOST_TOGETHER
+        return graph is not None and graph.wanted_together(a, b)
 
     def _end(self, trainer: Trainer, name: str, plan: Plan) -> None:
         self.populations[name] = self._surgeon(trainer, name).carry_out(plan, step=trainer.state.step)

@@ -27,6 +27,8 @@ from toolkit.moe.lifecycle.population import Population
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 LINEAGE = ("split", "merge")
 """What happened once stays true: these fade to the floor and not beyond."""
+MOST_TOGETHER = 0.5
+"""The co-activation above which two experts are a mean of two opinions, which one expert cannot give."""
 TOP_CLASSES = 3
 UNSEEN: Mapping[str, Any] = {"rank": None, "share": 0.0, "classes": [], "top_classes": [], "specialisation": 0.0}
 """What is known of a newborn."""
@@ -171,7 +173,7 @@ class KnowledgeGraph:
         found = [Neighbour(other, key, weight) for _, other, key, weight in edges if kind in (None, key)]
         return sorted(found, key=lambda n: (-n.weight, n.id, n.kind))
 
-    def merge_candidates(self, threshold: float, *, most_together: float = 0.5) -> list[tuple[int, int]]:
+    def merge_candidates(self, threshold: float, *, most_together: float = MOST_TOGETHER) -> list[tuple[int, int]]:
         """Living pairs (older, younger) at least `threshold` alike, the most alike first.
 
         Pairs with a co-activation above `most_together` are left out: tokens that ask for both get an average of two
@@ -183,8 +185,12 @@ class KnowledgeGraph:
             for a, b, kind, weight in self.graph.edges(keys=True, data="weight")
             if kind == "similarity" and weight >= threshold and {a, b} <= alive
         ]
-        pairs = [pair for pair in pairs if self.weight("coactivation", *pair) <= most_together]
+        pairs = [pair for pair in pairs if not self.wanted_together(*pair, most_together=most_together)]
         return sorted(pairs, key=lambda pair: (-self.weight("similarity", *pair), pair))
+
+    def wanted_together(self, a: int, b: int, *, most_together: float = MOST_TOGETHER) -> bool:
+        """Whether more than a fraction of the tokens that ask for one of two experts ask for the other too."""
+        return self.weight("coactivation", a, b) > most_together
 
     def affinity(self, ids: Sequence[int | None]) -> NDArray[np.float64]:
         """(S, S), symmetric: how many tokens chose both of two experts, as the planner `affinity` wants it.

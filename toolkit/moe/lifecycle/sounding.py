@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.moe.layer import MoE
 from toolkit.moe.lifecycle.coverage import EVEN_ODDS
 from toolkit.moe.lifecycle.surgery import Divider
+from toolkit.parallel import sum_over_ranks
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
@@ -60,7 +60,7 @@ class Sounding:
         view = self.views[layer]
         weights_TK = view.weights_TK.double() * (self.losses_T > EVEN_ODDS).unsqueeze(1)
         total_E = weights_TK.new_zeros(seats).scatter_add_(0, view.expert_ids_TK.flatten(), weights_TK.flatten())
-        return _summed(total_E)
+        return sum_over_ranks(total_E)
 
     def divider(self, layer: int, seat: int) -> Divider:
         """What best tells the uncovered tokens of a seat from its covered ones by their means: the plane half-way
@@ -75,7 +75,7 @@ class Sounding:
         masks = torch.stack([of_seat_T & uncovered_T, of_seat_T & ~uncovered_T]).double()
         x_TD = view.x_TD.double()
         sums = torch.cat([masks @ x_TD, masks @ x_TD.square(), masks.sum(1, keepdim=True).expand(2, x_TD.shape[1])])
-        total = _summed(sums)
+        total = sum_over_ranks(sums)
         sum_2D, square_2D, count_2D = total.split(2)
         if (count_2D[:, 0] > 0).all():
             mean_2D = sum_2D / count_2D
@@ -87,12 +87,6 @@ class Sounding:
         direction_D = torch.zeros_like(mean_D)
         direction_D[widest] = 1
         return Divider(direction_D.float(), float(mean_D[widest]))
-
-
-def _summed(value: Tensor) -> Tensor:
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value
 
 
 @torch.no_grad()
@@ -116,7 +110,7 @@ def sound(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], rows: Te
             losses_N = task.sample_losses(model, batch).double()
     model.train()
     summed = torch.stack([losses_N.sum(), (losses_N > EVEN_ODDS).double().sum()])
-    loss, uncovered = _summed(summed).tolist()
+    loss, uncovered = sum_over_ranks(summed).tolist()
     seen = tuple(first for first, *_ in captured)
     per_sample = len(seen[0].x_TD) // len(losses_N) if len(losses_N) and seen else 1
     losses_T = losses_N.repeat_interleave(per_sample)
@@ -136,7 +130,7 @@ def output_distances(layer: MoE, x_TD: Tensor, seats: Sequence[int]) -> Tensor:
         rows = layer.experts(rows, plan.rows_per_slot)
         answers.append(dispatcher.combine(rows, plan, x_TD.new_ones(len(x_TD), 1)).double().flatten())
     answers_LN = torch.stack(answers)
-    products_LL = _summed(answers_LN @ answers_LN.T)
+    products_LL = sum_over_ranks(answers_LN @ answers_LN.T)
     size_L = products_LL.diagonal()
     both_LL = size_L.unsqueeze(0) + size_L.unsqueeze(1)
     return ((both_LL - 2 * products_LL).clamp(min=0) / both_LL.clamp(min=1e-30)).sqrt()
