@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from tests.helpers import run_distributed
@@ -52,6 +56,28 @@ def test_one_group_of_all_ranks_has_no_replicas_and_groups_of_one_share_nothing(
 
 def test_one_process_needs_no_groups():
     assert make_shard_groups(1) == ALONE
+
+
+def outlive_groups(times: int) -> int:
+    """Models that outlive their process groups, whose threads are still freeing the last collective's tensors."""
+    sys.setswitchinterval(100)  # this thread gives Python's lock away only where it waits
+    model = nn.Linear(1, 1)
+    for _ in range(times):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        optimizer = torch.optim.SGD(model.parameters())
+        wrapped, _ = parallel.prepare(Accelerator(cpu=True), model, optimizer)
+        assert wrapped is not model
+        dist.all_gather([torch.zeros(1)], torch.ones(1))
+        dist.destroy_process_group()
+        del wrapped
+        gc.collect()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return times
+
+
+def test_a_model_may_outlive_its_process_group():
+    """Was a hang at the end of a run, of a process that had nothing left to do but to free its model."""
+    assert run_distributed(outlive_groups, 1, 30, timeout_s=60) == [30]
 
 
 def refused_groups(ep_size: int) -> str:

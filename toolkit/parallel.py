@@ -20,6 +20,7 @@ Each line is a test in `tests/traps/`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -196,7 +197,19 @@ def prepare(
     elif names and accelerator.num_processes > 1:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        _keep_group_longer_than(model)
     return model, optimizer
+
+
+def _keep_group_longer_than(model: DistributedDataParallel) -> None:
+    """Let Python be the last to let go of the process group of `model`.
+
+    If DDP's reducer is, as it is where a model outlives its run, the group ends with Python's lock held and waits for
+    its threads; and one that is about to free the tensors of its last collective waits for that lock, for ever.
+    """
+    for holder in (model.reducer, model.logger):
+        weakref.finalize(holder, lambda group: None, model.process_group).atexit = False
 
 
 def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:
