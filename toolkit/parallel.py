@@ -209,7 +209,11 @@ def _keep_group_longer_than(model: DistributedDataParallel) -> None:
     its threads; and one that is about to free the tensors of its last collective waits for that lock, for ever.
     """
     for holder in (model.reducer, model.logger):
-        weakref.finalize(holder, lambda group: None, model.process_group).atexit = False
+        weakref.finalize(holder, _let_go, model.process_group).atexit = False
+
+
+def _let_go(_group: dist.ProcessGroup) -> None:
+    pass
 
 
 def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:

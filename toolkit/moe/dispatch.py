@@ -108,6 +108,18 @@ def _sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None)
     return nn.functional.embedding_bag(places_TK, rows.detach(), mode="sum", per_sample_weights=weights_TK)
 
 
+def _dot_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor) -> Tensor:
+    """(T, K): the dot product of each token's gradient with the row at each of its places, none of them copied.
+
+    The gradient of `embedding_bag` by its weights, which torch gives only to those who ask for that by its table too.
+    """
+    tokens, top_k = places_TK.shape
+    first_T = torch.arange(0, tokens * top_k, top_k, device=places_TK.device)
+    token_N = torch.arange(tokens * top_k, device=places_TK.device) // top_k
+    dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return dot(grad_TD, rows_ND, places_TK.flatten(), first_T, token_N, 0).view(places_TK.shape)
+
+
 class _Spread(torch.autograd.Function):
     """Copy token rows to routed copies in slot order. Backward gathers, so it needs no scattered additions."""
 
@@ -136,13 +148,16 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, weights_TK, copy_N, token_N, place_TK, kept_TK = ctx.saved_tensors
-        grad_ND = grads[0].index_select(0, token_N)
-        grad_weights_N = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)
-        if kept_TK is None:
-            grad_weights_TK = grad_weights_N[place_TK]
-        else:
-            grad_weights_TK = weights_TK.new_zeros(place_TK.numel()).index_copy_(0, copy_N, grad_weights_N)
-            grad_weights_TK = grad_weights_TK.view_as(place_TK)
+        grad_TD = grads[0].contiguous()
+        grad_ND = grad_TD.index_select(0, token_N)
+        if not len(rows_ND):
+            grad_weights_TK = torch.zeros_like(weights_TK)
+        elif rows_ND.dtype == weights_TK.dtype:
+            grad_weights_TK = _dot_rows(grad_TD, rows_ND, place_TK)
+        else:  # half precision, whose sums are kept in that of the weights
+            grad_weights_TK = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)[place_TK]
+        if kept_TK is not None:
+            grad_weights_TK = grad_weights_TK * kept_TK
         weights_N = weights_TK.flatten().index_select(0, copy_N)
         return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_TK, None
 
