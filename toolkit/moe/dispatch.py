@@ -148,18 +148,17 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, weights_TK, copy_N, token_N, place_TK, kept_TK = ctx.saved_tensors
-        grad_TD = grads[0].contiguous()
-        grad_ND = grad_TD.index_select(0, token_N)
+        grad_TD, weights_N = grads[0].contiguous(), weights_TK.flatten().index_select(0, copy_N)
         if not len(rows_ND):
-            grad_weights_TK = torch.zeros_like(weights_TK)
-        elif rows_ND.dtype == weights_TK.dtype:
+            return rows_ND, torch.zeros_like(weights_TK), None
+        if rows_ND.dtype == weights_TK.dtype:
+            grad_ND = _sum_rows(grad_TD, token_N.unsqueeze(1), weights_N.unsqueeze(1))
             grad_weights_TK = _dot_rows(grad_TD, rows_ND, place_TK)
         else:  # half precision, whose sums are kept in that of the weights
+            grad_ND = grad_TD.index_select(0, token_N)
             grad_weights_TK = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)[place_TK]
-        if kept_TK is not None:
-            grad_weights_TK = grad_weights_TK * kept_TK
-        weights_N = weights_TK.flatten().index_select(0, copy_N)
-        return grad_ND.mul_(weights_N.unsqueeze(1)), grad_weights_TK, None
+            grad_ND = grad_ND.mul_(weights_N.unsqueeze(1))
+        return grad_ND, grad_weights_TK if kept_TK is None else grad_weights_TK * kept_TK, None
 
 
 class _Permute(torch.autograd.Function):
