@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from torch.distributed import TCPStore
 
 from tests.helpers import ROOT, free_port
 from toolkit import launch
@@ -116,6 +118,17 @@ def test_each_rank_learns_its_place_in_one_world(toy: Path):
     assert {r["ACCELERATE_USE_CPU"] for r in ranks} == {"true"}
     assert all(int(r["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3) for r in ranks)
     assert len({tuple(r["argv"]) for r in ranks}) == 1
+
+
+def test_a_reserved_port_is_given_to_nobody_but_lets_a_rank_listen():
+    """It was only found to be free, and could be taken before the first rank listened."""
+    with launch.reserve_port() as reserved:
+        port = int(launch.bound_port(reserved))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
+        store.set("rank", "0")
+        assert store.get("rank") == b"0"
 
 
 def test_a_line_that_all_ranks_say_is_shown_once(toy: Path):

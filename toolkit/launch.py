@@ -143,11 +143,12 @@ def start_processes(config: RunConfig) -> int:
     count = config.num_processes or 1
     inbox, outbox = os.pipe()
     os.set_blocking(inbox, False)
+    reserved = reserve_port()
     environment = os.environ | {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": bound_port(reserved),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // count))),
         REPORT_PIPE: str(outbox),
     }
@@ -183,6 +184,7 @@ def start_processes(config: RunConfig) -> int:
             if rank_process.poll() is None:
                 os.killpg(rank_process.pid, signal.SIGKILL)
                 rank_process.wait()
+        reserved.close()
         os.close(outbox)
         lines = _drain(inbox)
         for number, handler in before.items():
@@ -228,10 +230,20 @@ def _die_with_parent() -> Callable[[], object] | None:
     return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket whose port nobody else is given until it is closed, but on which a rank may listen: `bound_port`.
+
+    Two sockets may be bound to one port where both allow it and at most one listens; torch's store allows it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def bound_port(reserved: socket.socket) -> str:
+    """The port of `reserve_port`, as MASTER_PORT has it."""
+    return str(reserved.getsockname()[1])
 
 
 def _num_cores() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from toolkit.doctor.compare import TOLERANCES, Check, Comparison
 from toolkit.doctor.evidence import Evidence
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
+from toolkit.launch import bound_port, reserve_port
 
 GRACE_S = 5.0
 """How long the other ranks may go on once one has failed."""
@@ -163,12 +163,13 @@ def _run(
     words = [*args, *_recipe_flags(script, args, folder)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    reserved = reserve_port()
     if world > 1:
         environment |= {
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": bound_port(reserved),
         }
     command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding)]
     command += [str(script), *words]
@@ -194,6 +195,7 @@ def _run(
             if process.poll() is None:
                 process.kill()
             process.wait()
+        reserved.close()
     if failed is not None:
         raise ScriptFailed(_last_line(folder / f"output{failed}.txt"))
     evidence = Evidence(read_records(folder))
@@ -231,9 +233,3 @@ def _last_line(output: Path) -> str:
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
     return (errors or lines or ["it left without a word"])[-1].removeprefix("error: ").strip()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
