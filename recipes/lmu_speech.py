@@ -63,7 +63,7 @@ class Config(tk.RunConfig):
 
 def fsdd() -> Config:
     """Single spoken digits, written in letters."""
-    return Config(epochs=24, batch_size=32, lr=3e-3, schedule=tk.ScheduleConfig(warmup_steps=200))
+    return Config(epochs=60, batch_size=32, lr=3e-3, schedule=tk.ScheduleConfig(warmup_steps=200))
 
 
 def connected() -> Config:
@@ -80,7 +80,7 @@ def debug() -> Config:
 def guide() -> Config:
     """The reference guide's encoder and sizes, 7.16 million parameters, on LibriSpeech at 16 kHz; not measured."""
     sizes: Any = {"encoder": "attention", "width": 512, "order": 256, "thetas": (1000.0,) * 4, "dropout": 0.1}
-    return replace(fsdd(), dataset="librispeech", sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
+    return replace(fsdd(), dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
 
 
 def build(config: Config, data: tk.SpeechData, letters: tk.Characters) -> tuple[tk.Task, nn.Module]:
