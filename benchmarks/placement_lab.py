@@ -24,7 +24,7 @@ from toolkit.moe.traces import read_trace
 from toolkit.moe.workloads import WORKLOADS, Sizes
 
 RULES = Rules(every=20)
-PLANNERS = ("lpt", "swap", "replicate")
+PLANNERS = ("lpt", "swap", "few_swaps", "replicate")
 
 
 def main(folder: Path) -> None:

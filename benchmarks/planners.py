@@ -31,7 +31,7 @@ from benchmarks.report import write_report
 from toolkit.moe.guard import MigrationGuard, Prices
 from toolkit.moe.imbalance import lower_bound, rank_imbalance
 from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
-from toolkit.moe.planners import PLANNERS, lpt, planner_named, replicate, swap
+from toolkit.moe.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
 from toolkit.moe.replay import replay, worst_span
 from toolkit.moe.workloads import WORKLOADS, Sizes, drifting
 
@@ -158,6 +158,7 @@ def drift() -> None:
         "lpt, packing alone": (lpt, {"level": False}),
         "lpt": (lpt, {}),
         "swap": (swap, {}),
+        "few_swaps": (few_swaps, {}),
         "swap, 8 moves at most": (swap, {"max_moves": 8}),
         "swap until 1.03": (swap, {"target": 1.03}),
     }
@@ -189,7 +190,7 @@ def guard() -> None:
     rows: list[Row] = []
     for name, workload in workloads.items():
         loads = [workload(Sizes(steps=400, seed=seed)).sum(1) for seed in range(SEEDS)]
-        for label in ("swap", "lpt", "replicate"):
+        for label in ("swap", "few_swaps", "lpt", "replicate"):
             row: Row = {"workload": name, "planner": label}
             for guarded in (False, True):
                 runs = [

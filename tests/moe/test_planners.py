@@ -20,6 +20,7 @@ from toolkit.moe.planners import (
     PLANNERS,
     affinity,
     contiguous,
+    few_swaps,
     lpt,
     node_aware,
     place_new_expert,
@@ -31,6 +32,7 @@ from toolkit.moe.planners import (
 )
 from toolkit.moe.planners.board import Board, even_counts, pack
 from toolkit.moe.planners.exact import SearchTooLong, fit
+from toolkit.moe.planners.fewest import unevenness
 from toolkit.moe.planners.replicas import copies_for
 from toolkit.moe.replay import replay
 from toolkit.moe.traffic import traffic
@@ -56,7 +58,10 @@ def options_for(name: str, placement: ExpertPlacement, seed: int = 0) -> dict[st
     return {}
 
 
-@pytest.mark.parametrize("name", ["contiguous", "round_robin", "lpt", "swap", "replicate", "affinity", "node_aware"])
+NAMES = ["contiguous", "round_robin", "lpt", "swap", "few_swaps", "replicate", "affinity", "node_aware"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(case=placements_with_loads())
 def test_every_planner_places_every_expert_in_the_slots_there_are_and_always_alike(name: str, case: Case):
@@ -69,12 +74,12 @@ def test_every_planner_places_every_expert_in_the_slots_there_are_and_always_ali
     # What stays on its rank keeps its slot, unless the exchanges of a planner carried it away and back.
     if name in ("contiguous", "round_robin"):
         assert all(move.travels for move in moves(current, plan))
-    if name not in ("swap", "replicate"):
+    if name not in ("swap", "few_swaps", "replicate"):
         assert not plan.has_replicas
 
 
 def test_every_planner_that_is_registered_is_tested_above():
-    assert set(PLANNERS) == {"contiguous", "round_robin", "lpt", "swap", "replicate", "affinity", "node_aware"}
+    assert set(PLANNERS) == set(NAMES)
 
 
 def test_blocks_and_dealing_like_cards():
@@ -122,6 +127,40 @@ def test_swaps_of_few_experts_are_within_their_tolerance_of_planning_from_scratc
     assert rank_imbalance(load, plan) <= (rank_imbalance(load, scratch) + tolerance) * ROUNDING
     # Where it is as even already, nothing moves.
     assert swap(load, scratch, tolerance=0.1) == scratch
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    case=placements_with_loads(replicas=False),
+    budget=st.one_of(st.none(), st.integers(0, 6)),
+    gain=st.sampled_from([0.0, 0.01, 0.1]),
+    target=st.sampled_from([1.0, 1.2]),
+)
+def test_few_swaps_are_worth_what_they_move(case: Case, budget: int | None, gain: float, target: float):
+    current, load = case
+    plan = few_swaps(load, current, gain=gain, max_moves=budget, target=target)
+    travelled = sum(move.travels for move in moves(current, plan))
+    if plan != current:
+        before, after = (unevenness(Board(each, np.array(load, dtype=float)).load_R) for each in (current, plan))
+        assert before - after >= gain * travelled / 2 - 1e-6
+    assert rank_imbalance(load, plan) <= rank_imbalance(load, current) * ROUNDING
+    assert budget is None or travelled <= budget
+    if rank_imbalance(load, current) <= target:
+        assert plan == current
+
+
+def test_few_swaps_by_hand():
+    # Loads 13 and 3, of a mean of 8: one exchange gives 7 and 9, and none gives 8 and 8.
+    assert few_swaps([8, 5, 1, 2], blocks(4, 2)).slots == ((3, 1), (2, 0))
+    assert few_swaps([8, 5, 1, 2], blocks(4, 2), gain=1.0) == blocks(4, 2)
+    # 51 and 49 of 50: nothing worth a hundredth, where `swap` with no tolerance makes them equal.
+    near, load = blocks(4, 2), [26, 25, 25, 24]
+    assert few_swaps(load, near) == near != swap(load, near, tolerance=0.0)
+    # Many experts are exchanged one after the other: the two hot ones part.
+    many = [20, 20, *[1] * 38]
+    plan = few_swaps(many, blocks(40, 2))
+    assert sum(move.travels for move in moves(blocks(40, 2), plan)) == 2
+    assert rank_imbalance(many, plan) == 1.0
 
 
 def test_swaps_by_hand():

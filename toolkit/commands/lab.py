@@ -20,7 +20,7 @@ from toolkit.moe.workloads import WORKLOADS, Sizes
 from toolkit.tracking.plots import draw_imbalances
 from toolkit.version import __version__
 
-USUAL = ["round_robin", "lpt", "swap", "replicate"]
+USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]
 DECIMALS = {"MB moved": 2, "planner ms": 2, "all-to-all MB": 2}
 
 

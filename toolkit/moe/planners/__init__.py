@@ -3,13 +3,14 @@
 from toolkit.moe.planners.locality import affinity, node_aware
 from toolkit.moe.planners.registry import PLANNERS, Planner, planner_named, register_planner
 from toolkit.moe.planners.replicas import replicate
-from toolkit.moe.planners.simple import contiguous, lpt, place_new_expert, round_robin, swap
+from toolkit.moe.planners.simple import contiguous, few_swaps, lpt, place_new_expert, round_robin, swap
 
 __all__ = [
     "PLANNERS",
     "Planner",
     "affinity",
     "contiguous",
+    "few_swaps",
     "lpt",
     "node_aware",
     "place_new_expert",

@@ -1,6 +1,9 @@
-"""The fewest exchanges between few experts that make a load as even as another placement would."""
+"""Which exchanges between few experts make a load even: a search, and two ways to choose from what it finds."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,15 +24,23 @@ def unevenness(load_R: Floats) -> Floats:
     return np.asarray(((load_R / mean) ** POWER).mean(-1) ** (1 / POWER))
 
 
-def fewest_exchanges(
-    board: Board, like: Board, *, tolerance: float, target: float, max_moves: int | None
-) -> ExpertPlacement | None:
-    """A beam search from where experts are: all that one exchange can do to the most even placements after the last.
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Placements that are equally many exchanges from the start, the most even one first."""
 
-    Takes the first placement on its way whose imbalance and unevenness are within `tolerance` of those of `like`, or
-    whose imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else
-    None. No rank ever bears more than the busiest one did at the start. A move into an empty slot counts as one of
-    `max_moves`, an exchange as two. `board` has load, and no replicas.
+    held_BG: Ints
+    """What lies in each slot, named by the slot where it began."""
+    load_BR: Floats
+    """Over the mean of all ranks."""
+    moves_B: Ints
+    """Experts that have moved: one into an empty slot, two by an exchange."""
+
+
+def even_placements(board: Board, *, max_moves: int | None) -> Iterator[Level]:
+    """A beam search from where experts are: after no exchange, after one, two, ...; all that one more can do to the
+    placements kept so far, of which `WIDTH` are kept. Ends where nothing becomes more even, or at `max_moves`.
+
+    No rank ever bears more than the busiest one did at the start. `board` has load, and no replicas.
     """
     mean = float(board.load_R.mean())
     weight_G, rank_G, moving_G = board.weight_G / mean, board.rank_G, (board.expert_G != EMPTY_ROW).astype(np.int64)
@@ -40,17 +51,13 @@ def fewest_exchanges(
     i_X, j_X = i_X[by_id_X], j_X[by_id_X]
     p_X, q_X = rank_G[i_X], rank_G[j_X]
     most = len(rank_G) if max_moves is None else max_moves
-    # Of each placement: what lies in each slot, named by the slot where it began; the ranks' loads; moves so far.
     held_BG: Ints = np.arange(len(rank_G))[None]
     load_BR: Floats = board.load_R[None] / mean
     moves_B: Ints = np.zeros(1, dtype=np.int64)
     highest = float(load_BR.max()) * (1 + NO_GAIN)
-    wanted, enough = float(unevenness(like.load_R)) + tolerance, max(target, like.imbalance + tolerance)
-    best, best_held_G, stale = float(unevenness(load_BR)[0]), held_BG[0], 0
+    best, stale = float(unevenness(load_BR)[0]), 0
     while stale < PATIENCE:
-        top = float(load_BR[0].max())
-        if top <= target or (top <= enough and unevenness(load_BR[0]) <= wanted):
-            return board.placement(held_BG[0])
+        yield Level(held_BG, load_BR, moves_B)
         shift_BX = weight_G[held_BG[:, i_X]] - weight_G[held_BG[:, j_X]]
         p_BX, q_BX = np.abs(load_BR[:, p_X] - shift_BX), np.abs(load_BR[:, q_X] + shift_BX)
         powers_BR = load_BR**POWER
@@ -61,14 +68,40 @@ def fewest_exchanges(
         scores, first = np.unique(score_BX.round(12), return_index=True)
         first = first[np.isfinite(scores)][:WIDTH]
         if not len(first):
-            break
+            return
         b, x = np.divmod(first, len(i_X))
         rows = np.arange(len(b))
         held_BG, load_BR, moves_B = held_BG[b], load_BR[b], after_BX[b, x]
         held_BG[rows, i_X[x]], held_BG[rows, j_X[x]] = held_BG[rows, j_X[x]], held_BG[rows, i_X[x]]
         load_BR[rows, p_X[x]], load_BR[rows, q_X[x]] = p_BX[b, x], q_BX[b, x]
         score = float(unevenness(load_BR)[0])
-        stale += 1
+        best, stale = (score, 0) if score < best - NO_GAIN else (best, stale + 1)
+
+
+def fewest_exchanges(
+    board: Board, like: Board, *, tolerance: float, target: float, max_moves: int | None
+) -> ExpertPlacement | None:
+    """The first placement on the way whose imbalance and unevenness are within `tolerance` of those of `like`, or whose
+    imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else None."""
+    wanted, enough = float(unevenness(like.load_R)) + tolerance, max(target, like.imbalance + tolerance)
+    best, best_held_G = np.inf, None
+    for level in even_placements(board, max_moves=max_moves):
+        score, top = float(unevenness(level.load_BR)[0]), float(level.load_BR[0].max())
+        if top <= target or (top <= enough and score <= wanted):
+            return board.placement(level.held_BG[0])
         if score < best - NO_GAIN:
-            best, best_held_G, stale = score, held_BG[0], 0
+            best, best_held_G = score, level.held_BG[0]
     return None if max_moves is None else board.placement(best_held_G)
+
+
+def worthwhile_exchanges(board: Board, *, gain: float, target: float, max_moves: int | None) -> ExpertPlacement:
+    """The exchanges that together lower the unevenness most, less `gain` for every two experts that move; no more once
+    the imbalance is `target`."""
+    best, best_held_G = np.inf, None
+    for level in even_placements(board, max_moves=max_moves):
+        price = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2
+        if price < best - NO_GAIN:
+            best, best_held_G = price, level.held_BG[0]
+        if level.load_BR[0].max() <= target:
+            break
+    return board.placement(best_held_G)

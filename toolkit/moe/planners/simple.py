@@ -1,4 +1,4 @@
-"""Planners of one idea each. All but `swap` begin from scratch, with one copy of every expert."""
+"""Planners of one idea each. All but `swap` and `few_swaps` begin from scratch, with one copy of every expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.moe.planners.board import (
     settle,
 )
 from toolkit.moe.planners.exact import SearchTooLong, fit
-from toolkit.moe.planners.fewest import fewest_exchanges
+from toolkit.moe.planners.fewest import fewest_exchanges, worthwhile_exchanges
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
 from toolkit.parallel import EMPTY_ROW
 
@@ -110,6 +110,27 @@ def swap(
     others_gain = OTHERS_GAIN * current.ranks / current.num_experts
     board.level(target=target, min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
     return board.placement()
+
+
+@register_planner("few_swaps")
+def few_swaps(
+    load_E: Load,
+    current: ExpertPlacement,
+    *,
+    target: float = 1.0,
+    gain: float = 0.01,
+    max_moves: int | None = None,
+) -> ExpertPlacement:
+    """As `swap`, but only exchanges that gain at least `gain`, a part of a rank's mean load, and do not follow noise.
+
+    Where loads change from window to window, about as even in the windows that come as `lpt`, whose plans are closer to
+    the window that they were made for.
+    """
+    load = checked_load(load_E, current)
+    board = Board(current, load)
+    if len(load) <= FEW and not board.has_replicas and load.any():
+        return worthwhile_exchanges(board, gain=gain, target=target, max_moves=max_moves)
+    return swap(load, current, target=target, tolerance=2 * gain, max_moves=max_moves)
 
 
 def place_new_expert(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
