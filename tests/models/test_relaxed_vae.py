@@ -31,18 +31,28 @@ def test_the_density_of_a_relaxed_class_integrates_to_one():
     # Two classes: y = (u, 1 - u), and a density over u.
     u = torch.linspace(1e-5, 1 - 1e-5, 400_001, dtype=torch.float64)
     y = torch.stack([u, 1 - u], -1)
-    total = torch.trapezoid(concrete_log_density(y, torch.tensor([0.7, -0.4], dtype=torch.float64)).exp(), u)
+    total = torch.trapezoid(concrete_log_density(y.log(), torch.tensor([0.7, -0.4], dtype=torch.float64)).exp(), u)
     assert total.item() == pytest.approx(1, abs=0.02)
 
 
 def test_samples_follow_the_probabilities_of_their_classes():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     normal = torch.randn(1, 40_000, 3, generator=torch.Generator().manual_seed(0))
-    y = model().relaxed(logits, normal)[0]
+    y = model().relaxed(logits, normal)[0].exp()
     assert torch.allclose(y.sum(-1), torch.ones(40_000), atol=1e-5)
     shares = torch.bincount(y.argmax(-1), minlength=3) / 40_000
     # The greatest entry is class k with the probability of k, at any temperature.
     assert torch.allclose(shares, logits[0].softmax(-1), atol=0.01)
+
+
+@pytest.mark.parametrize("gap", [0.0, 5.0, 40.0])
+def test_no_class_is_so_certain_that_it_costs_less_than_nothing(gap: float):
+    """KL(q || p) is not negative. It was, by hundreds, where samples were rounded up before their density was taken."""
+    logits = torch.tensor([[gap, 0.0, -gap]])
+    log_y = model().relaxed(logits, torch.randn(1, 20_000, 3, generator=torch.Generator().manual_seed(0)))
+    divergence = concrete_log_density(log_y, logits[:, None]) - concrete_log_density(log_y, torch.zeros(1, 1, 3))
+    assert divergence.mean() >= -1e-4
+    assert (divergence.mean() > 1) == (gap > 0)
 
 
 def test_weights_are_those_of_torch_distributions():
@@ -51,7 +61,7 @@ def test_weights_are_those_of_torch_distributions():
     x = examples["input"].flatten(1) / 255
     out = network(examples["input"], noise)
     hidden = network.stem(x).relu()
-    y = network.relaxed(network.to_logits(hidden), noise[..., :3])
+    y = network.relaxed(network.to_logits(hidden), noise[..., :3]).exp()
     inputs = torch.cat([y, hidden[:, None].expand(-1, 8, -1)], -1)
     mean, log_std = network.to_style(inputs).chunk(2, -1)
     q = torch.distributions.Normal(mean, log_std.exp())

@@ -44,10 +44,11 @@ class RelaxedVAE(nn.Module):
         x = to_unit(images)
         hidden = self.stem(x).relu()
         logits = self.to_logits(hidden).float()
-        y = self.relaxed(logits, noise[..., : self.num_classes])
+        log_y = self.relaxed(logits, noise[..., : self.num_classes])
         if label is not None:
-            given = F.one_hot(label.clamp_min(0), self.num_classes).float()[:, None].clamp_min(CLAMP)
-            y = torch.where((label == -1)[:, None, None], y, given)
+            given = F.one_hot(label.clamp_min(0), self.num_classes).float()[:, None].clamp_min(CLAMP).log()
+            log_y = torch.where((label == -1)[:, None, None], log_y, given)
+        y = log_y.exp()
         mean, log_std = (
             self.to_style(torch.cat([y, hidden[:, None].expand(-1, y.shape[1], -1)], -1)).float().chunk(2, -1)
         )
@@ -55,8 +56,8 @@ class RelaxedVAE(nn.Module):
         z = mean + log_std.exp() * draw
         pixels = self.decoder(torch.cat([y, z], -1)).float()
         likelihood = (pixels * x[:, None] - F.softplus(pixels)).sum(-1)
-        log_q = concrete_log_density(y, logits[:, None])
-        log_p = concrete_log_density(y, torch.zeros_like(logits)[:, None])
+        log_q = concrete_log_density(log_y, logits[:, None])
+        log_p = concrete_log_density(log_y, torch.zeros_like(logits)[:, None])
         # Of the two normal densities the constants cancel.
         style = (0.5 * draw.square() + log_std - 0.5 * z.square()).sum(-1)
         log_weight = likelihood + log_p - log_q + style
@@ -69,14 +70,15 @@ class RelaxedVAE(nn.Module):
         return out | {"style": mean.mean(1)} if styles else out
 
     def relaxed(self, logits: Tensor, normal: Tensor) -> Tensor:
-        """Samples (B, S, C) of the class; `normal` (B, S, C) become Gumbel draws by way of uniform ones."""
+        """Samples (B, S, C) of the logarithm of the class; `normal` (B, S, C) become Gumbel draws by way of uniform
+        ones. The class itself would be rounded to 0 where a density still tells how small it is."""
         uniform = torch.special.ndtr(normal).clamp(1e-6, 1 - 1e-6)
-        return ((logits[:, None] - (-uniform.log()).log()) / TEMPERATURE).softmax(-1).clamp_min(CLAMP)
+        return ((logits[:, None] - (-uniform.log()).log()) / TEMPERATURE).log_softmax(-1)
 
 
-def concrete_log_density(y: Tensor, logits: Tensor) -> Tensor:
-    """Logarithm of the density of Concrete(logits, 0.66) at `y` (..., C) (Maddison et al. 2017, eq. 10)."""
-    classes, log_y = y.shape[-1], y.log()
+def concrete_log_density(log_y: Tensor, logits: Tensor) -> Tensor:
+    """Logarithm of the density of Concrete(logits, 0.66) at exp(`log_y`) (..., C) (Maddison et al. 2017, eq. 10)."""
+    classes = log_y.shape[-1]
     constant = math.lgamma(classes) + (classes - 1) * math.log(TEMPERATURE)
     terms = logits - TEMPERATURE * log_y
     return constant + (terms - log_y).sum(-1) - classes * terms.logsumexp(-1)
