@@ -50,7 +50,15 @@ SWEEPS: dict[str, list[list[str]]] = {
     "reference": [[*PUBLISHED, RECIPE, "reference"]],
     "fashion": [[*FASHION, RECIPE, "full", "--dataset", "fashion_mnist"]],
 }
-METRICS = ["test_accuracy", "test_sampled_accuracy", "test_loss", "mig", "one_style_probe", "all_styles_probe", "samples_per_second"]
+METRICS = [
+    "test_accuracy",
+    "test_sampled_accuracy",
+    "test_loss",
+    "mig",
+    "one_style_probe",
+    "all_styles_probe",
+    "samples_per_second",
+]
 
 
 def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
