@@ -113,6 +113,11 @@ def test_errors_are_those_of_jiwer_and_words_those_that_were_said():
     assert counts == {"word_errors": 2, "words": 3, "character_errors": 5, "characters": 10, "correct": 0}
 
 
+def test_a_space_after_the_last_word_is_no_error():
+    counts = count_errors(["ONE TWO"], ["ONE TWO "])
+    assert (counts["word_errors"], counts["character_errors"], counts["correct"]) == (0, 0, 1)
+
+
 def test_silence_as_an_answer_misses_every_word():
     assert count_errors(["A B"], [""])["word_errors"] == 2
 

@@ -100,5 +100,6 @@ def count_errors(said: Sequence[str], heard: Sequence[str]) -> dict[str, int]:
     for errors, total, result in (("word_errors", "words", by_word), ("character_errors", "characters", by_character)):
         counts[errors] = result.substitutions + result.deletions + result.insertions
         counts[total] = result.substitutions + result.deletions + result.hits
-    counts["correct"] = sum(a == b for a, b in zip(said, heard, strict=True))
+    # By words, as jiwer counts: a space after the last one is no error.
+    counts["correct"] = sum(a.split() == b.split() for a, b in zip(said, heard, strict=True))
     return counts
