@@ -52,7 +52,7 @@ SWEEPS: dict[str, list[list[str]]] = {
 }
 METRICS = [
     "test_accuracy",
-    "test_sampled_accuracy",
+    "test_logit_accuracy",
     "test_loss",
     "mig",
     "one_style_probe",

@@ -12,8 +12,8 @@ class RelaxedBound:
     """The bound of `toolkit.models.RelaxedVAE`; a known class adds 1 + `supervision_weight` times its log density.
 
     (After Narayanaswamy et al. 2017, NeurIPS, with one weight.) With the class given, all samples weigh the same.
-    Labels are those of the batch, -1 where there is none. An image's answer is the best class by its logits;
-    `sampled_accuracy` takes the one in the weighted mean of its samples, which is chance for as long as they are wide.
+    Labels are those of the batch, -1 where there is none. An image's answer is the best class in the weighted mean of
+    its samples, as the study has it; `logit_accuracy` asks the logits.
     """
 
     def __init__(self, supervision_weight: float):
@@ -32,5 +32,5 @@ class RelaxedBound:
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         out = model(batch["input"], batch["noise"])
         label = batch["label"]
-        hits = {"accuracy": correct(out["logits"], label), "sampled_accuracy": correct(out["mean_class"], label)}
+        hits = {"accuracy": correct(out["mean_class"], label), "logit_accuracy": correct(out["logits"], label)}
         return Loss(-out["log_weight"].mean(-1).sum(), len(label), sums=hits)
