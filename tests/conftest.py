@@ -1,11 +1,15 @@
 """Fixtures of several folders."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from toolkit import launch
+
+# Before torch is imported. Workers share the cores, and threads that wait for each other there double the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
