@@ -1,6 +1,6 @@
 """What a mixture-of-experts layer costs beside a dense one of the same FLOPs, and beside transformers' Mixtral block.
 
-    python benchmarks/moe_layer.py                   two threads and one, about ten minutes
+    python benchmarks/moe_layer.py                   two threads and one; a minute when idle, ten when busy
 
 Forward and backward of the whole layer on a CPU in float32: router, dispatch, experts, combine; gradients of the input
 and of every weight, freshly allocated (`set_to_none`), for a random output gradient. SwiGLU, dim 256, hidden 512,
