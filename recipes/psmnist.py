@@ -49,7 +49,7 @@ def parallel() -> Config:
 
 
 def cell() -> Config:
-    """The recurrent network of Voelker et al. 2019, section 3.3: order 256, 212 hidden units; five minutes an epoch on a CPU core."""
+    """The recurrent network of Voelker et al. 2019, section 3.3: order 256, 212 hidden units."""
     return Config(unit="cell", order=256, hidden_size=212, epochs=10, batch_size=100, lr=1e-3, log_every=50)
 
 
