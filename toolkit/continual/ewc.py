@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback
 from toolkit.data.batches import split
 from toolkit.errors import UserError
+from toolkit.parallel import sum_over_ranks
 from toolkit.seeding import generator
 
 if TYPE_CHECKING:
@@ -147,7 +148,5 @@ class Consolidation(Callback):
         fisher = fisher_information(model, inputs, classes)
         model.train()
         for total in fisher.values():
-            if run.world_size > 1:
-                dist.all_reduce(total)
-            total.div_(len(rows))
+            sum_over_ranks(total).div_(len(rows))
         self.elastic.consolidate(fisher)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.moe.layer import MoE, moe_layers
+from toolkit.parallel import sum_over_ranks
 
 MOST_WAITING = 256
 """Forwards of a layer that are kept before they are counted."""
@@ -144,9 +144,7 @@ class RoutingCensus:
         tables = [table for sums in self._sums.values() for table in sums.values()]
         if not tables:
             return
-        flat = torch.cat([table.flatten() for table in tables])
-        if dist.is_initialized():
-            dist.all_reduce(flat)
+        flat = sum_over_ranks(torch.cat([table.flatten() for table in tables]))
         host = flat.cpu().split([table.numel() for table in tables])
         found = iter(zip(host, tables, strict=True))
         for name, sums in self._sums.items():

@@ -127,9 +127,8 @@ def few_swaps(
     the window that they were made for.
     """
     load = checked_load(load_E, current)
-    board = Board(current, load)
-    if len(load) <= FEW and not board.has_replicas and load.any():
-        return worthwhile_exchanges(board, gain=gain, target=target, max_moves=max_moves)
+    if len(load) <= FEW and not current.has_replicas and load.any():
+        return worthwhile_exchanges(Board(current, load), gain=gain, target=target, max_moves=max_moves)
     return swap(load, current, target=target, tolerance=2 * gain, max_moves=max_moves)
 
 
