@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.planners.board import LITTLE_GAIN, Board, Floats, balanced, pack, settle
+from toolkit.moe.planners.board import LITTLE_GAIN, Board, Floats, pack, settle
 from toolkit.moe.planners.registry import Load, checked_load, register_planner
+from toolkit.moe.planners.simple import lpt
 from toolkit.parallel import EMPTY_ROW
 
 Matrix = NDArray[Any] | Sequence[Sequence[float]]
@@ -31,7 +32,7 @@ def affinity(
     if together.shape != (len(load), len(load)) or not np.array_equal(together, together.T):
         raise ValueError(f"together_EE must be symmetric, with a row for each of {len(load)} experts")
     np.fill_diagonal(together, 0.0)
-    best = balanced(load, current)
+    best = Board(lpt(load, current), load)
     limit = (1 + tolerance) * best.imbalance
     grown = Board(settle(_grow(load, together, current, limit * load.sum() / current.ranks), current), load)
     grown.level(target=limit)
@@ -88,7 +89,7 @@ def node_aware(
         raise ValueError(f"source_load_RE has shape {source_load.shape}, not {(current.ranks, len(load))}")
     names, node_R = np.unique(np.asarray(node_of_rank), return_inverse=True)
     sent_NE = np.stack([source_load[node_R == node].sum(0) for node in range(len(names))])
-    best = balanced(load, current)
+    best = Board(lpt(load, current), load)
     limit = (1 + tolerance) * best.imbalance
     near = Board(settle(_near_senders(load, sent_NE, node_R, current, limit), current), load)
     near.level(min_gain=LITTLE_GAIN, node_of_rank=node_R)
