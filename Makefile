@@ -5,6 +5,7 @@ PRESET ?=
 GPUS ?=
 CPUS ?=
 ARGS ?=
+ROUNDS ?= 5
 VENV ?= .venv
 PYTHON ?= python3
 
@@ -48,6 +49,11 @@ smoke: $(VENV)/.installed ## every recipe's debug preset, on one and on two proc
 .PHONY: test
 test: $(VENV)/.installed-dev ## all tests that need no GPU
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+.PHONY: fuzz
+fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
+	@for round in $$(seq $(ROUNDS)); do \
+	    $(PY) -m pytest -n auto --maxprocesses 4 -m hypothesis --hypothesis-profile=fuzz || exit; done
 
 .PHONY: test-dist
 test-dist: $(VENV)/.installed-dev ## the tests that start several processes

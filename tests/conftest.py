@@ -5,11 +5,18 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from toolkit import launch
 
 # Before torch is imported. Workers share the cores, and threads that wait for each other there double the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A suite that passed passes again: properties are tried on the same cases each time. `make fuzz` looks for new ones.
+# No deadline, as the machine may be busy, and no store of failures beside the code.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.register_profile("fuzz", deadline=None, database=None, print_blob=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ def noise(seed: int, count: int) -> list[float]:
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_series_that_rises_by_four_deviations_is_noticed_within_six_values(seed):
     detector = CumulativeSum()
     values = noise(seed, 60)

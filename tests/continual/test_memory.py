@@ -37,7 +37,7 @@ def test_tasks_can_be_strata_too():
 
 
 @given(seed=st.integers(0, 2**31), capacity=st.integers(1, 60), pieces=st.integers(1, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_remembered_depends_on_what_was_seen_and_not_on_when_or_how_often(seed, capacity, pieces):
     draws = torch.Generator().manual_seed(seed)
     seen = torch.randint(400, (150,), generator=draws)

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.multiprocessing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.data import BatchOrder, EvalBatches, TensorTable, TrainBatches
@@ -13,8 +13,6 @@ from toolkit.data.batches import split
 
 sizes = st.integers(1, 70)
 parts = st.integers(1, 5)
-# No deadline: the machine may be busy. No store of failures beside the code: the examples are the same each time.
-repeatable = settings(deadline=None, database=None, derandomize=True)
 
 
 def table(num_samples: int) -> TensorTable:
@@ -28,7 +26,6 @@ def rank_steps(num_samples: int, start: int, count: int, **settings: int) -> lis
     return [[micro["row"].tolist() for micro in step] for step in islice(batches.steps(start), count)]
 
 
-@repeatable
 @given(sizes, parts)
 def test_the_pieces_of_a_batch_are_the_batch_and_differ_by_one_row_at_most(rows, count):
     pieces = [split(torch.arange(rows), count, part) for part in range(count)]
@@ -37,7 +34,6 @@ def test_the_pieces_of_a_batch_are_the_batch_and_differ_by_one_row_at_most(rows,
     assert max(lengths) - min(lengths) <= 1
 
 
-@repeatable
 @given(sizes, sizes, st.integers(0, 3))
 def test_every_epoch_takes_every_sample_once(num_samples, batch_size, epoch):
     order = BatchOrder(num_samples=num_samples, batch_size=batch_size, seed=3)
@@ -48,7 +44,6 @@ def test_every_epoch_takes_every_sample_once(num_samples, batch_size, epoch):
     assert order.samples_before((epoch + 1) * steps) == (epoch + 1) * num_samples
 
 
-@repeatable
 @given(sizes, sizes, st.integers(0, 40))
 def test_samples_before_a_step_are_those_the_steps_before_it_took(num_samples, batch_size, step):
     order = BatchOrder(num_samples=num_samples, batch_size=batch_size, seed=0)
@@ -67,7 +62,6 @@ def test_the_order_of_an_epoch_is_what_it_was_when_this_test_was_written():
     assert BatchOrder(num_samples=8, batch_size=4, seed=0).epoch(0).tolist() == [1, 2, 4, 3, 0, 7, 5, 6]
 
 
-@repeatable
 @given(sizes, st.integers(1, 20), st.integers(0, 25), parts)
 def test_resuming_at_any_step_gives_the_batches_of_an_unbroken_run(num_samples, batch_size, step, accumulation):
     setting = {"batch_size": batch_size, "accumulation": accumulation}
@@ -75,7 +69,6 @@ def test_resuming_at_any_step_gives_the_batches_of_an_unbroken_run(num_samples, 
     assert rank_steps(num_samples, step, 5, **setting) == uninterrupted[step:]
 
 
-@repeatable
 @given(sizes, st.integers(1, 20), parts, st.sampled_from([2, 4]))
 def test_each_micro_step_sees_the_same_rows_on_any_number_of_ranks(num_samples, batch_size, accumulation, world_size):
     setting = {"batch_size": batch_size, "accumulation": accumulation}
@@ -107,7 +100,6 @@ def test_worker_processes_give_the_same_batches_and_end_with_the_iterator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@repeatable
 @given(sizes, st.integers(1, 20), st.integers(1, 4))
 def test_evaluation_takes_each_sample_once_in_as_many_batches_on_every_rank(num_samples, batch_size, world_size):
     ranks = [

@@ -99,7 +99,7 @@ def test_classes_that_cannot_be_split_so_are_refused(tasks):
     epochs=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tasks_come_one_after_another_each_example_once_per_epoch(sizes, batch_size, epochs, seed):
     order = TaskOrder(sizes=tuple(sizes), batch_size=batch_size, seed=seed, epochs_per_task=epochs)
     total = 2 * order.steps_per_epoch

@@ -64,7 +64,7 @@ def small_cases(draw: st.DrawFn) -> tuple[ExpertPlacement, list[int]]:
     return ExpertPlacement(tuple(rows)), draw(st.lists(st.integers(0, 20), min_size=experts, max_size=experts))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small_cases(), st.booleans())
 def test_no_placement_beats_the_bound_and_a_search_comes_close_to_the_best(
     case: tuple[ExpertPlacement, list[int]], replicas: bool

@@ -56,7 +56,7 @@ def check(changes: list[Move], old: ExpertPlacement) -> list[Round]:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_every_change_of_placement_completes_with_one_buffer_per_rank(seed: int, ranks: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.randint(0, 6) for _ in range(ranks - 1)] + [rng.randint(1, 6)]

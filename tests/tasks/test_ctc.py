@@ -66,7 +66,7 @@ def exhaustively(log_probs: Tensor, blank: int) -> dict[tuple[int, ...], float]:
 
 
 @given(steps=st.integers(1, 5), labels=st.integers(2, 4), seed=st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_wide_beam_finds_what_brute_force_finds(steps, labels, seed):
     log_probs = random_outputs(steps, labels, seed)
     expected = exhaustively(log_probs, labels - 1)
@@ -76,7 +76,7 @@ def test_a_wide_beam_finds_what_brute_force_finds(steps, labels, seed):
 
 
 @given(steps=st.integers(1, 12), beam_size=st.integers(1, 4), seed=st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_beam_is_never_less_probable_than_the_best_path(steps, beam_size, seed):
     log_probs = random_outputs(steps, 5, seed)
     path = best_path(log_probs[None], torch.tensor([steps]), 4)[0]
@@ -93,7 +93,7 @@ def test_a_beam_adds_up_alignments_where_the_best_path_counts_one():
 
 
 @given(steps=st.integers(1, 6), seed=st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_with_a_lexicon_a_wide_beam_finds_the_most_probable_words_of_it(steps, seed):
     log_probs = random_outputs(steps, 4, seed)
     lexicon = Lexicon([(0, 1), (1,), (0, 0)], space=2)

@@ -70,7 +70,7 @@ def test_the_least_used_end_first_and_the_young_and_the_spared_stay() -> None:
     assert plan_prunes(population, dict.fromkeys(range(6), 0.0), min_experts=2, **limits) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.sampled_from([1, 2, 4]))
 def test_ranks_get_equally_many_living_experts_by_as_few_moves_as_that_takes(seed: int, ranks: int) -> None:
     draws = random.Random(seed)

@@ -33,7 +33,7 @@ def a_life(draws: random.Random, seats: int, events: int) -> list[Population]:
     return populations
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), seats=st.integers(1, 9))
 def test_ids_never_return_and_seats_are_never_shared(seed: int, seats: int) -> None:
     gone: set[int] = set()
@@ -47,7 +47,7 @@ def test_ids_never_return_and_seats_are_never_shared(seed: int, seats: int) -> N
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_population_survives_json(seed: int) -> None:
     population = a_life(random.Random(seed), 6, 20)[-1]
     assert Population.from_dict(population.to_dict()) == population

@@ -27,7 +27,7 @@ def families(ids_TK: Tensor, family_of_seat: list[int]) -> Tensor:
     return torch.tensor(family_of_seat)[ids_TK]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), score=st.sampled_from(["softmax", "sigmoid"]), bias=st.booleans())
 def test_however_experts_are_split_and_end_a_token_keeps_its_families_and_weights(
     seed: int, score: str, bias: bool

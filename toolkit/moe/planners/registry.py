@@ -51,10 +51,14 @@ def as_floats(load_E: Load) -> NDArray[np.float64]:
 
 
 def checked_load(load_E: Load, current: ExpertPlacement) -> NDArray[np.float64]:
-    """`load_E` as float64 (E); raises ValueError unless it has a finite number, at least 0, for each expert."""
+    """`load_E` as float64 (E), in proportion: the largest is at least a half and below 1, or all are 0, so that no sum
+    or quotient of them leaves the range of a float. The factor is a power of two, and rounds nothing.
+
+    Raises ValueError unless there is a finite number, at least 0, for each expert.
+    """
     load = as_floats(load_E)
     if load.shape != (current.num_experts,):
         raise ValueError(f"load has shape {load.shape}, but the placement has {current.num_experts} experts")
     if not (np.isfinite(load).all() and (load >= 0).all()):
         raise ValueError(f"loads must be finite and at least 0, not {load[~(np.isfinite(load) & (load >= 0))][0]}")
-    return load
+    return np.ldexp(load, -np.frexp(load.max())[1])
