@@ -75,7 +75,6 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
             config.experts,
             config.top_k,
             groups=groups,
-            spare_slots=config.spare_slots,
             seats=config.max_experts,
             **config.layer_options(),
             shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.helpers import ROOT, run_distributed
 from toolkit.config import RunConfig
 from toolkit.errors import Preempted, UserError
-from toolkit.run import start_run
+from toolkit.run import flushes_denormals, start_run
 from toolkit.tracking.jsonl import read_metrics
 
 HOLD_FOLDER = """
@@ -86,6 +86,17 @@ def test_the_seed_fixes_torch_numpy_and_python():
             draws.append((torch.rand(()).item(), np.random.rand(), random.random()))
     assert draws[0] == draws[1]
     assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_least_numbers_are_flushed_only_while_a_run_lasts(before):
+    torch.set_flush_denormal(before)
+    try:
+        with start_run("recipe", RunConfig(cpu=True, tracker="none")):
+            assert flushes_denormals()
+        assert flushes_denormals() == before
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_lines_of_metrics_are_on_disk_before_the_run_ends():

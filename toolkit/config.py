@@ -211,6 +211,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "planner",
         "replan_every",
         "spare_slots",
+        "by_turns",
         "guard",
         "record_traces",
     }

@@ -29,6 +29,8 @@ class ExpertRunConfig(RunConfig):
     """Optimizer steps between plans."""
     spare_slots: int = 0
     """Empty expert slots on each process, which `replicate` fills with copies of experts in demand."""
+    by_turns: bool = False
+    """Deal experts to processes one by one at the start, not in blocks: neighbours, often in demand together, part."""
     guard: bool = True
     """Refuse plans whose gain does not pay for their bytes, by the step times of this run."""
     record_traces: bool = False
@@ -115,7 +117,7 @@ class MoERunConfig(ExpertRunConfig):
         require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
 
     def layer_options(self) -> dict[str, Any]:
-        """What `toolkit.moe.make_moe` is to know of the router and the layer."""
+        """What `toolkit.moe.make_moe` is to know of the router, the layer, and where experts live at first."""
         return {
             "bias_balancing": self.balance == "bias",
             "score": self.router_score,
@@ -127,6 +129,8 @@ class MoERunConfig(ExpertRunConfig):
             "capacity_factor": self.capacity_factor,
             "drop_policy": self.drop_policy,
             "recompute": self.recompute,
+            "spare_slots": self.spare_slots,
+            "by_turns": self.by_turns,
         }
 
 

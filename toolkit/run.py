@@ -69,6 +69,7 @@ class Run:
         self._metrics: MetricsFile | None = None
         self._sinks: list[Sink] = []
         self._trackers: list[GuardedTracker] | None = None
+        self._flushed_before = flushes_denormals()
         self._closed = False
 
     @property
@@ -203,6 +204,7 @@ class Run:
             self._metrics = None
         if self._lock is not None:
             self._lock.release()
+        torch.set_flush_denormal(self._flushed_before)
         if self._owns_process_group and wait_for_ranks and dist.is_initialized():
             dist.destroy_process_group()
             _forget_accelerator()
@@ -287,6 +289,11 @@ def _seed(seed: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread computes 0 where a number is too small to be stored in full."""
+    return sys.float_info.min / 2 == 0
 
 
 def keep_freed_memory() -> None:

@@ -56,6 +56,16 @@ def test_a_guarded_plan_waits_until_it_has_proved_itself_and_a_hopeless_one_fore
     assert balanced["experts moved"] == 0
 
 
+def test_neighbours_that_are_hot_together_do_no_harm_where_experts_were_dealt_by_turns():
+    case = case_of_workload("W6", SIZES)
+    for name in (STAY, "swap"):
+        blocks, turns = (
+            try_planner(case, name, guarded=False, rules=Rules(every=10, by_turns=by_turns))["imbalance"]
+            for by_turns in (False, True)
+        )
+        assert turns < 1.2 < blocks
+
+
 def test_loads_of_one_source_are_cut_into_those_of_more_and_nothing_is_lost():
     load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 5))
     more = on_ranks(load, 6)

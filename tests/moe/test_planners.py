@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -39,9 +40,11 @@ from toolkit.moe.replay import replay
 from toolkit.moe.traffic import traffic
 from toolkit.moe.workloads import WORKLOADS, Sizes, drifting
 from toolkit.parallel import EMPTY_ROW
+from toolkit.run import flushes_denormals
 
 Case = tuple[ExpertPlacement, list[float]]
 ROUNDING = 1 + 1e-6
+LEAST = sys.float_info.min
 
 
 def nodes_of(ranks: int) -> list[int]:
@@ -79,13 +82,22 @@ def test_every_planner_places_every_expert_in_the_slots_there_are_and_always_ali
         assert not plan.has_replicas
 
 
-@pytest.mark.parametrize("load", [[2.0, 5e-324, 0.0, 0.0], [5e-324, 0.0, 0.0, 0.0], [1e308, 1e308, 1e308, 0.0]])
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("load", [[2.0, LEAST, 0.0, 0.0], [LEAST, 0.0, 0.0, 0.0], [1e308, 1e308, 1e308, 0.0]])
 @pytest.mark.parametrize("name", NAMES)
-def test_planners_look_at_proportions_even_at_the_ends_of_what_a_float_can_hold(name: str, load: list[float]):
+def test_planners_look_at_proportions_even_at_the_ends_of_what_a_float_can_hold(
+    name: str, load: list[float], flush: bool
+):
+    """`flush`: as training on a CPU sets it, where half of the least number is 0."""
     current = blocks(4, 2)
     options = options_for(name, current)
     same = [value / max(load) for value in load]
-    assert planner_named(name)(load, current, **options) == planner_named(name)(same, current, **options)
+    before = flushes_denormals()
+    torch.set_flush_denormal(flush)
+    try:
+        assert planner_named(name)(load, current, **options) == planner_named(name)(same, current, **options)
+    finally:
+        torch.set_flush_denormal(before)
 
 
 def test_every_planner_that_is_registered_is_tested_above():

@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=20, help="optimizer steps between plans")
     parser.add_argument("--ranks", type=int, help="ranks to spread experts over; traces: as many as in the run, W: 8")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank; replicate has at least one")
+    parser.add_argument("--by-turns", action="store_true", help="deal experts to ranks by turns, not in blocks")
     parser.add_argument("--ranks-per-node", type=int, help="ranks that share a node; all of them by default")
     parser.add_argument("--steps", type=int, default=400, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     rules = Rules(
         every=args.every,
         spare_slots=args.spare_slots,
+        by_turns=args.by_turns,
         ranks_per_node=args.ranks_per_node,
         seconds_per_row=args.seconds_per_row,
         bytes_per_second=args.bytes_per_second,

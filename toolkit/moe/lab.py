@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.moe.guard import MigrationGuard, Prices
 from toolkit.moe.imbalance import lower_bound, rank_imbalance
 from toolkit.moe.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
-from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.moe.placement import ExpertPlacement, dealt_out
 from toolkit.moe.planners import planner_named
 from toolkit.moe.planners.registry import Planner
 from toolkit.moe.replay import Replay, replay, worst_span
@@ -32,7 +32,7 @@ from toolkit.moe.workloads import WORKLOADS, Sizes
 Ints = NDArray[np.int64]
 
 STAY = "stay"
-"""No planner: experts stay in the blocks in which they began."""
+"""No planner: experts stay where they began."""
 REPLICATING = {"replicate"}
 """Planners that put copies in spare slots. They are given one on each rank where none was asked for."""
 
@@ -59,6 +59,8 @@ class Rules:
     """Steps between plans."""
     spare_slots: int = 0
     """Empty slots on each rank at the start."""
+    by_turns: bool = False
+    """Experts begin on ranks by turns, not in blocks."""
     ranks_per_node: int | None = None
     seconds_per_row: float = 1e-6
     """Compute of one routed copy, forward and backward: what a GPU needs for an expert of 6 million parameters."""
@@ -118,9 +120,8 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     steps, layers, ranks, experts = load_TLSE.shape
     if steps <= every:
         raise UserError(f"--every {every}: {case.name} has {steps} steps; take fewer.")
-    slots = -(-experts // ranks)
-    start = contiguous(experts, ranks, slots_per_rank=slots)
-    start = with_spare_slots(start, rules.spare_slots or int(name in REPLICATING))
+    spare = rules.spare_slots or int(name in REPLICATING)
+    start = dealt_out(experts, ranks, spare_slots=spare, by_turns=rules.by_turns)
     seconds: list[float] = []
     runs = []
     for layer in range(layers):

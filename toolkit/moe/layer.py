@@ -112,6 +112,7 @@ def make_moe(
     groups: ShardGroups | None = None,
     placement: ExpertPlacement | None = None,
     spare_slots: int = 0,
+    by_turns: bool = False,
     seats: int | None = None,
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
@@ -122,20 +123,22 @@ def make_moe(
     seed: int = 0,
     **router: Any,
 ) -> MoE:
-    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks,
-    and leaves `spare_slots` slots of each rank empty, for copies of experts that are in demand.
+    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks, or one
+    expert after the other `by_turns`, and leaves `spare_slots` slots of each rank empty, for copies of experts that are
+    in demand.
 
     `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
     hidden activations (selective), or the whole layer. `router` takes the options of `router_type`.
 
     With `seats` there is room for so many experts, of which `num_experts` live at first: see `toolkit.moe.lifecycle`.
-    Seats are dealt out one by one, so that ranks have equally many living experts.
+    Seats are always dealt out by turns, so that ranks have equally many living experts.
     """
     groups = groups or ShardGroups()
     living = num_experts
     if seats is not None:
         num_experts, router_type, router = seats, SeatedRouter, {"living": living, **router}
-    placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=seats is not None)
+        by_turns = True
+    placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=by_turns)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(

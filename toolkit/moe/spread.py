@@ -25,17 +25,23 @@ PlacementOf = Callable[[str, int, int], ExpertPlacement]
 
 
 def spread_experts(
-    model: nn.Module, groups: ShardGroups, *, spare_slots: int = 0, placement: PlacementOf | None = None
+    model: nn.Module,
+    groups: ShardGroups,
+    *,
+    spare_slots: int = 0,
+    by_turns: bool = False,
+    placement: PlacementOf | None = None,
 ) -> dict[str, ExpertStack]:
     """Keep this rank's experts of each layer of `model`, in place; returns all layers' stacks, by name.
 
     All ranks hold the same `model`, and an optimizer made before or after stays valid if it has not stepped.
-    `placement` None deals out equal blocks. Raises UserError for a placement that does not fit a layer.
+    `placement` None deals out equal blocks, or one expert after the other `by_turns`. Raises UserError for a placement
+    that does not fit a layer.
     """
     for name, module in find_experts(model).items():
         experts, ranks = num_experts(module), groups.ep_size
         if placement is None:
-            place = dealt_out(experts, ranks, spare_slots=spare_slots)
+            place = dealt_out(experts, ranks, spare_slots=spare_slots, by_turns=by_turns)
         else:
             place = with_spare_slots(placement(name, experts, ranks), spare_slots)
         if place.num_experts != experts:
