@@ -99,6 +99,22 @@ def test_the_least_numbers_are_flushed_only_while_a_run_lasts(before):
         torch.set_flush_denormal(False)
 
 
+def test_numpy_finds_the_least_numbers_in_spite_of_that(tmp_path):
+    """numpy 2.0 to 2.3 warned in the middle of a run, on stderr; newer ones answer alike with this and without."""
+    program = """
+import sys
+from pathlib import Path
+import numpy as np
+from toolkit.config import RunConfig
+from toolkit.run import start_run
+with start_run("recipe", RunConfig(cpu=True, tracker="none", run_dir=Path(sys.argv[1]))):
+    assert np.finfo(np.float32).smallest_subnormal == np.float32(1e-45), np.finfo(np.float32)
+    str(np.finfo(np.float64))
+"""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path / "run")]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
 def test_lines_of_metrics_are_on_disk_before_the_run_ends():
     with start_run("toy", config()) as run:
         run.log({"train/loss": 0.5, "moe/load/block": [0.25, 0.75]}, 10)
