@@ -5,8 +5,6 @@ B images, S samples, C classes, D style dimensions, P pixels.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,8 +13,6 @@ from toolkit.models.vae import to_unit
 
 SAMPLES = 8
 TEMPERATURE = 0.66
-CLAMP = 1e-9
-"""Least entry of a class that was given, where the density of a relaxed class has no value at 0."""
 
 
 class RelaxedVAE(nn.Module):
@@ -38,8 +34,8 @@ class RelaxedVAE(nn.Module):
     ) -> dict[str, Tensor]:
         """`noise` (B, S, C + D) standard normal; `label` (B,), -1 where it is not known, and then drawn.
 
-        Gives `logits` (B, C), `log_weight` (B, S), which is log p(x, z | y) / q(z | x, y) in nats, `log_q` (B, S) of
-        the class, and `mean_class` (B, C), the samples of y averaged by weight.
+        Gives `logits` (B, C), `log_weight` (B, S), which is log p(x, z | y) / q(z | x, y) in nats, and `mean_class`
+        (B, C), the samples of y averaged by weight.
 
         The class costs nothing: with its divergence from the prior in the bound the study's figures cannot be reached,
         as unlabelled images then do not use it; without, they are (docs/vae.md).
@@ -47,11 +43,10 @@ class RelaxedVAE(nn.Module):
         x = to_unit(images)
         hidden = self.stem(x).relu()
         logits = self.to_logits(hidden).float()
-        log_y = self.relaxed(logits, noise[..., : self.num_classes])
+        y = self.relaxed(logits, noise[..., : self.num_classes])
         if label is not None:
-            given = F.one_hot(label.clamp_min(0), self.num_classes).float()[:, None].clamp_min(CLAMP).log()
-            log_y = torch.where((label == -1)[:, None, None], log_y, given)
-        y = log_y.exp()
+            given = F.one_hot(label.clamp_min(0), self.num_classes).float()[:, None]
+            y = torch.where((label == -1)[:, None, None], y, given)
         mean, log_std = (
             self.to_style(torch.cat([y, hidden[:, None].expand(-1, y.shape[1], -1)], -1)).float().chunk(2, -1)
         )
@@ -59,28 +54,18 @@ class RelaxedVAE(nn.Module):
         z = mean + log_std.exp() * draw
         pixels = self.decoder(torch.cat([y, z], -1)).float()
         likelihood = (pixels * x[:, None] - F.softplus(pixels)).sum(-1)
-        log_q = concrete_log_density(log_y, logits[:, None])
         # Of the two normal densities the constants cancel.
         style = (0.5 * draw.square() + log_std - 0.5 * z.square()).sum(-1)
         log_weight = likelihood + style
         out = {
             "logits": logits,
             "log_weight": log_weight,
-            "log_q": log_q,
             "mean_class": (log_weight.softmax(-1)[..., None] * y).sum(1),
         }
         return out | {"style": mean.mean(1)} if styles else out
 
     def relaxed(self, logits: Tensor, normal: Tensor) -> Tensor:
-        """Samples (B, S, C) of the logarithm of the class; `normal` (B, S, C) become Gumbel draws by way of uniform
-        ones. The class itself would be rounded to 0 where a density still tells how small it is."""
+        """Samples (B, S, C) of the class (Maddison et al. 2017, eq. 10); `normal` (B, S, C) become Gumbel draws by way
+        of uniform ones."""
         uniform = torch.special.ndtr(normal).clamp(1e-6, 1 - 1e-6)
-        return ((logits[:, None] - (-uniform.log()).log()) / TEMPERATURE).log_softmax(-1)
-
-
-def concrete_log_density(log_y: Tensor, logits: Tensor) -> Tensor:
-    """Logarithm of the density of Concrete(logits, 0.66) at exp(`log_y`) (..., C) (Maddison et al. 2017, eq. 10)."""
-    classes = log_y.shape[-1]
-    constant = math.lgamma(classes) + (classes - 1) * math.log(TEMPERATURE)
-    terms = logits - TEMPERATURE * log_y
-    return constant + (terms - log_y).sum(-1) - classes * terms.logsumexp(-1)
+        return ((logits[:, None] - (-uniform.log()).log()) / TEMPERATURE).softmax(-1)

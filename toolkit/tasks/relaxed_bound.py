@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn import functional as F
 
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import correct
 
 
 class RelaxedBound:
-    """The bound of `toolkit.models.RelaxedVAE`; a known class adds 1 + `supervision_weight` times its log density.
+    """The bound of `toolkit.models.RelaxedVAE`; a known class adds 1 + `supervision_weight` times its log probability.
 
     (After Narayanaswamy et al. 2017, NeurIPS, with one weight.) With the class given, all samples weigh the same.
     Labels are those of the batch, -1 where there is none. An image's answer is the best class in the weighted mean of
@@ -26,8 +27,8 @@ class RelaxedBound:
         label = batch["label"]
         out = model(batch["input"], batch["noise"], label=label)
         elbo = out["log_weight"].mean(-1)
-        known = (label != -1) * (1 + self.supervision_weight) * out["log_q"].mean(-1)
-        return Loss(-(elbo + known).sum(), len(label), sums={"elbo": elbo.sum()})
+        known = F.cross_entropy(out["logits"], label, ignore_index=-1, reduction="sum")
+        return Loss((1 + self.supervision_weight) * known - elbo.sum(), len(label), sums={"elbo": elbo.sum()})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         out = model(batch["input"], batch["noise"])
