@@ -65,7 +65,7 @@ class RelaxedVAE(nn.Module):
         return out | {"style": mean.mean(1)} if styles else out
 
     def relaxed(self, logits: Tensor, normal: Tensor) -> Tensor:
-        """Samples (B, S, C) of the class (Maddison et al. 2017, sec. 3.2); `normal` (B, S, C) become Gumbel draws by way
-        of uniform ones."""
+        """Samples (B, S, C) of the class (Maddison et al. 2017, sec. 3.2); `normal` (B, S, C) become Gumbel draws by
+        way of uniform ones."""
         uniform = torch.special.ndtr(normal).clamp(1e-6, 1 - 1e-6)
         return ((logits[:, None] - (-uniform.log()).log()) / TEMPERATURE).softmax(-1)
