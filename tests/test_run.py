@@ -92,7 +92,7 @@ def test_the_seed_fixes_torch_numpy_and_python():
 def test_the_least_numbers_are_flushed_only_while_a_run_lasts(before):
     torch.set_flush_denormal(before)
     try:
-        with start_run("recipe", RunConfig(cpu=True, tracker="none")):
+        with start_run("recipe", config()):
             assert flushes_denormals()
         assert flushes_denormals() == before
     finally:

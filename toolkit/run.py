@@ -236,11 +236,11 @@ def start_run(name: str, config: RunConfig) -> Run:
     _seed(config.seed)
     if run.device.type == "cpu":
         keep_freed_memory()
-        # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
-        # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
-        # numpy looks these up when they are first asked for, and some versions warn of a 0 among them.
+        # numpy looks up the least numbers when it is first asked, and before 2.4 warns where they are flushed.
         for kind in (np.float32, np.float64):
             str(np.finfo(kind))
+        # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
+        # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
         torch.set_flush_denormal(True)
     run.say(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
