@@ -28,21 +28,17 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, full
-from toolkit.continual import (
-    Consolidation,
-    DriftWatch,
-    ElasticWeights,
-    Remember,
-    Replay,
-    ReplayMemory,
-    stream_task,
-    stream_trainer,
-    task_order,
-)
-from toolkit.data import BatchOrder, ImageData, TaskStream, permuted_stream, rotated_stream, split_stream
-from toolkit.expert_config import LifeConfig
-from toolkit.tracking.continual_plots import draw_accuracy_matrices, draw_average_accuracies
-from toolkit.tracking.folder import write_json
+from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
+from toolkit.domains.continual.drift import DriftWatch
+from toolkit.domains.continual.replay import Remember, Replay
+from toolkit.data.replay_memory import ReplayMemory
+from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
+from toolkit.data.batches import BatchOrder
+from toolkit.data.images import ImageData
+from toolkit.domains.continual.streams import TaskStream, permuted_stream, rotated_stream, split_stream
+from toolkit.config.experts import LifeConfig
+from toolkit.pictures.continual_plots import draw_accuracy_matrices, draw_average_accuracies
+from toolkit.run.folder import write_json
 
 PAGE = ROOT / "docs" / "continual_learning.md"
 TITLES = {

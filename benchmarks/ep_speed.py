@@ -36,14 +36,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.helpers import run_distributed
-from toolkit.models.hf import causal_lm, use_toolkit_ep, use_toolkit_kernel
-from toolkit.models.hf.kernel import experts_forward
+from toolkit.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
+from toolkit.hosts.transformers.kernel import experts_forward
 from toolkit.moe.dispatch import AllToAllDispatcher
-from toolkit.moe.engine import ExpertParallel
-from toolkit.moe.foreign import slots_of_rows
-from toolkit.moe.placement import contiguous
-from toolkit.parallel import make_shard_groups
-from toolkit.run import keep_freed_memory
+from toolkit.hosts.engine import ExpertParallel
+from toolkit.hosts.foreign import slots_of_rows
+from toolkit.placement.placement import contiguous
+from toolkit.parallel.ownership import make_shard_groups
+from toolkit.run.run import keep_freed_memory
 
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
 TOKENS, LENGTH = 2048, 128

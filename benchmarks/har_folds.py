@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from recipes import har
-from toolkit.data import load_activity
+from toolkit.domains.activity.activity import load_activity
 
 FOLDS = 5
 MODES = {"all_channels": har.full, "flatten": har.flatten, "average": har.average, "first": har.first}

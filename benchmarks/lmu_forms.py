@@ -21,8 +21,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import write_report
-from toolkit.models.legendre import Form
-from toolkit.models.lmu import LMU, ParallelLMU
+from toolkit.domains.speech.legendre import Form
+from toolkit.domains.speech.lmu import LMU, ParallelLMU
 
 STEPS = 784
 TOLERANCE = 1e-4

@@ -29,17 +29,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.callbacks import Callback
-from toolkit.config import RunConfig
+from toolkit.callbacks.base import Callback
+from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.moe import ExpertLoad, make_moe
-from toolkit.moe.forwards import ForwardLoads
+from toolkit.moe.load.expert_load import ExpertLoad
+from toolkit.moe.layer import make_moe
+from toolkit.moe.load.forwards import ForwardLoads
 from toolkit.optim import build_optimizer
-from toolkit.parallel import ShardGroups, make_shard_groups
-from toolkit.run import start_run
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
-from toolkit.tasks import Classification
+from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
 DIM, HIDDEN, EXPERTS, LAYERS, BATCH, STEPS, WARMUP = 256, 512, 16, 4, 256, 110, 10

@@ -31,11 +31,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.helpers import peak_bytes, run_distributed
-from toolkit import parallel
+from toolkit.parallel import ownership
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.migrate import migrate
-from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
-from toolkit.parallel import ShardGroups, make_shard_groups
+from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
 
 DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
 WORLDS = (1, 2, 4)
@@ -55,7 +55,7 @@ def trained_layer(
     rows = list(layer.expert_stack.parameters.values())
     layer(torch.randn(64, DIM)).square().mean().backward()
     if dist.is_initialized():
-        parallel.average_sharded_gradients(rows, dist.get_world_size())
+        ownership.average_sharded_gradients(rows, dist.get_world_size())
     optimizer.step()
     return layer, optimizer, rows
 

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.moe.lab import STAY, Rules, case_of_trace, case_of_workload, try_planner
-from toolkit.moe.traces import read_trace
-from toolkit.moe.workloads import WORKLOADS, Sizes
+from toolkit.lab.report import STAY, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.lab.traces import read_trace
+from toolkit.placement.workloads import WORKLOADS, Sizes
 
 BLOCKS, TURNS = Rules(every=20), Rules(every=20, by_turns=True)
 PLANNERS = ("lpt", "swap", "few_swaps", "replicate")

@@ -7,7 +7,7 @@
     python benchmarks/planners.py drift           swaps beside planning from scratch, on load that drifts
     python benchmarks/planners.py guard           plans beside doing nothing, over each span of two plans
 
-Imbalance is max / mean of rows per rank; `bound` is `toolkit.moe.imbalance.lower_bound`. Writes
+Imbalance is max / mean of rows per rank; `bound` is `toolkit.placement.imbalance.lower_bound`. Writes
 benchmarks/results/planners_<table>.json.
 """
 
@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.moe.guard import MigrationGuard, Prices
-from toolkit.moe.imbalance import lower_bound, rank_imbalance
-from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
-from toolkit.moe.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
-from toolkit.moe.replay import replay, worst_span
-from toolkit.moe.workloads import WORKLOADS, Sizes, drifting
+from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.placement.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
+from toolkit.placement.replay import replay, worst_span
+from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
 
 SEEDS = 5
 SEARCH = 20_000

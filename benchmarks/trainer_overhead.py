@@ -35,14 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.callbacks import Callback, Progress, Throughput
-from toolkit.config import RunConfig
+from toolkit.callbacks.base import Callback
+from toolkit.callbacks.progress import Progress
+from toolkit.callbacks.throughput import Throughput
+from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.models import MLP
-from toolkit.run import start_run
+from toolkit.models.mlp import MLP
+from toolkit.run.run import start_run
 from toolkit.schedules import constant
-from toolkit.tasks import Classification
+from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
 BATCH, MAX_NORM, LOG_EVERY = 64, 1.0, 50

@@ -82,23 +82,23 @@ def first() -> Config:
     return replace(full(), mode="first")
 
 
-def build_model(config: Config, data: tk.ActivityData) -> nn.Module:
+def build_model(config: Config, data: tk.activity.ActivityData) -> nn.Module:
     """A convolutional encoder of what it sees at a time, and a classifier behind it."""
     from torch import nn
 
-    encoder = tk.WindowEncoder(tk.view_channels(config.mode, data.num_channels), width=config.width)
+    encoder = tk.activity.WindowEncoder(tk.activity.view_channels(config.mode, data.num_channels), width=config.width)
     classifier = tk.MLP(encoder.width_out, *config.hidden_dims, len(data.classes))
     head = nn.Sequential(nn.Dropout(config.dropout), classifier)
-    model = tk.WindowClassifier(encoder, head, mode=config.mode, mean=data.mean, std=data.std)
+    model = tk.activity.WindowClassifier(encoder, head, mode=config.mode, mean=data.mean, std=data.std)
     if config.encoder_path is not None:
-        tk.load_encoder(model, config.encoder_path)
+        tk.activity.load_encoder(model, config.encoder_path)
     encoder.requires_grad_(not config.freeze_encoder)
     return model
 
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("har", config) as run:
-        data = tk.load_activity(
+        data = tk.activity.load_activity(
             config.dataset,
             config.data_dir,
             agree=run.agree,
@@ -110,7 +110,7 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.say(f"{data.describe()}; loss balanced by class: {config.class_balance}")
-        task = tk.VotedClassification(class_weights=tk.class_weights(data.class_counts, config.class_balance))
+        task = tk.activity.VotedClassification(class_weights=tk.activity.class_weights(data.class_counts, config.class_balance))
         return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
 
 

@@ -68,10 +68,10 @@ def dense() -> Config:
 def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
     """From saved weights, or from scratch."""
     sizes = ("dim", "layers", "heads", "experts", "top_k", "expert_hidden_size", "context")
-    source = config.model or tk.language_model_config(
+    source = config.model or tk.transformers.language_model_config(
         config.architecture, vocab_size=vocab_size, **{name: getattr(config, name) for name in sizes}
     )
-    return tk.causal_lm(source, vocab_size=vocab_size, experts_implementation=tk.use_toolkit_kernel())
+    return tk.transformers.causal_lm(source, vocab_size=vocab_size, experts_implementation=tk.transformers.use_toolkit_kernel())
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -79,12 +79,12 @@ def main(config: Config) -> dict[str, Any]:
         sizes = {"block_size": config.context, "batch_size": config.batch_size}
         data = tk.load_text(config.dataset, config.data_dir, tokenizer=config.tokenizer, agree=run.agree, **sizes)
         model = build_model(config, data.tokenizer.vocab_size)
-        run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_language_model(model))
+        run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
         groups = tk.make_shard_groups(config.ep_size_in(run.world_size))
         tk.spread_experts(model, groups, spare_slots=config.spare_slots, by_turns=config.by_turns)
         run.describe(**tk.describe_experts(model, groups))
         weights = {"balance_weight": config.balance_weight, "z_weight": config.z_weight}
-        penalty = tk.GlobalRouterPenalty(model, **weights) if config.experts else None
+        penalty = tk.transformers.GlobalRouterPenalty(model, **weights) if config.experts else None
         trainer = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
@@ -100,12 +100,12 @@ def main(config: Config) -> dict[str, Any]:
         )
         results = trainer.fit()
         prompts = data.prompts(3, config.context - config.sample_tokens)
-        ids = tk.sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
+        ids = tk.transformers.sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]
         run.say("\n\n".join(["", *samples]))
         if config.export:
             facts, folder = asdict(config) | run.facts | results, run.folder / "model"
-            tk.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
+            tk.transformers.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
         return run.finish(results)
 
 

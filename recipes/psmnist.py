@@ -61,8 +61,8 @@ def debug() -> Config:
 
 def build_model(config: Config, num_classes: int) -> nn.Module:
     hidden = config.hidden_size
-    make_unit = tk.ParallelLMU if config.unit == "parallel" else tk.LMU
-    return tk.SequenceClassifier(
+    make_unit = tk.speech.ParallelLMU if config.unit == "parallel" else tk.speech.LMU
+    return tk.speech.SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
         make_unit(1, hidden, config.order, theta=PIXELS),
         order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),

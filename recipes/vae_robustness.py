@@ -75,16 +75,16 @@ def reference() -> Config:
     return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
 
 
-def build(config: Config, num_classes: int) -> tuple[tk.SemiSupervisedVAE | tk.RelaxedVAE, tk.Task]:
+def build(config: Config, num_classes: int) -> tuple[tk.autoencoder.SemiSupervisedVAE | tk.autoencoder.RelaxedVAE, tk.Task]:
     """The model and what it learns by."""
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
-        return tk.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.RelaxedBound(config.supervision_weight)
+        return tk.autoencoder.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.autoencoder.RelaxedBound(config.supervision_weight)
     if config.objective == "exact":
-        model = tk.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
-        return model, tk.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
+        model = tk.autoencoder.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
+        return model, tk.autoencoder.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
     own_answers = 1.0 if config.objective == "pseudo_label" else 0.0
-    return tk.SemiSupervisedVAE(style_dim=None, **sizes), tk.LabelledOnly(pseudo_label_weight=own_answers)
+    return tk.autoencoder.SemiSupervisedVAE(style_dim=None, **sizes), tk.autoencoder.LabelledOnly(pseudo_label_weight=own_answers)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def main(config: Config) -> dict[str, Any]:
         data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
-        few = tk.FewLabels(
+        few = tk.autoencoder.FewLabels(
             data.train,
             None if config.objective == "reference" else config.labels,
             num_classes=data.num_classes,
@@ -102,11 +102,11 @@ def main(config: Config) -> dict[str, Any]:
             noise_shape=model.noise_shape,
             directions=config.objective == "exact",
         )
-        test = tk.with_noise(data.test, model.noise_shape, seed=config.seed)
-        callbacks: list[tk.Callback] = [tk.StyleLeakage(test)] if model.noise_shape else []
+        test = tk.autoencoder.with_noise(data.test, model.noise_shape, seed=config.seed)
+        callbacks: list[tk.Callback] = [tk.autoencoder.StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            usual["order"], mask = tk.reference_mask(
+            usual["order"], mask = tk.autoencoder.reference_mask(
                 len(data.train), config.labels, config.batch_size, seed=config.seed
             )
             callbacks.append(mask)

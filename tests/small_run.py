@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.data import EvalBatches, TensorTable, TrainBatches
+from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.table import TensorTable
 from toolkit.moe.balance import BiasBalancing
-from toolkit.moe.expert_load import ExpertLoad
+from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
-from toolkit.parallel import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
 from toolkit.schedules import warmup_cosine
 from toolkit.tracking.jsonl import read_metrics
 

@@ -19,11 +19,11 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 # Package or module of ours -> what it never imports.
 FORBIDDEN = {
     "toolkit.trainer": ("toolkit.moe", "toolkit.models", "toolkit.tasks"),
-    "toolkit.moe": ("toolkit.trainer", "toolkit.run", "toolkit.data", "toolkit.models", "toolkit.tasks"),
-    "toolkit.models": ("toolkit.data", "toolkit.trainer", "toolkit.run", "toolkit.tasks"),
-    "toolkit.data": ("toolkit.moe", "toolkit.models", "toolkit.trainer", "toolkit.run", "toolkit.tasks"),
-    "toolkit.tasks": ("toolkit.moe", "toolkit.models", "toolkit.data", "toolkit.trainer", "toolkit.run"),
-    "toolkit.parallel": ("toolkit.moe", "toolkit.trainer", "toolkit.run"),
+    "toolkit.moe": ("toolkit.trainer", "toolkit.run.run", "toolkit.data", "toolkit.models", "toolkit.tasks"),
+    "toolkit.models": ("toolkit.data", "toolkit.trainer", "toolkit.run.run", "toolkit.tasks"),
+    "toolkit.data": ("toolkit.moe", "toolkit.models", "toolkit.trainer", "toolkit.run.run", "toolkit.tasks"),
+    "toolkit.tasks": ("toolkit.moe", "toolkit.models", "toolkit.data", "toolkit.trainer", "toolkit.run.run"),
+    "toolkit.parallel.ownership": ("toolkit.moe", "toolkit.trainer", "toolkit.run.run"),
     "toolkit.callbacks": ("toolkit.moe", "toolkit.models", "toolkit.trainer"),
     "toolkit": ("recipes", "tests", "benchmarks"),
     "recipes": ("recipes", "tests", "benchmarks"),
@@ -43,18 +43,18 @@ FENCES = {
     "tyro": ("toolkit.cli",),
     "wandb": (),
     "accelerate": (
-        "toolkit.run",
+        "toolkit.run.run",
         "toolkit.trainer",
-        "toolkit.parallel",
-        "toolkit.checkpoint",
+        "toolkit.parallel.ownership",
+        "toolkit.checkpoint.checkpoint",
         "toolkit.tracking",
         "toolkit.data.batches",
         "toolkit.launch",
         "toolkit.doctor",
-        "toolkit.fully_shard",
-        "toolkit.moe.engine",
+        "toolkit.parallel.fsdp",
+        "toolkit.hosts.engine",
     ),
-    "transformers": ("toolkit.models.hf", "toolkit.data.tokenizer"),
+    "transformers": ("toolkit.hosts.transformers", "toolkit.data.tokenizer"),
     "matplotlib": ("toolkit.tracking",),
     "datasets": ("toolkit.data",),
     "pickle": (),
@@ -85,7 +85,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             yield from ((alias.name, at_import) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide who imports whom"
-            # `from toolkit import parallel` imports a module, `from toolkit.run import Run` a name: both are covered.
+            # `from toolkit import parallel` imports a module, `from toolkit.run.run import Run` a name: both are covered.
             yield node.module or "", at_import
             yield from ((f"{node.module}.{alias.name}", at_import) for alias in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -145,7 +145,7 @@ def test_a_library_is_imported_only_behind_its_fence(path: Path):
 
 def test_the_rules_speak_of_modules_that_exist():
     names = {module_name(path) for path in [*TOOLKIT, *RECIPES]} | {"recipes", "tests", "benchmarks"}
-    planned = {"toolkit.models.hf"}
+    planned = {"toolkit.hosts.transformers"}
     places = {*FORBIDDEN, *LEAVES, *(other for row in FORBIDDEN.values() for other in row)}
     places |= {place for row in FENCES.values() for place in row}
     assert places - planned <= names
@@ -182,7 +182,7 @@ def test_the_loop_can_be_read_standing_up():
 
 def test_importing_the_toolkit_loads_nothing_heavy():
     heavy = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro"}
-    code = f"import sys, toolkit, toolkit.cli, toolkit.launch, toolkit.config; print(*{heavy!r} & set(sys.modules))"
+    code = f"import sys, toolkit, toolkit.cli, toolkit.launch, toolkit.config.run; print(*{heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

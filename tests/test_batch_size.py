@@ -16,7 +16,7 @@ import toolkit as tk
 from tests.helpers import run_distributed
 from toolkit import batch_size
 from toolkit.batch_size import CHOICE_FILE, Probe, accumulation_steps, memory_budget, try_sizes
-from toolkit.data import TensorTable
+from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer
 
 MEBI = 2**20

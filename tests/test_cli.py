@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import run_recipe
 from toolkit import cli
-from toolkit.config import RunConfig
+from toolkit.config.run import RunConfig
 from toolkit.errors import Preempted, UserError
 
 

@@ -17,22 +17,25 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.helpers import run_distributed
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
-from toolkit.callbacks import Callback, Checkpointing
-from toolkit.checkpoint import load_tensors, save_tensors
-from toolkit.config import OptimizerConfig
+from toolkit.callbacks.base import Callback
+from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.expert_config import MoERunConfig
-from toolkit.manifest import read_manifest
-from toolkit.moe import BiasBalancing, ExpertLoad, RouterPenalty, WholeStepBalance
+from toolkit.config.experts import MoERunConfig
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.moe.balance import BiasBalancing, WholeStepBalance
+from toolkit.moe.load.expert_load import ExpertLoad
+from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
 from toolkit.optim import build_optimizer
-from toolkit.parallel import make_shard_groups, sharding_of
-from toolkit.run import start_run
+from toolkit.parallel.ownership import make_shard_groups, sharding_of
+from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
-from toolkit.tasks import Classification
+from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
 

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.data import TensorTable, TrainBatches
-from toolkit.expert_config import MoERunConfig
-from toolkit.models import Pixels, ResidualClassifier
-from toolkit.moe import ExpertLoad, RouterPenalty, make_moe
+from toolkit.data.table import TensorTable
+from toolkit.data.batches import TrainBatches
+from toolkit.config.experts import MoERunConfig
+from toolkit.models.mlp import Pixels, ResidualClassifier
+from toolkit.moe.load.expert_load import ExpertLoad
+from toolkit.moe.losses import RouterPenalty
+from toolkit.moe.layer import make_moe
 from toolkit.optim import build_optimizer
-from toolkit.run import start_run
+from toolkit.run.run import start_run
 from toolkit.schedules import constant
-from toolkit.tasks import Classification
+from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
 pytestmark = pytest.mark.gpu

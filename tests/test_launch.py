@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from tests.helpers import ROOT, free_port
 from toolkit import launch
-from toolkit.config import RunConfig
+from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
 
 CONFIGS = ROOT / "accelerate_configs"

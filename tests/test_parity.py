@@ -15,19 +15,21 @@ from torch import Tensor, nn
 
 from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
-from toolkit.callbacks import Callback
-from toolkit.config import OptimizerConfig
+from toolkit.callbacks.base import Callback
+from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.expert_config import MoERunConfig
-from toolkit.models import MLP
-from toolkit.moe import RouterPenalty, WholeStepBalance, make_moe
-from toolkit.moe.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.config.experts import MoERunConfig
+from toolkit.models.mlp import MLP
+from toolkit.moe.losses import RouterPenalty
+from toolkit.moe.balance import WholeStepBalance
+from toolkit.moe.layer import make_moe
+from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.optim import build_optimizer
-from toolkit.parallel import EMPTY_ROW, ShardGroups, is_owned, make_shard_groups, replicas_agree, sharding_of
-from toolkit.run import start_run
+from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, is_owned, make_shard_groups, replicas_agree, sharding_of
+from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
-from toolkit.tasks import Classification
+from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from toolkit.config import ScheduleConfig
+from toolkit.config.run import ScheduleConfig
 from toolkit.schedules import build_schedule, constant, warmup_cosine, warmup_stable_decay
 
 

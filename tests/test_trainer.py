@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from tests.helpers import run_distributed
 from tests.traps.toys import CLASSES, DIM, ToyMixture, toy_data, toy_run, toy_trainer
 from toolkit.callbacks.base import Callback
-from toolkit.config import RunConfig
+from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.layer import make_moe
-from toolkit.parallel import ShardGroups
+from toolkit.parallel.ownership import ShardGroups
 from toolkit.schedules import constant, warmup_cosine
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import Classification

@@ -25,10 +25,10 @@ from torch import nn
 from toolkit.data.batches import AugmentedTable
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.parallel import is_owned, sharding_of
-from toolkit.run import Run
+from toolkit.parallel.ownership import is_owned, sharding_of
+from toolkit.run.run import Run
 from toolkit.task import Task
-from toolkit.tracking.folder import write_json
+from toolkit.run.folder import write_json
 
 CHOICE_FILE = "auto_batch_size.json"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.config import RunConfig
+from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toolkit.config import ScheduleConfig
+    from toolkit.config.run import ScheduleConfig
 
 Schedule = Callable[[int], float]
 

@@ -1,7 +1,7 @@
 """The training loop. Read `fit`, then `train_step`; the rest is where their parts come from.
 
 The trainer knows parameters, not models: it never hears of experts. That some parameters are owned by one rank is
-handled by four functions of `toolkit.parallel`.
+handled by four functions of `toolkit.parallel.ownership`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit import checkpoint, parallel
+from toolkit.checkpoint import checkpoint
+from toolkit.parallel import ownership
 from toolkit.callbacks.base import HOOKS, Callback
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.metrics import MetricSums
-from toolkit.run import Run
+from toolkit.run.run import Run
 from toolkit.schedules import Schedule
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
@@ -53,7 +54,7 @@ class Trainer:
         if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
-        self.model, self.optimizer = parallel.prepare(
+        self.model, self.optimizer = ownership.prepare(
             run.accelerator, model, optimizer, dense=run.config.dense_parallel
         )
         # Accelerate's wrappers know when to skip a step of fp16, and cast. Where there is nothing to do they still look
@@ -61,7 +62,7 @@ class Trainer:
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.owned_parameters = parallel.owned(self.parameters)
+        self.owned_parameters = ownership.owned(self.parameters)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -123,11 +124,11 @@ class Trainer:
                 accelerator.backward(value * scale)
             self.record_sums(loss, counts[index])
         accelerator.unscale_gradients()
-        parallel.average_sharded_gradients(self.owned_parameters, self.run.world_size)
-        norm = parallel.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        ownership.average_sharded_gradients(self.owned_parameters, self.run.world_size)
+        norm = ownership.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.hooks("on_before_optimizer_step")
         self.update()
-        parallel.refresh_copies(self.owned_parameters)
+        ownership.refresh_copies(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
         return norm
@@ -195,7 +196,7 @@ class Trainer:
 
     def emit(self) -> None:
         """Write one line of metrics: means since the last line, and what was recorded."""
-        parallel.refuse_late_parameters(self.raw_model, self.parameters)
+        ownership.refuse_late_parameters(self.raw_model, self.parameters)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.sums.reset()
         recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False

@@ -9,7 +9,7 @@ import torch
 
 import toolkit as tk
 from tests.small_run import small_config
-from toolkit.callbacks import EarlyStopping
+from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.errors import UserError
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import toolkit as tk
 from tests.helpers import ROOT, run_distributed
 from tests.small_run import STEPS, Stop, small_config, small_trainer, train
-from toolkit import checkpoint
+from toolkit.checkpoint import checkpoint
 from toolkit.errors import EXIT_PREEMPTED
 from toolkit.tracking.jsonl import read_metrics
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from tests.helpers import run_distributed
 from tests.small_run import SmallModel
-from tests.test_checkpoint import assert_same, flip, ranks, trained
-from toolkit import manifest
-from toolkit.checkpoint import load_tensors, save_tensors
+from tests.checkpoint.test_checkpoint import assert_same, flip, ranks, trained
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
-from toolkit.parallel import ShardGroups
+from toolkit.parallel.ownership import ShardGroups
 
 
 @pytest.fixture

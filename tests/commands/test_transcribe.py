@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from toolkit.commands import main
-from toolkit.data.audio import LogMel, encode_wav
-from toolkit.data.characters import Characters
+from toolkit.domains.speech.audio import LogMel, encode_wav
+from toolkit.domains.speech.characters import Characters
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-from toolkit.models.speech import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
-from toolkit.tasks.decoding import best_path
-from toolkit.transcribe import load_recogniser, save_recogniser
+from toolkit.domains.speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
+from toolkit.domains.speech.decoding import best_path
+from toolkit.domains.speech.transcribe import load_recogniser, save_recogniser
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
 

@@ -10,8 +10,9 @@ import torch
 
 from tests.data.layouts import TEST, TRAIN, idx, png, write_idx_set, write_parquet, write_parquet_set
 from tests.helpers import run_distributed
-from toolkit.config import RunConfig
-from toolkit.data import ImageData, TensorTable, load_images
+from toolkit.config.run import RunConfig
+from toolkit.data.images import ImageData, load_images
+from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 
 TEST_PARQUET = "test-00000-of-00001.parquet"
@@ -223,7 +224,7 @@ def test_a_damaged_packed_idx_file_is_named(tmp_path, damage):
 def load_on_each_rank(dataset: str, data_dir: Path) -> tuple[str, int]:
     from accelerate import Accelerator
 
-    from toolkit.run import Run
+    from toolkit.run.run import Run
 
     run = Run("test", RunConfig(cpu=True), Accelerator(cpu=True), owns_process_group=False)
     try:

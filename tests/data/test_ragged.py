@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data import BucketedOrder, EvalBatches, RaggedColumn, RaggedTable, TrainBatches
+from toolkit.data.ragged import BucketedOrder, RaggedColumn, RaggedTable
+from toolkit.data.batches import EvalBatches, TrainBatches
 
 
 def table(lengths: list[int], first: float = 0.0) -> RaggedTable:

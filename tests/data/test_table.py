@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.data import TensorTable
+from toolkit.data.table import TensorTable
 
 
 def test_a_batch_holds_the_rows_that_were_asked_for_in_that_order():

@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers import ROOT
 from toolkit import cli
-from toolkit.foreign_flags import REMEDIES
+from toolkit.config.foreign_flags import REMEDIES
 
 PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
 COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")

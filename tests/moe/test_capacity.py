@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_distributed
-from toolkit.moe import MoE, make_moe
+from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.capacity import Capacity, DropPolicy
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel import make_shard_groups
+from toolkit.parallel.ownership import make_shard_groups
 
 EXPERTS, TOP_K, DIM = 4, 2, 8
 

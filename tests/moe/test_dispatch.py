@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, sort_by_slot
-from toolkit.moe.placement import ExpertPlacement, contiguous
-from toolkit.parallel import make_shard_groups
+from toolkit.placement.placement import ExpertPlacement, contiguous
+from toolkit.parallel.ownership import make_shard_groups
 
 DIM, EXPERTS, TOP_K = 5, 8, 2
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from toolkit import parallel
-from toolkit.checkpoint import load_tensors, save_tensors
+from toolkit.parallel import ownership
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import migrate
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel import EMPTY_ROW, sharding_of
+from toolkit.parallel.ownership import EMPTY_ROW, sharding_of
 
 EXPERTS, SLOTS, DIM, STEPS = 6, 9, 16, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, move: bool) -> 
         x = torch.randn(40, DIM, generator=draws, dtype=torch.float64).to(parameter)
         loss = model(x).square().mean()
         loss.backward()
-        found += [loss.detach(), parallel.clip_grad_norm_(list(model.parameters()), 0.05)]
+        found += [loss.detach(), ownership.clip_grad_norm_(list(model.parameters()), 0.05)]
         optimizer.step()
         optimizer.zero_grad()
         for stack in expert_stacks(model).values() if move else ():

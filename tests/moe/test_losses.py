@@ -9,10 +9,11 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.moe import MoE, RouterPenalty, make_moe
+from toolkit.moe.layer import MoE, make_moe
+from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.losses import BalanceScope
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel import make_shard_groups
+from toolkit.parallel.ownership import make_shard_groups
 
 EXPERTS, TOP_K, LENGTH, DIM = 6, 2, 5, 8
 

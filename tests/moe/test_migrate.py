@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from tests.helpers import peak_bytes, run_distributed
-from tests.moe.placements import random_placement
-from toolkit import parallel
+from tests.placement.placements import random_placement
+from toolkit.parallel import ownership
 from toolkit.errors import UserError
 from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import MigrationReport, migrate
-from toolkit.moe.placement import ExpertPlacement, contiguous
+from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.moe.stack import ExpertStack
-from toolkit.moe.traffic import migration_cost
-from toolkit.parallel import EMPTY_ROW, ShardGroups, make_shard_groups
+from toolkit.placement.traffic import migration_cost
+from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, make_shard_groups
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, foreach=True),
@@ -186,21 +186,21 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
     layer = make_moe(8, 16, experts, 2, groups=groups, placement=random_placement(rng, slots, experts))
     nn.init.normal_(layer.router.weight, generator=torch.Generator().manual_seed(1))
     optimizer = AdamW(layer.parameters(), lr=0.02)
-    rows = parallel.owned(layer.parameters())
+    rows = ownership.owned(layer.parameters())
     losses = []
     for step in range(12):
         draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
         x, y = torch.randn(10, 8, generator=draws), torch.randn(10, 8, generator=draws)
         loss = (layer(x) - y).square().mean()
         loss.backward()
-        parallel.average_sharded_gradients(rows, world)
+        ownership.average_sharded_gradients(rows, world)
         for parameter in layer.parameters():
-            if not parallel.is_owned(parameter):
+            if not ownership.is_owned(parameter):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world
-        parallel.clip_grad_norm_(list(layer.parameters()), 0.1)
+        ownership.clip_grad_norm_(list(layer.parameters()), 0.1)
         optimizer.step()
-        parallel.refresh_copies(rows)
+        ownership.refresh_copies(rows)
         optimizer.zero_grad()
         losses.append(loss.item())
         if every and (step + 1) % every == 0:
@@ -208,8 +208,8 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
     owned = {
         f"{name}/{row_id}": parameter.detach()[row]
         for name, parameter in layer.expert_stack.parameters.items()
-        for row, row_id in enumerate(parallel.sharding_of(parameter).row_ids)
-        if parallel.sharding_of(parameter).owns[row]
+        for row, row_id in enumerate(ownership.sharding_of(parameter).row_ids)
+        if ownership.sharding_of(parameter).owns[row]
     }
     weights = {"router": layer.router.weight.detach()}
     for part in all_gather_object(owned):

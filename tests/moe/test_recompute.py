@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.helpers import run_distributed
-from tests.models.families import awaken, config
-from tests.models.families import tokens as tokens_of_step
-from toolkit.models import MLP
-from toolkit.moe import ExpertParallel, MoE, RouterPenalty, make_moe
+from tests.hosts.transformers.families import awaken, config
+from tests.hosts.transformers.families import tokens as tokens_of_step
+from toolkit.models.mlp import MLP
+from toolkit.hosts.engine import ExpertParallel
+from toolkit.moe.layer import MoE, make_moe
+from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.recompute import checkpoint, replay_contexts
 from toolkit.moe.router import TopKRouter
-from toolkit.parallel import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
 
 DIM, EXPERTS, TOP_K = 16, 8, 2
 ROUTERS: list[dict[str, Any]] = [

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.planners.registry import PLANNERS, register_planner
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.registry import PLANNERS, register_planner
 from toolkit.moe.replan import Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel import make_shard_groups
+from toolkit.parallel.ownership import make_shard_groups
 
 EXPERTS, DIM, TOKENS = 4, 5, 12
 

@@ -17,10 +17,11 @@ import toolkit as tk
 from recipes import har
 from tests.helpers import ROOT, run_distributed
 from toolkit import cli
-from toolkit.data import EvalBatches, load_activity
+from toolkit.data.batches import EvalBatches
+from toolkit.domains.activity.activity import load_activity
 from toolkit.errors import Preempted, UserError
 from toolkit.metrics import MetricSums
-from toolkit.tasks import VotedClassification
+from toolkit.domains.activity.voting import VotedClassification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
 

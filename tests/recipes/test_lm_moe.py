@@ -22,9 +22,9 @@ from toolkit import cli
 from toolkit.commands import main as toolkit_command
 from toolkit.data.text import load_text
 from toolkit.errors import Preempted, UserError
-from toolkit.models.hf import use_toolkit_kernel
-from toolkit.moe.traces import read_trace
-from toolkit.tasks import LanguageModeling
+from toolkit.hosts.transformers import use_toolkit_kernel
+from toolkit.lab.traces import read_trace
+from toolkit.tasks.language_modeling import LanguageModeling
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
 
@@ -146,7 +146,7 @@ def test_it_trains_on_from_exported_weights(runs):
 def test_the_dense_preset_has_as_many_active_parameters_as_the_mixture():
     import logging
 
-    from toolkit.models.hf import describe_language_model
+    from toolkit.hosts.transformers import describe_language_model
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     mixture, dense = (describe_language_model(lm_moe.build_model(make(), 256)) for make in (lm_moe.full, lm_moe.dense))

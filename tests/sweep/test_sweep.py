@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 from tests.sweep.toy import RECIPE
 from toolkit.commands import main
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR
-from toolkit.tracking.folder import write_json
+from toolkit.run.folder import write_json
 
 
 def sweep(toy, *words: str, behave: str = "well") -> list[str]:

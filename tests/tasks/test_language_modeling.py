@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.tasks import LanguageModeling
+from toolkit.tasks.language_modeling import LanguageModeling
 
 LN2 = math.log(2)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from toolkit.tracking.folder import write_json
+from toolkit.run.folder import write_json
 from toolkit.tracking.jsonl import MetricsFile, read_metrics
 
 

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.callbacks import Callback, Evaluation, Progress, Throughput
-from toolkit.config import RunConfig
+from toolkit.callbacks.base import Callback
+from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.progress import Progress
+from toolkit.callbacks.throughput import Throughput
+from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.run import start_run
+from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 

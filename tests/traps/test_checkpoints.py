@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
-from toolkit import checkpoint, manifest, parallel
-from toolkit.checkpoint import find_checkpoint
-from toolkit.parallel import ShardGroups
+from toolkit.checkpoint import checkpoint, manifest
+from toolkit.parallel import ownership
+from toolkit.checkpoint.checkpoint import find_checkpoint
+from toolkit.parallel.ownership import ShardGroups
 from toolkit.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)
@@ -43,7 +44,7 @@ def expert_rows(model: ToyMixture, optimizer: torch.optim.Optimizer) -> dict[str
     """Weights and first moments of this rank's experts, by expert id."""
     rows = {}
     for name, parameter in model.moe.experts.named_parameters():
-        sharding, moments = parallel.sharding_of(parameter), optimizer.state[parameter]["exp_avg"]
+        sharding, moments = ownership.sharding_of(parameter), optimizer.state[parameter]["exp_avg"]
         assert sharding is not None
         for row_id, weight, moment in zip(sharding.row_ids, parameter.detach(), moments, strict=True):
             rows |= {f"{name}/{row_id}": weight.clone(), f"{name}/{row_id}/exp_avg": moment.clone()}
@@ -55,7 +56,7 @@ def expert_rows(model: ToyMixture, optimizer: torch.optim.Optimizer) -> dict[str
 
 def plain_round_trip(folder: Path) -> dict[str, Any]:
     model = ToyMixture(spread())
-    names = [name for name, p in model.named_parameters() if parallel.is_owned(p)]
+    names = [name for name, p in model.named_parameters() if ownership.is_owned(p)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     accelerator = Accelerator()
     raw = torch.optim.AdamW(model.parameters())

@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import run_distributed
-from tests.traps.toys import (
-    ToyMixture,
-    gradients,
-    my_mean_loss,
-    norm_of,
-    reference_gradients,
-    rows_of,
-    spread,
-)
-from toolkit import parallel
+from tests.traps.toys import ToyMixture, gradients, my_mean_loss, norm_of, reference_gradients, rows_of, spread
+from toolkit.parallel import ownership
 from toolkit.errors import UserError
-from toolkit.parallel import ShardGroups
+from toolkit.parallel.ownership import ShardGroups
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -36,15 +28,15 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def ignore_experts(model: nn.Module) -> None:
     """The half of the remedy that is known from forums: DDP's ignore list, and nothing else."""
-    names = [name for name, p in model.named_parameters() if parallel.is_owned(p)]
+    names = [name for name, p in model.named_parameters() if ownership.is_owned(p)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def backward_with_ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
     accelerator, parameters = Accelerator(), list(model.parameters())
-    prepared, optimizer = parallel.prepare(accelerator, model, sgd(model))
+    prepared, optimizer = ownership.prepare(accelerator, model, sgd(model))
     accelerator.backward(my_mean_loss(prepared))
-    parallel.average_sharded_gradients(parallel.owned(parameters), accelerator.num_processes)
+    ownership.average_sharded_gradients(ownership.owned(parameters), accelerator.num_processes)
     return prepared, optimizer, parameters
 
 
@@ -123,7 +115,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     if clip == "plain":
         norm = Accelerator().clip_grad_norm_(parameters, true_norm / 2)
     else:
-        norm = parallel.clip_grad_norm_(parameters, true_norm / 2)
+        norm = ownership.clip_grad_norm_(parameters, true_norm / 2)
     expected = {
         name: p.detach() - 0.1 * grad * (0.5 / (1 + 1e-6 / true_norm))
         for (name, p), grad in zip(
@@ -135,7 +127,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     return {
         "norm": norm.item(),
         "true_norm": true_norm,
-        "agree": parallel.replicas_agree(model),
+        "agree": ownership.replicas_agree(model),
         "dense": dense,
         "error": max((dense[n] - expected[n]).abs().max().item() for n in dense),
     }
@@ -164,7 +156,7 @@ class RootOwner(nn.Module):
         super().__init__()
         self.mine = nn.Parameter(torch.full((1,), 1.0 + groups.ep_rank))
         self.ours = nn.Parameter(torch.ones(1))
-        parallel.mark_sharded(self.mine, row_ids=[groups.ep_rank], groups=groups)
+        ownership.mark_sharded(self.mine, row_ids=[groups.ep_rank], groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mine * self.ours * x
@@ -178,7 +170,7 @@ def root_parameter() -> dict[str, Any]:
     prepared = accelerator.prepare(plain)
     accelerator.backward(prepared(torch.ones(1) * (1 + dist.get_rank())).sum())
     with pytest.raises(ValueError, match="owned parameter 'mine' must live in a sub-module, not on the root"):
-        parallel.prepare(accelerator, plain, sgd(plain))
+        ownership.prepare(accelerator, plain, sgd(plain))
     return {"weight": plain.mine.item(), "gradient": plain.mine.grad.item()}
 
 
@@ -207,7 +199,7 @@ def scaled_step_with_an_overflow_on_rank_1() -> tuple[float, str]:
     scaler.update()
     model = ToyMixture(spread())
     with pytest.raises(UserError) as refusal:
-        parallel.prepare(Fp16Accelerator(), model, sgd(model))  # type: ignore[arg-type]
+        ownership.prepare(Fp16Accelerator(), model, sgd(model))  # type: ignore[arg-type]
     return weight.item(), str(refusal.value)
 
 

@@ -11,16 +11,16 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.config import RunConfig
+from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.router import TopKRouter
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel import ShardGroups, make_shard_groups
-from toolkit.run import Run
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.run.run import Run
 from toolkit.schedules import Schedule, constant
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer

@@ -1,4 +1,4 @@
-"""When to save, and what a run that starts in a used folder continues from. How is in `toolkit.checkpoint`."""
+"""When to save, and what a run that starts in a used folder continues from. How is in `toolkit.checkpoint.checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.callbacks.base import Callback
-from toolkit.checkpoint import find_checkpoint
+from toolkit.checkpoint.checkpoint import find_checkpoint
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:

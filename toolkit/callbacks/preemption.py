@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
-from toolkit.checkpoint import find_checkpoint, step_of
+from toolkit.checkpoint.checkpoint import find_checkpoint, step_of
 from toolkit.errors import Preempted, UserError
 from toolkit.launch import STOP_SIGNALS
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as RichProgress
 
 from toolkit.callbacks.base import Callback
-from toolkit.tracking.console import can_redraw, metrics_line
+from toolkit.run.console import can_redraw, metrics_line
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from toolkit import manifest, rewrite
+from toolkit.checkpoint import manifest, reshard as rewrite
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError
-from toolkit.moe.placement import ExpertPlacement, contiguous
+from toolkit.placement.placement import ExpertPlacement, contiguous
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

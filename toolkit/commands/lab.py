@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.commands.arguments import Parser
-from toolkit.config import require
+from toolkit.config.run import require
 from toolkit.errors import EXIT_DONE, UserError
-from toolkit.moe.lab import STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
-from toolkit.moe.planners import PLANNERS, planner_named
-from toolkit.moe.traces import read_trace
-from toolkit.moe.workloads import WORKLOADS, Sizes
-from toolkit.tracking.plots import draw_imbalances
+from toolkit.lab.report import STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.placement.planners import PLANNERS, planner_named
+from toolkit.lab.traces import read_trace
+from toolkit.placement.workloads import WORKLOADS, Sizes
+from toolkit.pictures.plots import draw_imbalances
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]

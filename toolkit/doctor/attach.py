@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from toolkit import parallel
+from toolkit.parallel import ownership
 from toolkit.doctor.probe import Probe
 
 
@@ -27,7 +27,7 @@ def attach(probe: Probe) -> None:
         original = owner.clip_grad_norm_
         _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        _replace(parallel.make_shard_groups, lambda _ep_size=1: parallel.ShardGroups(), parallel)
+        _replace(ownership.make_shard_groups, lambda _ep_size=1: parallel.ShardGroups(), parallel)
     _attach_ours(probe)
 
 
@@ -79,7 +79,7 @@ def _attach_accelerator(probe: Probe) -> None:
 def _attach_ours(probe: Probe) -> None:
     """What our own parts tell beyond what torch and Accelerate do."""
     from toolkit import launch
-    from toolkit.moe.engine import ExpertParallel
+    from toolkit.hosts.engine import ExpertParallel
     from toolkit.moe.losses import RouterPenalty
     from toolkit.trainer import Trainer
 

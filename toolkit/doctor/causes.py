@@ -52,7 +52,7 @@ def _overwritten(c: Comparison) -> Finding | None:
         OVERWRITTEN,
         f"preparing the model changed rows that a rank owns: {c['owned rows after prepare'].where}",
         "DDP took them for copies, and sent rank 0's to everybody; it averages their gradients too",
-        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.prepare",
+        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.ownership.prepare",
     )
 
 
@@ -102,7 +102,7 @@ def _save(c: Comparison) -> Finding | None:
         "only rank 0's rows were written, or rows were loaded by place and not by id"
         if expert
         else "not everything was written, or not from all ranks",
-        "save with Trainer.save, ExpertParallel.save, or toolkit.checkpoint, which write each row under its id",
+        "save with Trainer.save, ExpertParallel.save, or toolkit.checkpoint.checkpoint, which write each row under its id",
     )
 
 
@@ -215,7 +215,7 @@ def _gradients(c: Comparison) -> Finding:
                 "gradients W times too large",
                 symptom,
                 f"they were summed over {world} ranks and not divided by that number",
-                "divide by the number of processes: toolkit.parallel.average_sharded_gradients",
+                "divide by the number of processes: toolkit.parallel.ownership.average_sharded_gradients",
             )
         if ratio < 1:
             return Finding(
@@ -260,7 +260,7 @@ def _norm(c: Comparison) -> Finding:
         f"at step {check.step} gradients agree, and clipping found norms of {each} where one process found "
         f"{c.one.norms(check.step - 1)[0]:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
-        "clip with toolkit.parallel.clip_grad_norm_, or accelerator.clip_grad_norm_ after ExpertParallel.prepare",
+        "clip with toolkit.parallel.ownership.clip_grad_norm_, or accelerator.clip_grad_norm_ after ExpertParallel.prepare",
     )
 
 
@@ -278,7 +278,7 @@ def _unsynchronised(symptom: str) -> Finding:
         "unsynchronised replica",
         symptom,
         "copies on several ranks are updated from different gradients, or not refreshed from their owner",
-        "average the gradients of copies over their ranks, and call toolkit.parallel.refresh_copies after the update",
+        "average the gradients of copies over their ranks, and call toolkit.parallel.ownership.refresh_copies after the update",
     )
 
 

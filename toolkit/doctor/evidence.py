@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.doctor.record import Record
-from toolkit.parallel import EMPTY_ROW
+from toolkit.parallel.ownership import EMPTY_ROW
 
 Key = tuple[str, int]
 """A parameter and the id of one of its rows; `WHOLE` for a parameter that is not stacked by expert."""

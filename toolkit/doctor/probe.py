@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit import parallel
+from toolkit.parallel import ownership
 from toolkit.doctor.compare import GRADIENT_FLOOR
 from toolkit.doctor.record import Phase, Record, Step, digest
 
@@ -87,7 +87,7 @@ class Probe:
             if any(p.requires_grad for p in model.parameters()) and all(m is not model for m in self.models):
                 self.models.append(model)
                 self._listen(len(self.models) - 1, model)
-        before = {name: digest(p) for name, p in self.parameters() if parallel.is_owned(p)}
+        before = {name: digest(p) for name, p in self.parameters() if ownership.is_owned(p)}
         self.is_preparing = True
         try:
             result = prepare()
@@ -209,7 +209,7 @@ class Probe:
         self._unclipped = None
         step, parameters = len(self.record.steps), dict(self.parameters())
         for name, gradient in gradients.items():
-            owned = parallel.sharding_of(parameters[name]) is not None
+            owned = ownership.sharding_of(parameters[name]) is not None
             if self.is_first_rank or owned:
                 self.record.tensors[f"{step}/gradient/{name}"] = gradient
             if not owned:
@@ -260,7 +260,7 @@ class Probe:
         """Write down weights and optimizer state, as they are now."""
         number, phase, parameters = len(self.record.phases), Phase(), dict(self.parameters())
         for name, parameter in parameters.items():
-            sharding = parallel.sharding_of(parameter)
+            sharding = ownership.sharding_of(parameter)
             if sharding is None:
                 phase.digests[name] = digest(plain(parameter))
             else:

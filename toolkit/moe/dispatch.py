@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.recompute import decide
-from toolkit.parallel import ShardGroups
+from toolkit.parallel.ownership import ShardGroups
 
 
 @dataclass(frozen=True, slots=True)

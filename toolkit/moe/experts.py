@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from toolkit.moe.feed_forward import GroupedFeedForward
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.moe.recompute import checkpoint
-from toolkit.parallel import EMPTY_ROW
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.seeding import generator
 
 Activation = Literal["relu", "swiglu"]

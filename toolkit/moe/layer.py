@@ -11,11 +11,11 @@ from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.lifecycle.router import SeatedRouter
-from toolkit.moe.placement import ExpertPlacement, dealt_out
+from toolkit.placement.placement import ExpertPlacement, dealt_out
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel import EMPTY_ROW, ShardGroups
+from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups
 
 
 class MoE(nn.Module):

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.moe.placement import ExpertPlacement, Place, moves, owner_moves
-from toolkit.moe.rounds import Round, Transfer, schedule
+from toolkit.placement.placement import ExpertPlacement, Place, moves, owner_moves
+from toolkit.placement.rounds import Round, Transfer, schedule
 from toolkit.moe.stack import ExpertStack
-from toolkit.moe.traffic import MigrationCost
-from toolkit.parallel import EMPTY_ROW, ShardGroups
-from toolkit.tensor_files import unwrapped
+from toolkit.placement.traffic import MigrationCost
+from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups
+from toolkit.checkpoint.tensor_files import unwrapped
 
 
 @dataclass(frozen=True)

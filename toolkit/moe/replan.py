@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
-from toolkit.moe.guard import MigrationGuard, Prices
-from toolkit.moe.imbalance import rank_imbalance, shares
+from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.imbalance import rank_imbalance, shares
 from toolkit.moe.migrate import MigrationReport, migrate
-from toolkit.moe.placement import ExpertPlacement
-from toolkit.moe.plan import plan_layer
-from toolkit.moe.planners.registry import planner_named
-from toolkit.moe.prices import measured_prices, state_bytes
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.plan import plan_layer
+from toolkit.placement.planners.registry import planner_named
+from toolkit.placement.cost_model import measured_prices, state_bytes
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel import sum_over_ranks
-from toolkit.tensor_files import unwrapped
+from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.checkpoint.tensor_files import unwrapped
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
-from toolkit.moe.placement import ExpertPlacement
-from toolkit.parallel import ShardGroups, mark_sharded
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.parallel.ownership import ShardGroups, mark_sharded
 
 
 def make_dispatcher(placement: ExpertPlacement, groups: ShardGroups) -> TokenDispatcher:

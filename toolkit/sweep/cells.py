@@ -17,11 +17,11 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.config import NOT_OF_THE_TRAJECTORY
+from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.launch import STOP_SIGNALS
 from toolkit.sweep.grid import Cell, Recipe
-from toolkit.tracking.summary import duration
+from toolkit.run.summary import duration
 
 POLL_S = 0.05
 

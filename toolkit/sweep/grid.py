@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import parse
-from toolkit.config import NOT_OF_THE_TRAJECTORY, to_dict
+from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
 
 

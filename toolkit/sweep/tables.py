@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import NOT_OF_THE_TRAJECTORY
-from toolkit.tracking.folder import write_text
+from toolkit.config.run import NOT_OF_THE_TRAJECTORY
+from toolkit.run.folder import write_text
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
-from toolkit.moe.lifecycle.population import LifeEvent, Population
+from toolkit.moe.lifecycle.roster import LifeEvent, Population
 
 STEPS_PER_EPOCH = 100
 

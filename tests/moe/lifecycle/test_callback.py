@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.equality import relative_difference
 from tests.helpers import run_distributed
-from tests.moe.lifecycle.living_run import EVENTFUL, history_of, living_config, living_trainer
+from tests.moe.lifecycle.dynamic_run import EVENTFUL, history_of, living_config, living_trainer
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.tracking.jsonl import read_metrics
 

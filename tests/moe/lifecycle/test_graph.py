@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity, specialisation, top_classes
-from toolkit.moe.lifecycle.population import Population
-from toolkit.moe.placement import contiguous
-from toolkit.moe.planners import planner_named
+from toolkit.moe.lifecycle.roster import Population
+from toolkit.placement.placement import contiguous
+from toolkit.placement.planners import planner_named
 
 TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
 CLASSES = np.array([[100, 0], [50, 50], [100, 300]])

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.moe.lifecycle.test_population import a_life
+from tests.moe.lifecycle.test_roster import a_life
 from toolkit.moe.lifecycle.plans import free_seat, plan_growth, plan_merges, plan_places, plan_prunes
-from toolkit.moe.lifecycle.population import Population
-from toolkit.moe.placement import dealt_out
+from toolkit.moe.lifecycle.roster import Population
+from toolkit.placement.placement import dealt_out
 
 FOUR_ON_TWO = dealt_out(8, 2, by_turns=True)
 

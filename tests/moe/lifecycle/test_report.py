@@ -11,9 +11,9 @@ import pytest
 
 import toolkit as tk
 from tests.helpers import run_distributed
-from tests.moe.lifecycle.living_run import living_config, living_trainer
+from tests.moe.lifecycle.dynamic_run import living_config, living_trainer
 from toolkit.tracking.jsonl import read_metrics
-from toolkit.tracking.population import read_population
+from toolkit.pictures.lifecycle_records import read_population
 
 STEPS = 62
 """The second task begins after 50."""

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from tests.helpers import run_distributed
-from toolkit import parallel
+from toolkit.parallel import ownership
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.lifecycle.alignment import reordered
 from toolkit.moe.lifecycle.plans import Grow, Merge, Prune, free_seat
-from toolkit.moe.lifecycle.population import Population
+from toolkit.moe.lifecycle.roster import Population
 from toolkit.moe.lifecycle.router import SeatedRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.surgery import Divider, Surgeon
-from toolkit.moe.placement import ExpertPlacement
-from toolkit.parallel import make_shard_groups
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.parallel.ownership import make_shard_groups
 
 DIM, HIDDEN, SEATS, LIVING, TOKENS = 6, 5, 8, 4, 48
 WORLDS = [1, 2, 4]
@@ -33,13 +33,13 @@ def a_trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
     torch.manual_seed(seed)
     layer = make_moe(DIM, HIDDEN, LIVING, 2, groups=make_shard_groups(world), seats=SEATS, bias_balancing=True)
     layer.router.weight.data[:LIVING] = torch.randn(LIVING, DIM)
-    owned = parallel.owned(layer.parameters())
+    owned = ownership.owned(layer.parameters())
     optimizer = AdamW(layer.parameters(), lr=0.01, fused=True)
     for _ in range(2):
         layer(tokens(1)[rank::world]).square().sum().backward()
         if world > 1:
             dist.all_reduce(layer.router.weight.grad)
-        parallel.average_sharded_gradients(owned, 1)
+        ownership.average_sharded_gradients(owned, 1)
         optimizer.step()
         optimizer.zero_grad()
     return layer, Surgeon(layer, Population.initial(LIVING, SEATS), optimizer, seed=seed), optimizer

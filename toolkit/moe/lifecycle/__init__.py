@@ -1,1 +1,1 @@
-"""Experts that live: they are grown, merged and pruned while the model trains."""
+"""Dynamic experts: they are split, merged and pruned while the model trains."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.expert_config import LifeConfig
+from toolkit.config.experts import LifeConfig
 from toolkit.metrics import MetricSums
 from toolkit.moe.balance import LoadSince, WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
@@ -25,17 +25,17 @@ from toolkit.moe.lifecycle.alignment import similarity
 from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
 from toolkit.moe.lifecycle.graph import KnowledgeGraph
 from toolkit.moe.lifecycle.plans import Merge, Plan, Prune, plan_growth, plan_merges, plan_places, plan_prunes
-from toolkit.moe.lifecycle.population import EventKind, LifeEvent, Population
+from toolkit.moe.lifecycle.roster import EventKind, LifeEvent, Population
 from toolkit.moe.lifecycle.router import SeatedRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.sleep import SleepSchedule, Snapshot
-from toolkit.moe.lifecycle.sounding import ScoresSamples, Sounding, output_distances, sound
+from toolkit.moe.lifecycle.probe import ScoresSamples, Sounding, output_distances, sound
 from toolkit.moe.lifecycle.surgery import Surgeon
 from toolkit.moe.migrate import migrate
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:
-    from toolkit.continual.memory import ReplayMemory
+    from toolkit.data.replay_memory import ReplayMemory
     from toolkit.task import Batch
     from toolkit.trainer import Trainer
 
@@ -60,7 +60,7 @@ class Lifecycle(Callback):
     """Grows experts when the data are no longer covered; in sleep replays, merges, prunes and evens out ranks.
 
     Acts on the layers of `model` that were made with `seats`, and is idle where there are none. `task` scores samples
-    one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.continual.Remember`).
+    one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.domains.continual.Remember`).
 
     With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps. Given
     `knowledge`, it does not merge experts that many tokens want both of, and leaves them on one rank where it can.

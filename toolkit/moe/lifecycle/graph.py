@@ -22,7 +22,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.moe.lifecycle.population import Population
+from toolkit.moe.lifecycle.roster import Population
 
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 LINEAGE = ("split", "merge")

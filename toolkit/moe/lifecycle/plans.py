@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.moe.lifecycle.population import Population
-from toolkit.moe.placement import ExpertPlacement
+from toolkit.moe.lifecycle.roster import Population
+from toolkit.placement.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)

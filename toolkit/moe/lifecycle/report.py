@@ -11,11 +11,11 @@ from torch import nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
-from toolkit.moe.lifecycle.census import Counts, Ids, RoutingCensus
+from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingCensus
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
-from toolkit.moe.lifecycle.population import LifeEvent, Population
+from toolkit.moe.lifecycle.roster import LifeEvent, Population
 from toolkit.tracking.jsonl import MetricsFile
-from toolkit.tracking.population import POPULATION_FILE, graph_stem
+from toolkit.pictures.lifecycle_records import POPULATION_FILE, graph_stem
 
 if TYPE_CHECKING:
     from toolkit.task import Batch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.tensor_files import unwrapped
+from toolkit.checkpoint.tensor_files import unwrapped
 
 
 @dataclass(frozen=True)

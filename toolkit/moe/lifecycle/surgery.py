@@ -17,10 +17,10 @@ from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
 from toolkit.moe.lifecycle.alignment import alignment, reordered
 from toolkit.moe.lifecycle.plans import Grow, Merge, Plan, Prune
-from toolkit.moe.lifecycle.population import Population
+from toolkit.moe.lifecycle.roster import Population
 from toolkit.moe.lifecycle.router import SeatedRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
-from toolkit.tensor_files import unwrapped
+from toolkit.checkpoint.tensor_files import unwrapped
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,268 @@
+"""What living experts cost and give on MNIST: growth, sleep and mergers beside a mixture that stays as it is.
+
+python benchmarks/dynamic_experts.py --data-dir DIR                 all tables; half an hour on two cores
+python benchmarks/dynamic_experts.py cost --data-dir DIR            one of them
+
+stationary   five epochs of the same data: accuracy, and how many experts live at the end
+sleep        ten epochs of five tasks: test accuracy on the tasks seen so far, before and after each sleep
+merge        a trained mixture: twins merged, strangers refused
+cost         samples per second with and without, in turns, on one thread; seconds of a sleep beside an epoch's
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import toolkit as tk
+from benchmarks.report import write_report
+from recipes.mnist_moe import Config, build_model, dynamic, full, main
+from toolkit.domains.continual.training import stream_task, stream_trainer
+from toolkit.domains.continual.streams import permuted_stream
+from toolkit.config.experts import LifeConfig
+from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.lifecycle.alignment import reordered
+from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.moe.lifecycle.plans import Grow, Merge, free_seat
+from toolkit.moe.lifecycle.roster import Population
+from toolkit.moe.lifecycle.rows import ExpertRows
+from toolkit.moe.lifecycle.probe import output_distances
+from toolkit.moe.lifecycle.surgery import Divider, Surgeon
+
+MEASURED_TOKENS = 2000
+FIXED = "fixed, 8 experts"
+
+
+def quiet(config: Config, folder: str, data_dir: Path | None, **changes: Any) -> Config:
+    return replace(config, dataset="mnist", data_dir=data_dir, tracker="none", run_dir=Path(folder) / "run", **changes)
+
+
+def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+    """Nothing shifts, so there is next to nothing to grow for."""
+    arms: dict[str, Callable[[], Config]] = {"fixed, 8 experts": full, "dynamic, from 4": dynamic}
+    rows = []
+    for arm, preset in arms.items():
+        runs = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                runs.append(main(quiet(preset(), folder, data_dir, seed=seed)))
+        accuracy = [100 * run["test_accuracy"] for run in runs]
+        rows.append(
+            {
+                "arm": arm,
+                "test accuracy %": round(statistics.mean(accuracy), 2),
+                "sd": round(statistics.stdev(accuracy), 2) if seeds > 1 else None,
+                "experts at the end": [run.get("experts_living", 8) for run in runs],
+                "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
+                "sleeps": sum(run.get("life_sleep", 0) for run in runs),
+            }
+        )
+    return rows
+
+
+class AroundSleep(Lifecycle):
+    """A lifecycle that evaluates the tasks seen so far before and after it sleeps."""
+
+    def watch(self, tests: list[tk.EvalBatches], task_ends: tuple[int, ...]) -> None:
+        self.tests, self.task_ends, self.around = tests, task_ends, list[tuple[float, float]]()
+
+    def sleep(self, trainer: tk.Trainer) -> None:
+        before = self.accuracy(trainer)
+        super().sleep(trainer)
+        self.around.append((before, self.accuracy(trainer)))
+
+    @torch.no_grad()
+    def accuracy(self, trainer: tk.Trainer) -> float:
+        seen = 1 + sum(end < trainer.state.step for end in self.task_ends[:-1])
+        trainer.raw_model.eval()
+        correct = total = 0
+        for batches in self.tests[:seen]:
+            for batch in batches:
+                correct += int((trainer.raw_model(batch["input"]).argmax(1) == batch["label"]).sum())
+                total += len(batch["label"])
+        trainer.raw_model.train()
+        return 100 * correct / total
+
+
+def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+    """Ten epochs: five tasks of two."""
+    rows = []
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            life = LifeConfig(
+                check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
+            )
+            config = quiet(dynamic(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0)
+            config = replace(config, schedule=tk.ScheduleConfig(name="constant"), life=life, max_experts=8, cpu=True)
+            with tk.start_run("living_experts", config) as run:
+                data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+                stream = permuted_stream(data, seed=seed, divided=True)
+                model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_shard_groups(1))
+                penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+                task = stream_task(stream, penalty=penalty)
+                remember, lives, report = tk.life_callbacks(
+                    model, config, penalty, task, stream.train, num_classes=stream.num_classes
+                )
+                lives.__class__ = AroundSleep
+                assert isinstance(lives, AroundSleep)
+                trainer = stream_trainer(run, task, model, stream, callbacks=[remember, lives, report])
+                per_task = trainer.max_steps // stream.num_tasks
+                ends = tuple(per_task * (index + 1) for index in range(stream.num_tasks))
+                lives.watch([tk.EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                results = trainer.fit()
+        changes = [after - before for before, after in lives.around]
+        kinds = [event.kind for event in lives.history]
+        grown = [event.step for event in lives.history if event.kind == "grow"]
+        # The coming samples are looked at, so a shift may be seen a look before it begins.
+        first, last = -life.check_every, per_task - life.check_every
+        answered = sum(any(first < step - start <= last for step in grown) for start in ends[:-1])
+        rows.append(
+            {
+                "seed": seed,
+                "shifts": len(ends) - 1,
+                "answered by growth": answered,
+                "sleeps": len(changes),
+                **{kind: kinds.count(kind) for kind in ("grow", "merge", "prune", "undone")},
+                "experts at the end": results["experts_living"],
+                "change over a sleep, mean points": round(statistics.mean(changes), 2),
+                "worst": round(min(changes), 2),
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def mergers(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+    """After one epoch: an expert is split, one half scrambled, and merged again; then any two others by force."""
+    rows = []
+    for seed in range(seeds):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tk.start_run("living_experts", config := merge_config(folder, data_dir, seed)) as run,
+        ):
+            data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+            model = build_model(config, data, tk.make_shard_groups(1))
+            with torch.enable_grad():
+                task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=config.balance_weight))
+                tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit()
+        (layer,) = moe_layers(model).values()
+        images, labels = data.test.columns["input"], data.test.columns["label"]
+        model.eval()
+        before = accuracy_of(model, images, labels)
+        twin, twin_distance = merged_twin(copy.deepcopy(model), images, seed)
+        forced = copy.deepcopy(model)
+        Surgeon(only_layer(forced), Population.initial(8, 10), None).carry_out(Merge(1, 0, 0.5, {}), step=0)
+        inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
+        rows.append(
+            {
+                "seed": seed,
+                "test accuracy %": round(before, 2),
+                "twins merged %": round(accuracy_of(twin, images, labels), 2),
+                "distance of twins": round(twin_distance, 4),
+                "least distance of others": round(closest(output_distances(layer, inputs, range(8))), 2),
+                "two others merged by force %": round(accuracy_of(forced, images, labels), 2),
+            }
+        )
+    return rows
+
+
+def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
+    return quiet(full(), folder, data_dir, seed=seed, epochs=1, max_experts=10, cpu=True)
+
+
+def only_layer(model: torch.nn.Module) -> MoE:
+    (layer,) = moe_layers(model).values()
+    return layer
+
+
+def merged_twin(model: torch.nn.Module, images: torch.Tensor, seed: int) -> tuple[torch.nn.Module, float]:
+    """The model after a split, a scramble and a merger; and how differently the twins answered."""
+    layer = only_layer(model)
+    inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
+    surgeon = Surgeon(layer, Population.initial(8, 10), None)
+    direction_D = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(seed))
+    seat = free_seat(surgeon.population, layer.placement)
+    assert seat is not None
+    divider = Divider(direction_D, float((inputs @ direction_D).median()))
+    surgeon.carry_out(Grow(0, seat, False, {}), step=0, divider=divider)
+    rows = ExpertRows(layer.expert_stack, None)
+    order = torch.randperm(layer.experts.down.shape[1], generator=torch.Generator().manual_seed(seed))
+    rows.write(seat, reordered(rows.fetch(seat), order))
+    distance = closest(output_distances(layer, inputs, [0, seat]))
+    surgeon.carry_out(Merge(8, 0, 0.5, {}), step=0)
+    return model, distance
+
+
+def closest(distance_LL: torch.Tensor) -> float:
+    return float(distance_LL.fill_diagonal_(torch.inf).min())
+
+
+def inputs_of(model: torch.nn.Module, layer: MoE, images: torch.Tensor) -> torch.Tensor:
+    """What the layer is asked about `images`."""
+    seen: list[torch.Tensor] = []
+    hook = layer.router.register_forward_hook(lambda _module, args, _routing: seen.append(args[0]))
+    model(images)
+    hook.remove()
+    return seen[0]
+
+
+def accuracy_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    return 100 * float((model(images).argmax(1) == labels).double().mean())
+
+
+def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
+    """Arms take turns within each round; one epoch each, without evaluation's share."""
+    awake, asleep = LifeConfig(sleep=False), LifeConfig(sleep_every=400, min_sleep_every=1)
+    arms = {
+        FIXED: full(),
+        "growth on, 8 of 8 seats taken": replace(full(), max_experts=8, life=awake),
+        "growth on, and two sleeps": replace(full(), max_experts=8, life=asleep),
+        "growth on, 8 of 16 seats taken": replace(full(), max_experts=16, life=awake),
+    }
+    throughput: dict[str, list[float]] = {arm: [] for arm in arms}
+    per_cpu: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(rounds):
+        for arm, config in arms.items():
+            with tempfile.TemporaryDirectory() as folder:
+                began = time.process_time()
+                results = main(quiet(config, folder, data_dir, epochs=1, cpu=True))
+                per_cpu[arm].append(60_000 / (time.process_time() - began))
+                throughput[arm].append(results["samples_per_second"])
+    base = throughput[FIXED]
+    return [
+        {
+            "arm": arm,
+            "samples per second, median": round(statistics.median(values)),
+            "beside the fixed mixture, median": round(
+                statistics.median(v / b for v, b in zip(values, base, strict=True)), 3
+            ),
+            "each round": [round(v / b, 2) for v, b in zip(values, base, strict=True)],
+            "samples per CPU-second, median": round(statistics.median(per_cpu[arm])),
+        }
+        for arm, values in throughput.items()
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tables = {"stationary": stationary, "sleep": sleeps, "merge": mergers, "cost": cost}
+    parser.add_argument("tables", nargs="*", choices=[*tables, []], default=[], help="which; all without")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR")
+    parser.add_argument("--seeds", type=int, default=5, help="how many; of `cost`, how many rounds")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.tables or tables:
+        write_report(f"living_experts_{name}", tables[name](args.data_dir, args.seeds))

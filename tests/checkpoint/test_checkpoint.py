@@ -1,0 +1,725 @@
+"""A checkpoint is complete and verified or not there, and fits or is refused, whatever happens to the machine."""
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+import toolkit as tk
+from tests.helpers import _context, run_distributed
+from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
+from toolkit.checkpoint import checkpoint, manifest
+from toolkit.checkpoint.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
+from toolkit.optim import build_optimizer
+from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, make_shard_groups, mark_sharded
+from toolkit.checkpoint.tensor_files import SavedTensors, load_optimizer
+
+
+class OneRank:
+    """What a checkpoint needs of a run, without a folder and without Accelerate."""
+
+    def __init__(self, config: tk.RunConfig | None = None):
+        self.config = config or SmallConfig()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_main = self.rank == 0
+        self.said: list[str] = []
+
+    agree = tk.Run.agree
+
+    def say(self, text: str) -> None:
+        if self.is_main:
+            self.said.append(text)
+
+
+Pair = tuple[SmallModel, torch.optim.Optimizer]
+
+
+def trained(groups: ShardGroups | None = None, *, steps: int = 2, experts: int = 4) -> Pair:
+    """A model and its optimizer whose every number depends on its expert's id, its place and `steps`."""
+    torch.manual_seed(0)
+    model = SmallModel(groups or ShardGroups(), experts)
+    optimizer = build_optimizer(model, lr=0.1, config=tk.OptimizerConfig())
+    for step in range(steps):
+        for place, parameter in enumerate(model.parameters()):
+            ids = getattr(parameter, "sharding", None)
+            rows = range(len(parameter)) if ids is None else ids.row_ids
+            value = torch.tensor([1.0 + row * 10 + place + step for row in rows])
+            parameter.grad = torch.sin(value).view(-1, *[1] * (parameter.ndim - 1)).expand_as(parameter).clone()
+        optimizer.step()
+    model.moe.router.bias += steps
+    return model, optimizer
+
+
+def save(folder: Path, pair: Pair, step: int, keep: int = 2, run: OneRank | None = None) -> Path | None:
+    state = {"step": step, "callbacks": {"Some": {"of": "these"}}}
+    return save_checkpoint(folder, model=pair[0], optimizer=pair[1], state=state, keep=keep, run=run or OneRank())
+
+
+def load(path: Path, pair: Pair, run: OneRank | None = None) -> dict[str, Any]:
+    return load_checkpoint(path, model=pair[0], optimizer=pair[1], run=run or OneRank())
+
+
+def numbers(pair: Pair) -> Iterator[tuple[str, torch.Tensor]]:
+    model, optimizer = pair
+    yield from model.state_dict().items()
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            yield f"{name}.{key}", value
+
+
+def assert_same(one: Pair, other: Pair) -> None:
+    left, right = dict(numbers(one)), dict(numbers(other))
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+# --- what is in it ------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_and_optimizer_have_the_same_bits(tmp_path):
+    then, now = trained(), trained(steps=0)
+    path = save(tmp_path, then, 7)
+    assert path == tmp_path / "step-00000007"
+    places = {name: tensor.data_ptr() for name, tensor in now[0].state_dict().items()}
+    assert load(path, now) == {"step": 7, "callbacks": {"Some": {"of": "these"}}}
+    assert_same(now, then)
+    assert places == {name: tensor.data_ptr() for name, tensor in now[0].state_dict().items()}, "not loaded in place"
+
+
+def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path):
+    then, now = trained(steps=2), trained(steps=5)
+    load(save(tmp_path, then, 7), now)
+    assert_same(now, then)
+
+
+def test_rows_are_saved_under_their_stable_ids_and_everything_else_once(tmp_path):
+    pair = trained()
+    path = save(tmp_path, pair, 7)
+    files = sorted(file.name for file in path.iterdir())
+    assert files == [
+        "experts-00000.safetensors",
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
+    with safe_open(path / "experts-00000.safetensors", "pt") as file:
+        states = ("", "/exp_avg", "/exp_avg_sq", "/step")
+        assert set(file.keys()) == {f"moe.experts.{p}/{i}{s}" for p in ("up", "down") for i in range(4) for s in states}
+        assert torch.equal(file.get_tensor("moe.experts.up/2")[0], pair[0].moe.experts.up[2])
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert "moe.router.bias" in file.keys()  # noqa: SIM118
+        assert not any("experts" in key for key in file.keys())  # noqa: SIM118
+    assert manifest.read_manifest(path)["rows"]["experts-00000.safetensors"]["moe.experts.up"] == [0, 1, 2, 3]
+
+
+def test_an_empty_row_is_neither_saved_nor_overwritten(tmp_path):
+    def with_empty_row(pair: Pair) -> Pair:
+        for parameter in (pair[0].moe.experts.up, pair[0].moe.experts.down):
+            mark_sharded(parameter, row_ids=(0, 1, EMPTY_ROW, 9), groups=ShardGroups())
+        return pair
+
+    then, now = with_empty_row(trained()), with_empty_row(trained(steps=0))
+    up = now[0].moe.experts.up
+    untouched = up[2].detach().clone()
+    path = save(tmp_path, then, 7)
+    assert manifest.read_manifest(path)["rows"]["experts-00000.safetensors"]["moe.experts.up"] == [0, 1, 9]
+    load(path, now)
+    assert torch.equal(up[2], untouched)
+    assert torch.equal(up[3], then[0].moe.experts.up[3])
+    assert not now[1].state[up]["exp_avg"][2].any()
+
+
+def test_a_rank_that_owns_no_row_has_room_for_moments_and_what_rows_share(tmp_path):
+    path = save(tmp_path, trained(steps=2), 7)
+    model, optimizer = trained(steps=0)
+    groups = ShardGroups(ep_size=2, ep_rank=1)
+    up = model.moe.experts.up
+    mark_sharded(up, row_ids=(2, 0, EMPTY_ROW, 3), groups=groups, rows_of_ranks=((0, 1, 2, 3), (2, 0, EMPTY_ROW, 3)))
+    with SavedTensors() as tensors:
+        tensors.open(path, manifest.read_manifest(path)["files"])
+        load_optimizer(model, optimizer, tensors)
+    state = optimizer.state[up]
+    assert state["step"] == 2
+    assert state["exp_avg"].shape == up.shape
+    assert not state["exp_avg"].any()
+
+
+def test_loss_scaling_is_saved(tmp_path):
+    class Wrapped:
+        def __init__(self, optimizer: torch.optim.Optimizer):
+            self.optimizer, self.scaler = optimizer, torch.amp.GradScaler("cpu")
+
+    then, now = trained(), trained(steps=0)
+    wrapped, other = Wrapped(then[1]), Wrapped(now[1])
+    wrapped.scaler.load_state_dict(wrapped.scaler.state_dict() | {"scale": 1024.0, "_growth_tracker": 17})
+    path = save(tmp_path, (then[0], wrapped), 7)
+    load(path, (now[0], other))
+    assert other.scaler.state_dict() == wrapped.scaler.state_dict()
+    with pytest.raises(tk.UserError, match="made with fp16's loss scaling"):
+        load(path, now)
+
+
+# --- other layouts ------------------------------------------------------------------------------------------------
+
+
+def ranks(folder: Path, ep_size: int, work: str) -> dict[str, torch.Tensor]:
+    """Save, or load and return what this rank has then; all under `ep_size`."""
+    groups = make_shard_groups(ep_size)
+    run = OneRank()
+    if work == "save":
+        save(folder, trained(groups), 7, run=run)
+        return {}
+    pair = trained(groups, steps=0)
+    load(find_checkpoint(folder, run), pair, run)
+    return {name: value.detach().clone() for name, value in numbers(pair)}
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 2), (2, 1)), ((2, 2), (4, 4))])
+def test_any_number_of_ranks_loads_what_another_saved(before, after, tmp_path):
+    run_distributed(ranks, before[0], tmp_path, before[1], "save")
+    assert len(list(tmp_path.glob("step-00000007/experts-*"))) == before[1], "one writer per row"
+    loaded = run_distributed(ranks, after[0], tmp_path, after[1], "load")
+    for name, value in numbers(trained()):
+        for rank, mine in enumerate(loaded):
+            rows = value
+            if ".experts." in name and value.ndim:
+                rows = value.chunk(after[1])[rank % after[1]]
+            assert torch.equal(mine[name], rows), (name, rank)
+
+
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, pair: Pair, run: OneRank | None = None) -> str:
+    before = {name: value.detach().clone() for name, value in numbers(pair)}
+    with pytest.raises(tk.UserError) as caught:
+        load(find_checkpoint(folder, OneRank()), pair, run)
+    for name, value in numbers(pair):
+        assert torch.equal(value, before[name]), f"{name} was touched"
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(tmp_path):
+    save(tmp_path, trained(experts=6), 7)
+    assert "its 'moe.router.weight' is float32[6, 16] and this run's is float32[4, 16] (and 5 more)" in refusal(
+        tmp_path, trained()
+    )
+
+
+def test_a_checkpoint_with_more_rows_than_anybody_wants_is_refused(tmp_path):
+    pair = trained()
+    for name in ("up", "down"):
+        mark_sharded(getattr(pair[0].moe.experts, name), row_ids=(0, 1, 2, 9), groups=ShardGroups())
+    save(tmp_path, pair, 7)
+    only_nine_is_more = trained()
+    for name in ("up", "down"):
+        mark_sharded(getattr(only_nine_is_more[0].moe.experts, name), row_ids=(0, 1, 2, -1), groups=ShardGroups())
+    assert "it holds 'moe.experts.down/9' (and 1 more)" in refusal(tmp_path, only_nine_is_more)
+
+
+def test_a_checkpoint_that_lacks_a_row_is_refused(tmp_path):
+    pair = trained()
+    for name in ("up", "down"):
+        mark_sharded(getattr(pair[0].moe.experts, name), row_ids=(0, 1, 2, -1), groups=ShardGroups())
+    save(tmp_path, pair, 7)
+    assert "it lacks 'moe.experts.up/3'" in refusal(tmp_path, trained())
+
+
+def test_another_type_is_refused(tmp_path):
+    save(tmp_path, trained(), 7)
+    pair = trained(steps=0)
+    pair[0].double()
+    assert "'stem.weight' is float32[16, 8] and this run's is float64[16, 8]" in refusal(tmp_path, pair)
+
+
+def test_another_configuration_is_refused_by_its_first_difference(tmp_path):
+    save(tmp_path, trained(), 7)
+    assert "it was made with lr 0.001 and this run has 0.5: use" in refusal(
+        tmp_path, trained(), OneRank(SmallConfig(lr=0.5))
+    )
+
+
+def test_settings_that_do_not_decide_what_is_learned_may_differ(tmp_path):
+    path = save(tmp_path, trained(), 7)
+    load(path, trained(steps=0), OneRank(SmallConfig(log_every=7, tracker="none")))
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    save(tmp_path, trained(), 7)
+    model = trained()[0]
+    pair = model, torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "made with the optimizer AdamW and this run has SGD" in refusal(tmp_path, pair)
+
+
+def test_another_format_is_refused_and_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    save(tmp_path, trained(), 7)
+    monkeypatch.undo()
+    assert "has format 2 and this version reads format 1" in refusal(tmp_path, trained())
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def flip(file: Path, seed: int) -> None:
+    data = bytearray(file.read_bytes())
+    bit = random.Random(seed).randrange(len(data) * 8)
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def swap(file: Path) -> None:
+    other = next(f for f in sorted(file.parent.iterdir()) if f != file)
+    content = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"flipped bit {seed}": lambda file, seed=seed: flip(file, seed) for seed in range(20)},
+    "truncated": lambda file: os.truncate(file, file.stat().st_size * 2 // 3),
+    "emptied": lambda file: os.truncate(file, 0),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\n"),
+    "missing": Path.unlink,
+    "swapped with another": swap,
+    "of another step": lambda file: shutil.copy(file.parent.with_name("step-00000003") / file.name, file),
+}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    save(folder, trained(steps=1), 3)
+    save(folder, trained(steps=2), 7)
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["experts-00000", "model", "optimizer", "state.json", "manifest.json"])
+def test_any_damage_is_found_and_the_checkpoint_before_is_used(name, damage, two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    file = folder / "step-00000007" / (name if "." in name else f"{name}.safetensors")
+    DAMAGES[damage](file)
+    run = OneRank()
+    path = find_checkpoint(folder, run)
+    assert path == folder / "step-00000003"
+    assert len(run.said) == 1
+    assert run.said[0].startswith("warning: checkpoint step-00000007 is passed over: ")
+    pair = trained(steps=0)
+    load(path, pair)
+    assert_same(pair, trained(steps=1))
+
+
+def test_a_folder_under_the_name_of_another_step_is_passed_over(two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    (folder / "step-00000003").rename(folder / "step-00000009")
+    run = OneRank()
+    assert find_checkpoint(folder, run).name == "step-00000007"
+    assert run.said == ["warning: checkpoint step-00000009 is passed over: its files are those of step 3."]
+
+
+def test_the_damaged_one_is_written_anew_when_its_step_comes_again(two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    flip(folder / "step-00000007" / "model.safetensors", 0)
+    assert save(folder, trained(steps=2), 7, keep=1) == folder / "step-00000007"
+    assert [path.name for path in folder.iterdir()] == ["step-00000007"]
+    assert find_checkpoint(folder, OneRank()).name == "step-00000007"
+
+
+def test_a_later_one_that_is_damaged_does_not_count_among_those_that_are_kept(two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    flip(folder / "step-00000007" / "model.safetensors", 0)
+    save(folder, trained(steps=2), 5, keep=1)
+    assert find_checkpoint(folder, OneRank()).name == "step-00000005"
+
+
+def test_saving_a_step_again_keeps_what_is_there(two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    before = (folder / "step-00000007").stat().st_ino
+    assert save(folder, trained(steps=2), 7) == folder / "step-00000007"
+    assert (folder / "step-00000007").stat().st_ino == before
+
+
+def test_a_file_that_would_run_code_is_not_even_opened(two_checkpoints, tmp_path):
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    torch.save(Hostile(), folder / "step-00000007" / "model.safetensors")
+    torch.save(Hostile(), folder / "step-00000007" / "optimizer.bin")
+    assert find_checkpoint(folder, OneRank()).name == "step-00000003"
+    assert not (tmp_path / "owned").exists()
+
+
+# --- the machine fails in mid-save --------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """In place of a kill: nothing may handle it."""
+
+
+def operations(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
+    """Have `before(what)` called ahead of everything that a save does to the disk."""
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(checkpoint, "save_file")
+    for name in ("mkdir", "rename", "write_text"):
+        watch(Path, name)
+    watch(manifest.os, "fsync")
+    watch(manifest.os, "unlink")
+    watch(manifest.os, "rmdir")
+
+
+def save_after(folder: Path, monkeypatch: pytest.MonkeyPatch, keep: int, before: Callable[[str], None]) -> None:
+    for step in range(1, 1 + keep):
+        save(folder, trained(steps=1), step, keep)
+    with monkeypatch.context() as patch:
+        operations(patch, before)
+        save(folder, trained(steps=2), 7, keep)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint_to_continue_from(keep, tmp_path, monkeypatch):
+    done: list[str] = []
+    save_after(tmp_path / "undisturbed", monkeypatch, keep, done.append)
+    assert done.count("fsync") == 7, "four files, the manifest, two folders"
+    assert done.count("rename") == 2, "the new one, and the old one out of sight"
+    for point in range(len(done)):
+        folder, left = tmp_path / str(point), [point]
+
+        def die(_: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Died
+
+        with pytest.raises(Died):
+            save_after(folder, monkeypatch, keep, die)
+        run = OneRank()
+        path = find_checkpoint(folder, run)
+        assert path is not None, f"nothing left after a kill before {done[point]} number {point}"
+        assert not run.said, "a half-written folder was taken for a checkpoint"
+        assert path.name == ("step-00000007" if "rename" in done[:point] else f"step-{keep:08d}")
+        pair = trained(steps=0)
+        load(path, pair)
+        assert_same(pair, trained(steps=2 if path.name == "step-00000007" else 1))
+        save(folder, trained(steps=2), 8, keep)
+        expected = [f"step-{step:08d}" for step in (*range(1, keep + 1), 7, 8)]
+        kept = sorted(path.name for path in folder.iterdir())
+        assert kept == sorted(set(kept) & set(expected))[-keep:], "leftovers"
+
+
+def save_without_end(folder: Path) -> None:
+    for step in range(1, 10_000):
+        save(folder, trained(steps=1), step, keep=1)
+
+
+def test_a_process_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        process = _context.Process(target=save_without_end, args=(folder,), daemon=True)
+        process.start()
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("step-*")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(random.Random(attempt).uniform(0.0, 0.1))
+        process.kill()
+        process.join()
+        run = OneRank()
+        assert load(find_checkpoint(folder, run), trained(steps=0))["step"] >= 1
+        assert not run.said
+
+
+def test_every_file_reaches_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def noting_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checking_rename(path: Path, target: Path) -> Path:
+        if target.name.startswith("step-"):
+            unsynced = [p.name for p in (path, *path.iterdir()) if p.stat().st_ino not in synced]
+            assert not unsynced
+            synced.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(Path, "rename", checking_rename)
+    save(tmp_path, trained(), 7)
+    assert tmp_path.stat().st_ino in synced, "the name itself"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+FAILURES = ["save_file", "write_text", "fsync", "mkdir"]
+
+
+@pytest.mark.parametrize("operation", FAILURES)
+def test_a_full_disk_costs_one_line_and_no_old_checkpoint(operation, two_checkpoints, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    before = snapshot(folder)
+
+    def full(what: str) -> None:
+        if what == operation:
+            raise OSError(28, "No space left on device")
+
+    run = OneRank()
+    with monkeypatch.context() as patch:
+        operations(patch, full)
+        assert save(folder, trained(steps=3), 9, keep=1, run=run) is None
+    assert snapshot(folder) == before
+    assert len(run.said) == 1
+    assert "no checkpoint at step 9: " in run.said[0]
+    assert "No space left on device" in run.said[0]
+    assert "bytes needed, " in run.said[0]
+    assert save(folder, trained(steps=3), 9, keep=1) == folder / "step-00000009", "when there is room again"
+
+
+def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 9_000, 1_000))
+    run = OneRank()
+    assert save(tmp_path / "new", trained(), 9, run=run) is None
+    assert "the disk is full" in run.said[0]
+    assert "1,000 free" in run.said[0]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def fail_on_rank_one(folder: Path) -> None:
+    groups, run = make_shard_groups(2), OneRank()
+    save(folder, trained(groups, steps=1), 3, run=run)
+    write = checkpoint.save_file
+
+    def full(*args: Any) -> None:
+        if run.rank == 1:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    checkpoint.save_file = full
+    assert save(folder, trained(groups), 7, run=run) is None
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+    assert len(run.said) == (1 if run.is_main else 0)
+    assert all("No space left on device on rank 1" in line for line in run.said)
+    checkpoint.save_file = write
+    assert save(folder, trained(groups), 7, run=run) is not None
+
+    def bug(*args: Any) -> None:
+        if run.rank == 1:
+            raise KeyError("bug")
+        write(*args)
+
+    checkpoint.save_file = bug
+    with pytest.raises(RuntimeError, match=r"bug.*on rank 1"):
+        save(folder, trained(groups), 9, run=run)
+
+
+def test_a_failure_on_one_rank_reaches_all(tmp_path):
+    run_distributed(fail_on_rank_one, 2, tmp_path)
+
+
+def refuse_on_rank_one(folder: Path) -> None:
+    groups, run = make_shard_groups(2), OneRank()
+    path = save(folder, trained(groups), 7, run=run)
+    pair = trained(groups, steps=0)
+    if run.rank == 1:
+        pair[0].moe.experts.double()
+    before = {name: value.detach().clone() for name, value in numbers(pair)}
+    with pytest.raises(tk.UserError, match=r"'moe.experts.up/2' is float32\[1, .*\] and this run's is float64"):
+        load(path, pair, run)
+    assert all(torch.equal(value, before[name]) for name, value in numbers(pair))
+
+
+def test_what_does_not_fit_one_rank_is_refused_by_all(tmp_path):
+    run_distributed(refuse_on_rank_one, 2, tmp_path)
+
+
+# --- without a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_saves_and_loads_without_a_run(tmp_path):
+    then, now = trained(), trained(steps=0)
+    save_tensors(tmp_path / "any name", *then, {"epoch": 3})
+    assert load_tensors(tmp_path / "any name", *now) == {"epoch": 3}
+    assert_same(now, then)
+    assert [path.name for path in tmp_path.iterdir()] == ["any name"]
+
+
+def test_a_loop_of_ones_own_loads_what_a_trainer_saved(tmp_path):
+    now = trained(steps=0)
+    state = load_tensors(save(tmp_path, trained(), 7), *now)
+    assert state["step"] == 7
+    assert_same(now, trained())
+
+
+def test_what_is_said_with_the_tensors_is_adopted_before_they_are_read_and_only_where_they_fit(tmp_path):
+    save_tensors(tmp_path / "saved", *trained(), {"rows": [3, 1, 0, 2]})
+    model, optimizer = trained(steps=0)
+
+    def adopt(extra: dict[str, Any]) -> None:
+        for parameter in (model.moe.experts.up, model.moe.experts.down):
+            mark_sharded(parameter, row_ids=extra["rows"], groups=ShardGroups())
+
+    load_tensors(tmp_path / "saved", model, optimizer, adopt=adopt)
+    expected = trained()
+    up, now = expected[0].moe.experts.up, model.moe.experts.up
+    assert torch.equal(now, up[[3, 1, 0, 2]])
+    moment = expected[1].state[up]["exp_avg"]
+    assert torch.equal(optimizer.state[now]["exp_avg"], moment[[3, 1, 0, 2]])
+    told: list[Any] = []
+    with pytest.raises(tk.UserError, match="build the model that it was made with"):
+        load_tensors(tmp_path / "saved", *trained(experts=6), adopt=told.append)
+    assert not told
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path, monkeypatch):
+    def replaced(folder: Path, before: Callable[[str], None]) -> None:
+        save_tensors(folder, *trained(steps=1), {"of": "old"})
+        with monkeypatch.context() as patch:
+            operations(patch, before)
+            save_tensors(folder, *trained(steps=2), {"of": "new"})
+
+    done: list[str] = []
+    replaced(tmp_path / "undisturbed", done.append)
+    found = []
+    for point in range(len(done)):
+        left = [point]
+
+        def die(_: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Died
+
+        folder = tmp_path / str(point) / "last"
+        with pytest.raises(Died):
+            replaced(folder, die)
+        pair = trained(steps=0)
+        found.append(load_tensors(folder, *pair)["of"])
+        assert_same(pair, trained(steps=2 if found[-1] == "new" else 1))
+        save_tensors(folder, *pair, {"of": "later"})
+        assert [path.name for path in folder.parent.iterdir()] == ["last"], "leftovers"
+    assert found == sorted(found, reverse=True), "first the old, then the new"
+    assert set(found) == {"old", "new"}
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    save_tensors(tmp_path / "last", *trained())
+    before = snapshot(tmp_path)
+
+    def full(what: str) -> None:
+        if what == "save_file":
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        operations(patch, full)
+        with pytest.raises(tk.UserError, match=r"could not be written: .*No space left on device; .* bytes needed"):
+            save_tensors(tmp_path / "last", *trained(steps=5))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_of_something_else_is_neither_replaced_nor_loaded(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(tk.UserError, match="holds something that is no checkpoint"):
+        save_tensors(tmp_path / "thesis", *trained())
+    with pytest.raises(tk.UserError, match=r"thesis cannot be loaded: manifest.json is missing"):
+        load_tensors(tmp_path / "thesis", *trained())
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path):
+    save_tensors(tmp_path / "last", *trained())
+    flip(tmp_path / "last" / "experts-00000.safetensors", 300)
+    with pytest.raises(tk.UserError, match=r"cannot be loaded: experts-00000.safetensors does not match its SHA-256"):
+        load_tensors(tmp_path / "last", *trained())
+
+
+# --- the callback -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_as_many_as_it_was_told_and_says_where_it_continues(tmp_path, capsys):
+    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointConfig(every_steps=4, keep=3))
+    with small_trainer(config) as trainer:
+        trainer.fit()
+    folder = config.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000012", "step-00000016", "step-00000020"]
+    flip(folder / "step-00000020" / "model.safetensors", 1)
+    capsys.readouterr()
+    with small_trainer(config) as trainer:
+        trainer.fit()
+    said = capsys.readouterr().out.splitlines()
+    assert "warning: checkpoint step-00000020 is passed over: model.safetensors does not match its SHA-256." in said
+    assert "continuing at step 16 (step-00000016 verified)" in said
+    assert manifest.find_damage(folder / "step-00000020") is None
+
+
+def test_on_save_is_told_of_each_verified_folder(tmp_path):
+    told = []
+
+    class Listener(tk.Callback):
+        def on_save(self, trainer: tk.Trainer, folder: Path) -> None:
+            assert manifest.find_damage(folder) is None
+            told.append((trainer.state.step, folder.name))
+
+    with small_trainer(small_config(tmp_path / "run"), callbacks=[Listener()]) as trainer:
+        trainer.fit()
+    assert told == [(10, "step-00000010"), (20, "step-00000020")]
+
+
+def test_resume_yes_without_a_checkpoint_is_refused(tmp_path):
+    config = small_config(tmp_path / "run")
+    with small_trainer(config):
+        pass
+    with (
+        small_trainer(small_config(tmp_path / "run", resume="yes")) as trainer,
+        pytest.raises(tk.UserError, match=r"--resume yes: no checkpoint in .* verifies"),
+    ):
+        trainer.fit()
+
+
+def test_training_goes_on_where_checkpoints_cannot_be_written(tmp_path, monkeypatch, capsys):
+    def full(*_: Any) -> None:
+        raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with small_trainer(small_config(tmp_path / "run")) as trainer:
+        results = trainer.fit()
+    assert "test_accuracy" in results
+    assert capsys.readouterr().out.count("warning: no checkpoint at step ") == 2
+
+
+def test_state_is_plain_json(tmp_path):
+    with small_trainer(small_config(tmp_path / "run")) as trainer:
+        trainer.fit()
+        assert json.loads(json.dumps(trainer.state_dict())) == trainer.state_dict()

@@ -1,0 +1,126 @@
+"""A small run in which experts are born, merge, end and sleep: what tests of lives train, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import toolkit as tk
+from toolkit.domains.continual.replay import Remember
+from toolkit.data.replay_memory import ReplayMemory
+from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.domains.continual.streams import TaskOrder
+from toolkit.config.experts import LifeConfig, LivingRunConfig
+from toolkit.moe.load.expert_load import ExpertLoad
+from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.moe.lifecycle.report import PopulationReport
+from toolkit.optim import build_optimizer
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.schedules import constant
+
+DIM, CLASSES, TASKS, PER_TASK, BATCH, EPOCHS_PER_TASK = 6, 4, 2, 120, 12, 5
+STEPS = TASKS * EPOCHS_PER_TASK * PER_TASK // BATCH
+
+EVENTFUL = LifeConfig(
+    check_every=3,
+    check_samples=36,
+    cooldown_checks=4,
+    growths_at_once=2,
+    sleep_every=14,
+    min_sleep_every=9,
+    max_sleep_every=20,
+    memory_size=40,
+    replay_steps=2,
+    replay_lr=1e-2,
+    prune_below=0.8,
+    min_age=12,
+    merge_distance=0.95,
+    merge_similarity=0.3,
+    undo_above=1.0,
+)
+"""In 100 steps: growths, merges, prunes, at least five sleeps, and something undone."""
+
+
+class LivingModel(nn.Module):
+    def __init__(self, groups: ShardGroups, experts: int, seats: int):
+        super().__init__()
+        self.stem = nn.Linear(DIM, 10)
+        self.moe = tk.make_moe(10, 7, experts, 2, groups=groups, seats=seats)
+        self.head = nn.Linear(10, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        return self.head(h + self.moe(h))
+
+
+def living_table() -> TensorTable:
+    """Two tasks: four clouds each, those of the second elsewhere and with other labels."""
+    draws = torch.Generator().manual_seed(3)
+    label = torch.arange(TASKS * PER_TASK) % CLASSES
+    task = torch.arange(TASKS * PER_TASK) // PER_TASK
+    centres = 2 * torch.randn(TASKS, CLASSES, DIM, generator=draws, dtype=torch.float64)
+    noise = torch.randn(len(label), DIM, generator=draws, dtype=torch.float64)
+    return TensorTable(input=centres[task, (label + task) % CLASSES] + 0.6 * noise, label=label, task=task)
+
+
+def living_config(folder: Path, *, life: LifeConfig = EVENTFUL, **settings: Any) -> LivingRunConfig:
+    settings = {"experts": 3, "max_experts": 8, "batch_size": BATCH, "lr": 0.01, "log_every": 4} | settings
+    return LivingRunConfig(run_dir=folder, tracker="none", cpu=True, life=life, **settings)
+
+
+@contextmanager
+def living_trainer(
+    config: LivingRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = (), reported: bool = False
+) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
+    with tk.start_run("living", config) as run:
+        torch.manual_seed(0)
+        model = LivingModel(make_shard_groups(ep_size), config.experts, config.seats).double()
+        table, where = living_table(), {"rank": run.rank, "world_size": run.world_size}
+        penalty = tk.RouterPenalty(model, balance_weight=0.001)
+        task, balance = tk.Classification(penalty=penalty), tk.WholeStepBalance(penalty)
+        memory = ReplayMemory(table, config.life.memory_size, seed=config.seed)
+        life = Lifecycle(model, task, memory, config.life, min_experts=config.min_experts, balance=balance)
+        order = TaskOrder(
+            sizes=(PER_TASK,) * TASKS, batch_size=BATCH, seed=config.seed, epochs_per_task=EPOCHS_PER_TASK
+        )
+        yield (
+            tk.Trainer(
+                run,
+                task,
+                model,
+                build_optimizer(model, lr=config.lr, config=config.optimizer),
+                TrainBatches(
+                    table,
+                    batch_size=BATCH,
+                    seed=config.seed,
+                    order=order,
+                    accumulation=config.gradient_accumulation_steps,
+                    **where,
+                ),
+                max_steps=config.max_steps or STEPS,
+                schedule=constant(),
+                log_every=config.log_every,
+                callbacks=[
+                    balance,
+                    ExpertLoad(model),
+                    Remember(memory, every=2),
+                    life,
+                    *([PopulationReport(model, num_classes=CLASSES, life=life)] if reported else []),
+                    tk.Evaluation(EvalBatches(table, batch_size=50, **where)),
+                    tk.Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+                    *callbacks,
+                ],
+            ),
+            life,
+        )
+
+
+def history_of(life: Lifecycle) -> list[tuple[int, str, tuple[int, ...]]]:
+    """What happened to whom at which step."""
+    return [(event.step, event.kind, event.ids) for event in life.history]

@@ -1,0 +1,40 @@
+"""Prices that a run measures in itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import run_distributed
+from toolkit.placement.cost_model import LINK_BYTES_PER_SECOND, link_bytes_per_second, measured_prices
+
+
+def test_prices_of_a_layer_are_those_of_its_tensors_and_steps():
+    stacked = [nn.Parameter(torch.zeros(4, 3, 5)), nn.Parameter(torch.zeros(4, 7, dtype=torch.bfloat16))]
+    optimizer = torch.optim.AdamW(stacked)
+
+    def prices() -> tuple[int, int]:
+        found = measured_prices(stacked, optimizer, step_seconds=0.5, rows=1000, expert_share=0.4)
+        assert found.seconds_per_row == pytest.approx(0.5 * 0.4 / 1000)
+        return found.weight_bytes, found.optimizer_bytes
+
+    weights = 3 * 5 * 4 + 7 * 2
+    assert prices() == (weights, 0)
+    for parameter in stacked:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # Two moments each, of the parameter's type; the step's number is of no expert.
+    assert prices() == (weights, 2 * weights)
+    assert measured_prices(stacked, None, step_seconds=0.0, rows=0).seconds_per_row == 0.0
+
+
+def rate() -> float:
+    return link_bytes_per_second(None, torch.device("cpu"), megabytes=1)
+
+
+def test_ranks_agree_on_how_fast_their_link_is():
+    alone = rate()
+    assert alone == LINK_BYTES_PER_SECOND
+    first, second = run_distributed(rate, 2)
+    assert first == second > 1e5

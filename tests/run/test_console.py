@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from toolkit.run import console
+from toolkit.run.console import metrics_line
+from toolkit.run.summary import duration, summarise
+
+
+def test_a_line_says_where_training_is_and_how_it_goes():
+    values = {
+        "train/epoch": 1.279,
+        "train/loss": 0.09213,
+        "train/accuracy": 0.973,
+        "train/learning_rate": 1.8e-3,
+        "perf/samples_per_second": 14200.3,
+    }
+    assert metrics_line(values, 1200, 4690) == (
+        "step 1,200/4,690  epoch  1.28  loss 0.0921  acc 97.30 %  lr 1.8e-03   14,200 samples/s"
+    )
+    evaluated = metrics_line(values | {"eval/loss": 0.1, "eval/accuracy": 0.5}, 50, 4690)
+    assert evaluated.startswith("step    50/4,690")
+    assert evaluated.endswith("test loss 0.1000  test acc 50.00 %")
+
+
+def test_a_line_leaves_out_what_is_not_known():
+    assert metrics_line({}, 5, 10) == "step  5/10"
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "redraws"),
+    [({}, True, True), ({}, False, False), ({"CI": "true"}, True, False), ({"TERM": "dumb"}, True, False)],
+)
+def test_a_bar_is_drawn_only_on_a_terminal_that_can(monkeypatch, environment, terminal, redraws):
+    for name in ("CI", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    class Stream:
+        def isatty(self):
+            return terminal
+
+    monkeypatch.setattr(console.sys, "stdout", Stream())
+    monkeypatch.setattr(console.sys, "stderr", Stream())
+    assert console.can_redraw() is redraws
+
+
+def test_a_summary_leaves_out_what_is_not_known(tmp_path):
+    text = summarise({"recipe": "toy", "samples_per_second": None, "world_size": 1, "device": "cpu"}, tmp_path)
+    assert "throughput" not in text
+    assert "toy" in text
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(42.34, "42.3 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")])
+def test_durations_are_in_the_units_people_use(seconds, said):
+    assert duration(seconds) == said

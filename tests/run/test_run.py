@@ -1,0 +1,303 @@
+"""The run folder: who may use it, what continues, what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import ROOT, run_distributed
+from toolkit.config.run import RunConfig
+from toolkit.errors import Preempted, UserError
+from toolkit.run.run import flushes_denormals, start_run
+from toolkit.tracking.jsonl import read_metrics
+
+HOLD_FOLDER = """
+import sys, time
+from pathlib import Path
+from toolkit.config import RunConfig
+from toolkit.run import start_run
+run = start_run("toy", RunConfig(run_dir=Path(sys.argv[1]), tracker="none", cpu=True))
+run.log({"train/loss": 1.0}, 10)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**changes) -> RunConfig:
+    return replace(RunConfig(tracker="none", cpu=True), **changes)
+
+
+def test_a_run_without_a_folder_gets_a_new_one_named_by_recipe_and_time(tmp_path):
+    folders = []
+    for _ in range(2):
+        with start_run("toy", config()) as run:
+            folders.append(run.folder)
+    assert {folder.parent for folder in folders} == {tmp_path / "runs" / "toy"}
+    assert len(set(folders)) == 2
+    assert run.checkpoints == run.folder / "checkpoints"
+
+
+def test_other_data_than_asked_for_is_said_at_once(tmp_path, capsys):
+    with start_run("toy", config(run_dir=tmp_path / "r")) as run:
+        run.describe(dataset="digits", dataset_notice="MNIST could not be reached.")
+        assert "MNIST could not be reached." in capsys.readouterr().out.splitlines()
+
+
+def test_a_run_leaves_its_config_code_results_and_summary(tmp_path):
+    with start_run("toy", config(run_dir=tmp_path / "r", lr=0.5)) as run:
+        run.describe(dataset="rule", dataset_notice="made up", ep_size=2)
+        returned = run.finish({"test_accuracy": 0.5, "steps": 3, "samples": 1920})
+    written = json.loads((run.folder / "config.json").read_text())
+    assert (written["recipe"], written["lr"], written["optimizer"]["beta1"]) == ("toy", 0.5, 0.9)
+    code = (run.folder / "code.txt").read_text()
+    assert "command: " in code
+    assert f"torch: {torch.__version__}" in code
+    results = json.loads((run.folder / "results.json").read_text())
+    assert results == returned
+    expected = {"recipe": "toy", "dataset": "rule", "test_accuracy": 0.5, "seed": 0, "world_size": 1, "ep_size": 2}
+    assert results | expected == results
+    assert results["torch_version"] == torch.__version__
+    assert {"wall_seconds", "git_revision", "finished_at", "device", "toolkit_version"} <= results.keys()
+    summary = (run.folder / "summary.txt").read_text()
+    for said in ("toy", "rule (made up)", "50.00%", "3 steps, 1,920 samples", "spread over 2", str(run.folder)):
+        assert said in summary
+
+
+def test_the_seed_fixes_torch_numpy_and_python():
+    draws = []
+    for seed in (1, 1, 2):
+        with start_run("toy", config(seed=seed)):
+            draws.append((torch.rand(()).item(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+    assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_least_numbers_are_flushed_only_while_a_run_lasts(before):
+    torch.set_flush_denormal(before)
+    try:
+        with start_run("recipe", config()):
+            assert flushes_denormals()
+        assert flushes_denormals() == before
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_numpy_finds_the_least_numbers_in_spite_of_that(tmp_path):
+    """numpy 2.0 to 2.3 warned in the middle of a run, on stderr; newer ones answer alike with this and without."""
+    program = """
+import sys
+from pathlib import Path
+import numpy as np
+from toolkit.config import RunConfig
+from toolkit.run import start_run
+with start_run("recipe", RunConfig(cpu=True, tracker="none", run_dir=Path(sys.argv[1]))):
+    assert np.finfo(np.float32).smallest_subnormal == np.float32(1e-45), np.finfo(np.float32)
+    str(np.finfo(np.float64))
+"""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path / "run")]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def test_lines_of_metrics_are_on_disk_before_the_run_ends():
+    with start_run("toy", config()) as run:
+        run.log({"train/loss": 0.5, "moe/load/block": [0.25, 0.75]}, 10)
+        (line,) = read_metrics(run.folder / "metrics.jsonl")
+    assert line == {"step": 10, "train/loss": 0.5, "moe/load/block": [0.25, 0.75]}
+
+
+def test_a_second_job_on_a_folder_is_refused(tmp_path):
+    with start_run("toy", config(run_dir=tmp_path)), pytest.raises(UserError, match="another job uses this folder"):
+        start_run("toy", config(run_dir=tmp_path))
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        assert run.continues
+
+
+def test_a_job_in_another_process_holds_its_folder_until_it_is_killed(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLD_FOLDER, str(tmp_path)]
+    holder = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    with holder, holder.stdout as said:
+        assert any(line == "ready\n" for line in said)
+        with pytest.raises(UserError, match="another job uses this folder"):
+            start_run("toy", config(run_dir=tmp_path))
+        holder.send_signal(signal.SIGKILL)
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        assert run.continues
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [10]
+
+
+def test_the_same_command_continues_an_unfinished_run_in_one_unbroken_record(tmp_path):
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        for step in (10, 20, 30):
+            run.log({"train/loss": 1.0}, step)
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 40, "train/l')
+    with start_run("toy", config(run_dir=tmp_path, log_every=5)) as run:
+        run.truncate_metrics(20)
+        run.log({"train/loss": 2.0}, 25)
+        run.log({"train/loss": 2.0}, 30)
+    assert [(line["step"], line["train/loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (10, 1.0),
+        (20, 1.0),
+        (25, 2.0),
+        (30, 2.0),
+    ]
+
+
+def test_a_run_that_begins_anew_in_its_folder_writes_its_record_anew(tmp_path):
+    for loss in (1.0, 2.0):
+        with start_run("toy", config(run_dir=tmp_path)) as run:
+            run.log({"train/loss": loss}, 10)
+    assert [line["train/loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
+
+
+def test_another_config_is_not_a_continuation_and_the_field_is_named(tmp_path):
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        pass
+    changed = replace(run.config, optimizer=replace(run.config.optimizer, weight_decay=0.5))
+    with pytest.raises(UserError, match=r"--optimizer.weight-decay 0.5: .* started with 0.01: .*--run-dir"):
+        start_run("toy", changed)
+    with pytest.raises(UserError, match="a run of the recipe toy"):
+        start_run("other", run.config)
+    start_run("toy", replace(run.config, num_workers=3, log_every=7)).close()
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        run.finish({})
+    for resume in ("auto", "yes"):
+        with pytest.raises(UserError, match="holds a finished run: choose another"):
+            start_run("toy", config(run_dir=tmp_path, resume=resume))
+
+
+def test_resume_no_refuses_a_used_folder(tmp_path):
+    start_run("toy", config(run_dir=tmp_path, resume="no")).close()
+    with pytest.raises(UserError, match="--resume no"):
+        start_run("toy", config(run_dir=tmp_path, resume="no"))
+
+
+def test_resume_yes_takes_the_newest_run_of_the_recipe_and_refuses_to_begin_one(tmp_path):
+    with pytest.raises(UserError, match="--resume yes: no run in"):
+        start_run("toy", config(resume="yes"))
+    with pytest.raises(UserError, match="--resume yes: no run in"):
+        start_run("toy", config(resume="yes", run_dir=tmp_path / "nothing"))
+    assert not (tmp_path / "nothing").exists()
+    for name in ("b", "a"):
+        start_run("toy", config(run_dir=tmp_path / "runs" / "toy" / name)).close()
+    start_run("other", config()).close()
+    with start_run("toy", config(resume="yes")) as run:
+        assert run.folder.name == "a"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--run-dir .*choose another"):
+        start_run("toy", config(run_dir=tmp_path / "file" / "run"))
+
+
+def test_a_folder_with_a_broken_config_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json cannot be read"):
+        start_run("toy", config(run_dir=tmp_path))
+
+
+def test_fp16_on_a_cpu_is_refused():
+    with pytest.raises(UserError, match=r"--mixed-precision fp16: .*bf16"):
+        start_run("toy", config(mixed_precision="fp16"))
+
+
+def test_two_runs_of_one_process_may_differ_in_precision():
+    for precision in ("bf16", "no"):
+        with start_run("toy", config(mixed_precision=precision)) as run:
+            assert run.accelerator.mixed_precision == precision
+
+
+def test_tensorboard_that_is_asked_for_and_missing_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install 'moe-toolkit\[tensorboard\]'"):
+        start_run("toy", config(tracker="tensorboard"))
+
+
+def test_a_fault_in_a_plot_does_not_lose_the_results(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("toolkit.run.run.draw_plots", fail)
+    with start_run("toy", config()) as run:
+        assert run.finish({"steps": 1})["steps"] == 1
+    assert (run.folder / "summary.txt").exists()
+
+
+@pytest.mark.parametrize(("error", "failed"), [(None, False), (Preempted("later"), False), (RuntimeError("bug"), True)])
+def test_trackers_learn_whether_the_run_failed(error, failed):
+    heard = []
+
+    class Tracker:
+        def close(self, *, failed):
+            heard.append(failed)
+
+    run = start_run("toy", config())
+    run._trackers = [Tracker()]
+    try:
+        with run:
+            if error is not None:
+                raise error
+    except (Preempted, RuntimeError):
+        pass
+    assert heard == [failed]
+
+
+# --- several processes ---------------------------------------------------------------------------------------------
+
+
+def _refusals_and_agreement(folder: str) -> list[str]:
+    said = []
+    for changes in ({"batch_size": 63}, {"run_dir": Path(folder) / "file" / "run"}, {"tracker": "tensorboard"}):
+        import importlib.util
+
+        find, importlib.util.find_spec = importlib.util.find_spec, lambda *_: None
+        try:
+            start_run("toy", config(**changes))
+        except UserError as error:
+            said.append(str(error))
+        finally:
+            importlib.util.find_spec = find
+    os.chdir(folder)
+    with start_run("toy", config()) as run:
+        said.append(str(run.folder))
+        said.append(str(run.agree(lambda: os.getpid())))
+        try:
+            run.agree(lambda: 1 // 0)
+        except (ZeroDivisionError, RuntimeError) as error:
+            said.append("division" if "division" in str(error) else "?")
+        run.log({"train/loss": 1.0}, 1)
+        said.append(str(run.finish({"steps": 1})["finished_at"]))
+    assert dist.is_initialized(), "the process group belongs to whoever made it"
+    return said
+
+
+def test_ranks_share_one_folder_refuse_alike_and_hear_of_the_main_process_failing(tmp_path):
+    (tmp_path / "file").write_text("")
+    first, second = run_distributed(_refusals_and_agreement, 2, str(tmp_path))
+    assert first == second
+    assert "--batch-size 63" in first[0]
+    assert first[5] == "division"
+    assert len(list(read_metrics(Path(first[3]) / "metrics.jsonl"))) == 1

@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, verified by SHA-256, without pickle, loaded under any layout."""

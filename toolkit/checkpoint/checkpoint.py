@@ -1,0 +1,375 @@
+"""Checkpoints: saved together, verified, and free of any layout of ranks.
+
+    checkpoints/step-00000100/
+        *.safetensors    weights and optimizer states, see `toolkit.checkpoint.tensor_files`
+        state.json       step, metric sums, callbacks, results, the configuration
+        manifest.json    format, step, world, where rows were and who wrote them, size and SHA-256 of every file
+
+How a folder gets written, so that it is complete or not there, is in `toolkit.checkpoint.manifest`. Safetensors and JSON only:
+loading runs no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; a loop of one's own `save_tensors` and
+`load_tensors`, which need no `Run` and write the same.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from toolkit.checkpoint import manifest
+from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
+from toolkit.errors import UserError
+from toolkit.checkpoint.tensor_files import FileContents, SavedTensors, describe_places, describe_tensor, files_to_write, list_rows, load_model, load_optimizer, targets, unwrapped
+from toolkit.tracking.secrets import mask
+
+if TYPE_CHECKING:
+    from toolkit.run.run import Run
+
+FORMAT = 1
+STATE = "state.json"
+
+T = TypeVar("T")
+
+
+# --- saving ------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    run: Run,
+) -> Path | None:
+    """Write step `state["step"]` under `folder` and delete all but the newest `keep`. A collective.
+
+    `model` is not wrapped. Returns the new folder; or None, after one line of warning, where it could not be written
+    on some rank: then everything older is as it was.
+    """
+    step = state["step"]
+    final = folder / f"step-{step:08d}"
+    if run.agree(lambda: final.exists() and manifest.find_damage(final) is None):
+        return final
+    try:
+        _on_main(lambda: manifest.sweep(folder))
+        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step)
+    except OSError as error:
+        run.say(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
+        return None
+    if run.is_main:
+        _prune(folder, step, keep, run)
+    return final
+
+
+def save_tensors(
+    folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any] | None = None
+) -> None:
+    """Write `model`, `optimizer` and `extra` (plain JSON values) as the checkpoint `folder`. A collective.
+
+    For loops that have no `Run`. A checkpoint that is there already is replaced once the new one is complete and
+    verified. Raises UserError on every rank, with the former one untouched, where it cannot be written.
+    """
+    final = Path(folder).absolute()
+
+    def prepare() -> None:
+        manifest.recover(final)
+        if final.exists() and not (final / manifest.NAME).exists() and (not final.is_dir() or any(final.iterdir())):
+            raise UserError(f"{folder} holds something that is no checkpoint: save to another folder.")
+
+    try:
+        _on_main(prepare)
+        _save(final, model, optimizer, state=extra or {}, config={}, step=None)
+    except OSError as error:
+        raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
+
+
+def _save(
+    final: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: dict[str, Any],
+    config: dict[str, Any],
+    step: int | None,
+) -> None:
+    """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank."""
+    writing = final.with_name(manifest.WRITING + final.name)
+    placement = describe_places(model)
+    files = files_to_write(model, optimizer)
+    content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
+    needed = sum(_together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
+    try:
+        _on_main(lambda: _make_room(writing, needed))
+        reports = _together(lambda: _write(writing, files, content if _is_main() else None))
+        about = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": len(reports),
+            "config_digest": manifest.digest(config),
+            "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
+            "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
+            "placement": placement,
+        }
+        _on_main(lambda: manifest.publish(writing, final, about))
+    except OSError as error:
+        if _is_main():
+            shutil.rmtree(writing, ignore_errors=True)
+        raise OSError(f"{error}; {needed:,} bytes needed, {_free(final.parent):,} free in {final.parent}") from error
+
+
+def _write(
+    writing: Path, files: FileContents, content: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, dict[str, list[int]]]]:
+    """Write this rank's files; returns their seals, and which rows of which parameter each holds."""
+    for name, tensors in files.items():
+        save_file(tensors, writing / name)
+    names = list(files)
+    if content is not None:
+        manifest.write_json(writing / STATE, content)
+        names.append(STATE)
+    return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
+
+
+def _make_room(writing: Path, needed: int) -> None:
+    writing.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(writing, ignore_errors=True)
+    if needed > _free(writing.parent):
+        raise OSError("the disk is full")
+    writing.mkdir()
+
+
+def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
+    """Delete all but the newest `keep` up to `step`, which verifies. Later ones did not verify, or do not exist."""
+    try:
+        for path in [path for path in _newest_first(folder) if step_of(path) <= step][keep:]:
+            manifest.remove(path)
+    except OSError as error:
+        run.say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
+
+
+# --- finding -----------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(folder: Path, run: Run) -> Path | None:
+    """The newest checkpoint under `folder` that verifies, or None; says what it passes over. A collective."""
+
+    def newest() -> Path | None:
+        for path in _newest_first(folder):
+            damage = manifest.find_damage(path)
+            if damage is None and (step := manifest.read_manifest(path)["step"]) != step_of(path):
+                damage = f"its files are those of step {step}"
+            if damage is None:
+                return path
+            run.say(f"warning: checkpoint {path.name} is passed over: {damage}.")
+        return None
+
+    return run.agree(newest)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that the checkpoint `path` is of."""
+    return int(path.name.removeprefix("step-"))
+
+
+# --- loading -----------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: Run,
+    adopt: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Put the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
+
+    A collective. Raises UserError on every rank, before any tensor is touched, where the checkpoint is of another
+    format, configuration or model. `adopt` is given the state after that and before tensors are read, so that it may
+    say where rows belong.
+    """
+    remedy = "use the settings it was made with, or another --run-dir"
+    return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy, adopt=adopt)
+
+
+def load_tensors(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    adopt: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Verify what `save_tensors` (or a `Trainer`) wrote, and put it into `model` and `optimizer`; returns its `extra`.
+
+    A collective. Raises UserError on every rank where it is missing, damaged or does not fit. `adopt` as above.
+    """
+    path = Path(folder).absolute()
+
+    def check() -> None:
+        manifest.recover(path)
+        if damage := manifest.find_damage(path):
+            raise UserError(f"checkpoint {folder} cannot be loaded: {damage}: use another.")
+
+    _on_main(check)
+    return _load(path, model, optimizer, config=None, remedy="build the model that it was made with", adopt=adopt)
+
+
+def _load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: dict[str, Any] | None,
+    remedy: str,
+    adopt: Callable[[dict[str, Any]], None] | None,
+) -> dict[str, Any]:
+    """`config`: what it must have been made with, where that is known."""
+    about, saved = _on_main(lambda: _read(path))
+    with SavedTensors() as tensors:
+
+        def compare() -> tuple[list[str], set[str]]:
+            tensors.open(path, about["files"])
+            lines = [] if config is None else _differences(saved["config"], config)
+            return lines + _misfits(saved, model, optimizer, tensors), {weight for weight, _ in targets(model)}
+
+        try:
+            answers = _together(compare)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint {path} cannot be read ({error}): every machine must see this folder."
+            ) from None
+        strangers = tensors.known() - {weight for _, wanted in answers for weight in wanted}
+        lines = [line for found, _ in answers for line in found] + [
+            f"it holds {weight!r}" for weight in sorted(strangers)
+        ]
+        if lines := list(dict.fromkeys(lines)):
+            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+            raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
+        if adopt is not None:
+            adopt(saved["training"])
+        load_model(model, tensors)
+        load_optimizer(model, optimizer, tensors)
+    if saved["optimizer"]["scaler"] is not None:
+        optimizer.scaler.load_state_dict(saved["optimizer"]["scaler"])  # type: ignore[attr-defined]
+    return saved["training"]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    about = manifest.read_manifest(path)
+    if about["format"] != FORMAT:
+        raise UserError(
+            f"checkpoint {path} has format {about['format']} and this version reads format {FORMAT}: "
+            "use the version that wrote it, or another folder."
+        )
+    return about, manifest.read_json(path / STATE)
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What was configured otherwise, each as half a sentence."""
+    return [
+        f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
+        for field in sorted(then | now)
+        if then.get(field) != now.get(field)
+    ]
+
+
+def _misfits(
+    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors
+) -> list[str]:
+    """What keeps this rank's model and optimizer from using the checkpoint, each as half a sentence."""
+    lines = []
+    then, now = saved["optimizer"], _describe(optimizer)
+    if then["name"] != now["name"]:
+        lines.append(f"it was made with the optimizer {then['name']} and this run has {now['name']}")
+    if (then["scaler"] is None) != (now["scaler"] is None):
+        lines.append(f"it was made {'without' if then['scaler'] is None else 'with'} fp16's loss scaling")
+    for weight, target in targets(model):
+        here = describe_tensor(tuple(target.shape), target.dtype)
+        if weight not in tensors.weights:
+            lines.append(f"it lacks {weight!r}")
+        elif (there := tensors.describe(weight)) != here:
+            lines.append(f"its {weight!r} is {there} and this run's is {here}")
+    return lines
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    scaler = getattr(optimizer, "scaler", None)
+    return {"name": type(unwrapped(optimizer)).__name__, "scaler": None if scaler is None else scaler.state_dict()}
+
+
+def _trajectory(run: Run) -> dict[str, Any]:
+    """The settings that decide what is learned."""
+    return {name: value for name, value in mask(to_dict(run.config)).items() if name not in NOT_OF_THE_TRAJECTORY}
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+def _gather(value: T) -> list[T]:
+    """`value` of every rank, in order of rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _together(work: Callable[[], T]) -> list[T]:
+    """What `work` gave on every rank.
+
+    Where it failed on one, all of them raise: UserError as it was, OSError if the disk was the cause, else
+    RuntimeError.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    said = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
+    outcomes = _gather((result, said))
+    failures = [(*said, rank) for rank, (_, said) in enumerate(outcomes) if said is not None]
+    if failures:
+        kind, message, rank = min(failures)
+        where = f" on rank {rank}" if len(outcomes) > 1 and _KINDS[kind] is not UserError else ""
+        raise _KINDS[kind](message + where) from failure
+    return [result for result, _ in outcomes]  # type: ignore[misc]
+
+
+_KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
+"""A bug comes before a full disk, which may be its consequence."""
+
+
+def _kind(failure: Exception) -> type[Exception]:
+    if isinstance(failure, UserError):
+        return UserError
+    return OSError if isinstance(failure, (OSError, SafetensorError)) else RuntimeError
+
+
+def _on_main(work: Callable[[], T]) -> T:
+    """What `work` gave on the main process, which alone does it."""
+    return _together(lambda: work() if _is_main() else None)[0]  # type: ignore[return-value]
+
+
+def _free(folder: Path) -> int:
+    """Bytes that can be written where `folder` is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,153 @@
+"""Checkpoints seen and rewritten without their model: in one process, one rank's rows at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from toolkit.checkpoint import manifest
+from toolkit.errors import UserError
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.checkpoint.tensor_files import ROWS, SavedTensors, list_rows
+
+RowIds = dict[str, list[list[int]]]
+"""Parameter -> the row ids of each rank of a shard group."""
+
+
+def read_verified(folder: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint `folder`. Raises UserError where a byte is not as it was written."""
+    if damage := manifest.find_damage(folder):
+        raise UserError(f"checkpoint {folder} is damaged: {damage}: use an older one.")
+    return manifest.read_manifest(folder)
+
+
+def row_places(about: dict[str, Any]) -> RowIds:
+    """Where each parameter's rows were when they were saved; where that was not noted, who wrote them."""
+    if "placement" in about:
+        return {name: place["slots"] for name, place in about["placement"].items()}
+    places: RowIds = {}
+    for _, rows in sorted(about["rows"].items()):
+        for name, ids in rows.items():
+            places.setdefault(name, []).append(ids)
+    return places
+
+
+def layers(places: RowIds) -> dict[str, list[str]]:
+    """Module -> those of its parameters that have rows."""
+    found: dict[str, list[str]] = {}
+    for name in places:
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
+
+
+def describe(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What the checkpoint `folder` holds, as plain JSON values."""
+    places = row_places(about)
+    with SavedTensors() as tensors:
+        tensors.open(folder, about["files"])
+        rows = {f"{name}/{row_id}" for name in places for row_id in tensors.rows_of(name)}
+        found = {
+            layer: {
+                "experts": len(tensors.rows_of(names[0])),
+                "slots": places[names[0]],
+                "rows": {name.rpartition(".")[2]: tensors.describe_row(name) for name in names},
+                "states": sorted(tensors.states.get(f"{names[0]}/{tensors.rows_of(names[0])[0]}", ())),
+            }
+            for layer, names in layers(places).items()
+        }
+        copied = len(tensors.weights.keys() - rows)
+    return {
+        "step": about["step"],
+        "format": about["format"],
+        "processes": about["world_size"],
+        "files": {name: seal["bytes"] for name, seal in sorted(about["files"].items())},
+        "copied_tensors": copied,
+        "layers": found,
+    }
+
+
+def reshard(source: Path, target: Path, place: Callable[[int], ExpertPlacement]) -> None:
+    """Write the checkpoint `source` to `target` as the ranks of `place(number of experts)` would have saved it.
+
+    Raises UserError where `source` is damaged or has no rows, or `target` exists or cannot be written.
+    """
+    about = read_verified(source)
+    old = row_places(about)
+    if not old:
+        raise UserError(f"checkpoint {source} has no rows to deal out: all its tensors are copied ones.")
+    with SavedTensors() as tensors, _new(target) as writing:
+        tensors.open(source, about["files"])
+        experts = {name: tensors.rows_of(name) for name in old}
+        if strange := next((name for name, ids in experts.items() if ids != list(range(len(ids)))), None):
+            raise UserError(f"checkpoint {source}: the rows of {strange!r} are not numbered through: load it.")
+        new = {name: place(len(ids)) for name, ids in experts.items()}
+        seals = {}
+        for name in about["files"].keys() - about["rows"].keys():
+            shutil.copyfile(source / name, writing / name)
+            seals[name] = manifest.seal(writing / name)
+        rows: dict[str, dict[str, list[int]]] = {}
+        ranks = max(placement.ranks for placement in new.values())
+        for rank in range(ranks):
+            file = ROWS.format(rank=rank)
+            mine: dict[str, torch.Tensor] = {}
+            for name, placement in new.items():
+                for row_id in placement.experts_on(rank):
+                    weight = f"{name}/{row_id}"
+                    if weight in tensors.weights and placement.owner(row_id).rank == rank:
+                        mine[weight] = tensors.weight(weight)
+                        mine |= {f"{weight}/{state}": value for state, value in tensors.state(weight).items()}
+            if mine:
+                save_file(mine, writing / file)
+                seals[file] = manifest.seal(writing / file)
+                rows |= list_rows({file: mine})
+        places = {name: {"slots": [list(row) for row in placement.slots]} for name, placement in new.items()}
+        changed = {"files": seals, "rows": rows, "placement": places, "world_size": ranks}
+        manifest.publish(writing, target, about | changed)
+
+
+def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the weights of `source` to the file `target`, rows stacked in the order of their ids; no moments.
+
+    It takes as much memory as the weights. `dtype` is given to floating point tensors. Raises UserError where `source`
+    is damaged, or `target` exists or cannot be written.
+    """
+    about = read_verified(source)
+    stacked = row_places(about)
+    weights: dict[str, torch.Tensor] = {}
+    with SavedTensors() as tensors, _new(target) as writing:
+        tensors.open(source, about["files"])
+        rows = {name: [f"{name}/{row_id}" for row_id in tensors.rows_of(name)] for name in stacked}
+        for name in tensors.weights.keys() - {weight for keys in rows.values() for weight in keys}:
+            weights[name] = _cast(tensors.weight(name), dtype)
+        for name, keys in rows.items():
+            weights[name] = torch.cat([_cast(tensors.weight(key), dtype) for key in keys])
+        save_file(weights, writing / target.name, metadata={"format": "pt"})
+        manifest.seal(writing / target.name)
+        (writing / target.name).rename(target)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _new(target: Path) -> Iterator[Path]:
+    """A folder to write `target` in, which is gone where that failed."""
+    if target.exists():
+        raise UserError(f"{target} exists already: choose another name.")
+    writing = target.with_name(manifest.WRITING + target.name)
+    try:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        yield writing
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{target} could not be written: {error}: make room, or write elsewhere.") from None
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)

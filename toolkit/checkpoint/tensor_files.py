@@ -1,0 +1,252 @@
+"""The tensors of a checkpoint: under which keys, in which files, and how they get out of and into a model.
+
+    model.safetensors           copied parameters and buffers, by name; from the main process
+    optimizer.safetensors       their optimizer states, "<parameter>.<state>"
+    experts-00000.safetensors   rows with stable ids, from each rank that owns some: "<parameter>/<id>" and
+    experts-00001.safetensors   "<parameter>/<id>/<state>"; each keeps its row dimension of 1
+
+Of a row that has copies, the owner's is saved. A rank reads its rows by id from whichever file has them, so what one
+number of processes or one placement saved, another can load. Parameters that are spread as a `DTensor`, as FSDP2
+does, are copied parameters here: they are gathered one at a time, and taken apart likewise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from toolkit.parallel.ownership import EMPTY_ROW, Sharding, sharding_of
+
+MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
+
+FileContents = dict[str, dict[str, Tensor]]
+"""File name -> key -> tensor on the CPU."""
+
+
+# --- out of a model ----------------------------------------------------------------------------------------------
+
+
+def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileContents:
+    """What this rank writes. A collective, because of tensors that are spread."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows_file = ROWS.format(rank=rank)
+    files: FileContents = {MODEL: dict(_buffers(model)) if rank == 0 else {}, OPTIMIZER: {}, rows_file: {}}
+    states = unwrapped(optimizer).state
+    for name, parameter in model.named_parameters():
+        state = {key: value for key, value in states.get(parameter, {}).items() if value is not None}
+        sharding = sharding_of(parameter)
+        if sharding is None:
+            moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
+            for file, key, value in [(MODEL, name, parameter), *moments]:
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                if rank == 0:
+                    files[file][key] = whole.cpu()  # now, so that no device ever holds two that were gathered
+        elif _writes(sharding, rank):
+            for row, row_id in _owned(sharding):
+                files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
+                for key, value in state.items():
+                    # What the rows of a stack share, such as Adam's step, goes with each, as rows may be dealt anew.
+                    each = value[row : row + 1] if value.ndim else value.clone()
+                    files[rows_file][f"{name}/{row_id}/{key}"] = each
+    return {
+        file: {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        for file, tensors in files.items()
+        if tensors or (rank == 0 and file == MODEL)
+    }
+
+
+def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Parameter -> its rows' ids, in the order of slots, on each rank of a shard group. A collective."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shardings = {name: s for name, parameter in model.named_parameters() if (s := sharding_of(parameter)) is not None}
+    mine = {name: (sharding.groups.ep_size, list(sharding.row_ids)) for name, sharding in shardings.items()}
+    everyones: list[Any] = [mine]
+    if world > 1:
+        everyones = [None] * world
+        dist.all_gather_object(everyones, mine)
+    # All shard groups hold the same, and the first one is the first ranks.
+    return {name: {"slots": [rank[name][1] for rank in everyones[:size]]} for name, (size, _) in mine.items()}
+
+
+def list_rows(files: FileContents) -> dict[str, dict[str, list[int]]]:
+    """File name -> parameter -> the ids of its rows that the file holds."""
+    rows: dict[str, dict[str, list[int]]] = {}
+    for file in files.keys() - {MODEL, OPTIMIZER}:
+        for weight in filter(re.compile(r".+/\d+").fullmatch, files[file]):
+            parameter, _, row_id = weight.rpartition("/")
+            rows.setdefault(file, {}).setdefault(parameter, []).append(int(row_id))
+    return rows
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state dict would hold."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _held(sharding: Sharding) -> Iterator[tuple[int, int]]:
+    """(row, stable id) of the rows that hold something."""
+    return ((row, row_id) for row, row_id in enumerate(sharding.row_ids) if row_id != EMPTY_ROW)
+
+
+def _owned(sharding: Sharding) -> Iterator[tuple[int, int]]:
+    """(row, stable id) of the rows that this rank steps, where others may have copies."""
+    return ((row, row_id) for row, row_id in enumerate(sharding.row_ids) if sharding.owns[row])
+
+
+def _writes(sharding: Sharding, rank: int) -> bool:
+    """Whether this rank's shard group is the one, of those that hold the same rows, that saves them."""
+    if sharding.groups.ep_size == 1:
+        return rank == 0
+    replicas = sharding.groups.replica_group
+    return replicas is None or dist.get_rank(replicas) == 0
+
+
+# --- into a model ------------------------------------------------------------------------------------------------
+
+
+class SavedTensors:
+    """The tensors of a checkpoint, read when asked for: weights by key, and each weight's optimizer states."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, tuple[Any, str]] = {}
+        self.states: dict[str, dict[str, tuple[Any, str]]] = {}
+        self._files = ExitStack()
+
+    def open(self, path: Path, names: Iterable[str]) -> None:
+        """Open those of the files `names` in `path` that hold tensors, and list their keys."""
+        for name in names:
+            if not name.endswith(".safetensors"):
+                continue
+            file = self._files.enter_context(safe_open(path / name, "pt"))
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                weight, state = _split(name, key)
+                if state is None:
+                    self.weights[weight] = file, key
+                else:
+                    self.states.setdefault(weight, {})[state] = file, key
+
+    def known(self) -> set[str]:
+        """Every weight that something is said about."""
+        return {*self.weights, *self.states}
+
+    def rows_of(self, parameter: str) -> list[int]:
+        """The ids of the rows of `parameter`."""
+        pattern = re.compile(re.escape(parameter) + r"/(\d+)")
+        return sorted(int(match[1]) for match in map(pattern.fullmatch, self.weights) if match)
+
+    def describe(self, weight: str) -> str:
+        """Type and shape, without reading the tensor."""
+        file, key = self.weights[weight]
+        piece = file.get_slice(key)
+        shape = tuple(piece.get_shape())
+        return describe_tensor(shape, (piece[:0] if shape else file.get_tensor(key)).dtype)
+
+    def describe_row(self, parameter: str) -> str:
+        """Type and shape of one row."""
+        dtype, _, shape = self.describe(f"{parameter}/{self.rows_of(parameter)[0]}").partition("[1")
+        return f"{dtype}[{shape.removeprefix(', ')}"
+
+    def weight(self, weight: str) -> Tensor:
+        file, key = self.weights[weight]
+        return file.get_tensor(key)
+
+    def state(self, weight: str) -> dict[str, Tensor]:
+        return {name: file.get_tensor(key).clone() for name, (file, key) in self.states.get(weight, {}).items()}
+
+    def __enter__(self) -> SavedTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+
+def _split(file: str, key: str) -> tuple[str, str | None]:
+    """The weight that the tensor `key` of `file` belongs to, and which of its optimizer states it is, if any."""
+    if file == MODEL:
+        return key, None
+    if file == OPTIMIZER:
+        weight, _, state = key.rpartition(".")
+        return weight, state
+    match = re.fullmatch(r"(.+/\d+)(?:/([^/]+))?", key)
+    return (match[1], match[2]) if match else (key, None)
+
+
+def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Where this rank wants the weight of each key to be put."""
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        if sharding is None:
+            yield name, parameter
+        else:
+            for row, row_id in _held(sharding):
+                yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
+    yield from _buffers(model)
+
+
+def load_model(model: nn.Module, tensors: SavedTensors) -> None:
+    """Copy this rank's weights into `model`, in place."""
+    with torch.no_grad():
+        for weight, target in targets(model):
+            value = tensors.weight(weight)
+            target.copy_(_spread_like(target, value) if isinstance(target, DTensor) else value)
+
+
+def _spread_like(target: DTensor, whole: Tensor) -> DTensor:
+    """This rank's part of `whole`, cut without asking other ranks, which have read the same."""
+    part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    assert isinstance(part, DTensor)
+    return part
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> None:
+    """Give `optimizer` the saved states of its parameters; the settings of its groups stay its own."""
+    optimizer = unwrapped(optimizer)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    packed = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = (_load_state(names[parameter], parameter, tensors) for parameter in parameters)
+    packed["state"] = {index: state for index, state in enumerate(states) if state}
+    optimizer.load_state_dict(packed)
+
+
+def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> dict[str, Tensor]:
+    """The optimizer's state of one parameter: as saved, or put together from the rows that this rank owns."""
+    sharding = sharding_of(parameter)
+    if sharding is None:
+        state = tensors.state(name)
+        if isinstance(parameter, DTensor):
+            state = {key: _spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
+        return state
+    state = {}
+    rows = {row_id: row for row, row_id in _owned(sharding)}
+    # Who owns nothing now may do so after the next migration, so it needs what rows share, and room for the others.
+    for row_id in rows or tensors.rows_of(name)[:1]:
+        for key, value in tensors.state(f"{name}/{row_id}").items():
+            if value.ndim == 0:
+                # Rows that come from several stacks may differ in age: the oldest has the least bias to correct.
+                state[key] = torch.maximum(state.get(key, value), value)
+                continue
+            whole = state.setdefault(key, value.new_zeros(parameter.shape[0], *value.shape[1:]))
+            if row_id in rows:
+                whole[rows[row_id]] = value[0]
+    return state
+
+
+def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Such as float32[4, 16]."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer within Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,98 @@
+"""A bounded memory of training examples, balanced over classes (or over any other columns).
+
+It holds row numbers of the training table, not copies: the same on every rank without a message, as small in a
+checkpoint as a list of integers, and of the same worth as so many stored examples, labels included. A memory of
+`capacity` rows never draws any other row of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from toolkit.data.table import TensorTable
+from toolkit.seeding import derive_seed, generator
+
+PRIORITY_BITS = 40
+
+
+class ReplayMemory:
+    """Keeps at most `capacity` rows of `table`, as evenly as the rows seen allow over the values of `strata`.
+
+    Of each stratum it keeps the rows with the least hashes of (seed, row): a uniform sample of the distinct rows seen
+    (bottom-k sampling, Cohen & Kaplan 2007, PODC), which depends neither on the order in which they came nor on how
+    often. `strata` names integer columns of the table; examples alike in all of them are one stratum.
+    """
+
+    def __init__(self, table: TensorTable, capacity: int, *, seed: int, strata: Sequence[str] = ("label",)):
+        if capacity < 1:
+            raise ValueError(f"a memory of {capacity} rows")
+        self.table, self.capacity, self.seed = table, capacity, seed
+        self.strata = tuple(strata)
+        self.rows = torch.empty(0, dtype=torch.int64)
+        """Row numbers of what is remembered, (len(self),), in ascending order."""
+        self._salt = derive_seed(seed, "memory") >> 1
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, rows: Tensor) -> None:
+        """Have seen the examples at `rows` (N,) of the table. To be called with the same rows on all ranks."""
+        rows = torch.cat([self.rows, rows.cpu()]).unique()
+        _, stratum = self._values(rows).unique(dim=0, return_inverse=True)
+        order = (stratum << PRIORITY_BITS | self._priority(rows)).argsort()
+        counts = stratum.bincount()
+        place = torch.empty_like(rows)  # of each row within its stratum, by priority
+        place[order] = torch.arange(len(rows)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        # The first of each stratum, then the second of each, ...: what fits is as even as it can be.
+        kept = (place * len(counts) + stratum).argsort()[: self.capacity]
+        self.rows = rows[kept].sort().values
+
+    def draw(self, count: int, *address: int | str) -> Tensor:
+        """`count` remembered rows, drawn at `address`, such as ("sleep", step): without repetition as far as possible.
+
+        The same on all ranks. Raises ValueError where nothing is remembered.
+        """
+        if not len(self):
+            raise ValueError("nothing to draw from: the memory is empty")
+        draws = generator(self.seed, "replay", *address)
+        rounds = -(-count // len(self))
+        order = torch.cat([torch.randperm(len(self), generator=draws) for _ in range(rounds)])
+        return self.rows[order[:count]]
+
+    def sample(self, count: int, *address: int | str, rank: int = 0, world_size: int = 1) -> Batch:
+        """This rank's part of the examples at `draw(count, *address)`: all columns of the table, on the CPU."""
+        return self.table[split(self.draw(count, *address), world_size, rank)]
+
+    def counts(self) -> dict[tuple[int, ...], int]:
+        """How many rows are remembered of each stratum, by its values of the columns `strata`."""
+        values, counts = self._values(self.rows).unique(dim=0, return_counts=True)
+        return {tuple(value): count for value, count in zip(values.tolist(), counts.tolist(), strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values, equal on all ranks."""
+        return {"rows": self.rows.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave, of a memory of the same table."""
+        self.rows = torch.tensor(state["rows"], dtype=torch.int64)
+
+    def _values(self, rows: Tensor) -> Tensor:
+        """(N, number of strata columns)."""
+        return torch.stack([self.table.columns[name].index_select(0, rows).long() for name in self.strata], 1)
+
+    def _priority(self, rows: Tensor) -> Tensor:
+        """A hash of each row of `PRIORITY_BITS` bits: the finalizer of SplitMix64 (Steele et al. 2014, OOPSLA)."""
+        hashed = rows * -7046029254386353131 + self._salt  # 0x9E3779B97F4A7C15 as int64, which wraps around
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            hashed = (hashed ^ _shifted(hashed, shift)) * factor
+        return _shifted(hashed ^ _shifted(hashed, 31), 64 - PRIORITY_BITS)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right; torch's copies the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

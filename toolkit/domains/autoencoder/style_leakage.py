@@ -1,0 +1,39 @@
+"""At the end of a run: what the styles of held-out images tell about their classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.callbacks.base import Callback
+from toolkit.domains.autoencoder.leakage import measure_leakage
+
+if TYPE_CHECKING:
+    from toolkit.data.table import TensorTable
+    from toolkit.trainer import Trainer
+
+BATCH = 1000
+
+
+class StyleLeakage(Callback):
+    """Adds `toolkit.domains.autoencoder.leakage` of `table` to the results; for a model that gives "style" and "logits" when asked."""
+
+    def __init__(self, table: TensorTable):
+        self.table = table
+
+    @torch.no_grad()
+    def on_fit_end(self, trainer: Trainer) -> None:
+        trainer.model.eval()
+        styles, answers = [], []
+        for rows in torch.arange(len(self.table)).split(BATCH):
+            # All ranks see all images: a forward pass may be a collective.
+            images, noise = (self.table[rows][name].to(trainer.run.device) for name in ("input", "noise"))
+            out = trainer.model(images, noise, styles=True)
+            styles.append(out["style"].float().cpu())
+            answers.append(out["logits"].argmax(-1).cpu())
+        trainer.model.train()
+        labels = self.table.columns["label"].numpy()
+        trainer.results |= trainer.run.agree(
+            lambda: measure_leakage(torch.cat(styles).numpy(), torch.cat(answers).numpy(), labels)
+        )

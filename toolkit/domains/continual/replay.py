@@ -1,0 +1,66 @@
+"""Callbacks around a `ReplayMemory`: filling it while training, and replaying what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from toolkit.callbacks.base import Callback
+from toolkit.data.batches import split
+from toolkit.data.replay_memory import ReplayMemory
+
+if TYPE_CHECKING:
+    from toolkit.task import Batch
+    from toolkit.trainer import Trainer
+
+
+class Remember(Callback):
+    """Shows `memory` the rows that were trained on, every `every` steps.
+
+    Asks the order of the data instead of the batches, so that all ranks remember all ranks' rows.
+    """
+
+    def __init__(self, memory: ReplayMemory, *, every: int = 10):
+        self.memory, self.every = memory, every
+        self._batches: Iterator[Tensor] | None = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self._batches = None  # made when it is known from which step on training continues
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        step = trainer.state.step
+        if self._batches is None:
+            self._batches = trainer.batches.order.batches((step - 1) // self.every * self.every)
+        if step % self.every == 0:
+            self.memory.add(torch.cat(list(islice(self._batches, self.every))))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
+
+
+class Replay(Callback):
+    """Adds `count` remembered examples, over all ranks, to each step (experience replay, Chaudhry et al. 2019,
+    arXiv 1902.10486). Steps at which nothing is remembered yet are left alone.
+
+    Has no state: what is drawn is a function of the seed, the step and the memory, which `Remember` keeps.
+    """
+
+    def __init__(self, memory: ReplayMemory, count: int):
+        self.memory, self.count = memory, count
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
+        if not len(self.memory):
+            return
+        run, rows = trainer.run, self.memory.draw(self.count, trainer.state.step)
+        for index, batch in enumerate(micro_batches):
+            part = split(split(rows, len(micro_batches), index), run.world_size, run.rank)
+            remembered = self.memory.table[part]
+            for name, column in batch.items():
+                batch[name] = torch.cat([column, remembered[name].to(column.device)])

@@ -1,0 +1,239 @@
+"""Expert parallelism under a user's own Accelerate loop, with no trainer of ours.
+
+    experts = ExpertParallel(accelerator, ep_size=4, planner="swap", replan_every=200)
+    model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
+
+The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
+Accelerate would get wrong in silence is set right here, or refused: see `docs/accelerate.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.parallel import ownership
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.errors import UserError
+from toolkit.launch import launched_world
+from toolkit.moe.load.load_meter import LoadMeter
+from toolkit.moe.replan import Migration, Replanner
+from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
+from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.checkpoint.tensor_files import unwrapped
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class ExpertParallel:
+    """Spreads the experts of any model over ranks, trains them there, and moves them when loads change.
+
+    A model's experts are found by what they are: our `MoE` layers, and modules with an integer `num_experts` whose own
+    parameters all have that many rows, called with (hidden (T, D), expert ids (T, K), weights (T, K)), such as the
+    experts of every mixture in transformers.
+
+    `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
+    `planner` and `replan_every`: a name out of `toolkit.placement.planners`, and optimizer steps between plans; None leaves
+    experts where they are. `guarded` refuses plans that do not pay, see `toolkit.moe.replan`. `spare_slots`: empty
+    slots on each rank, for copies of hot experts and for growth. `placement`: where experts live at first; None deals
+    out equal blocks. `dense`: what keeps the other parameters in step, DDP or FSDP2.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        ep_size: int | None = None,
+        planner: str | None = None,
+        replan_every: int | None = None,
+        spare_slots: int = 0,
+        placement: PlacementOf | None = None,
+        guarded: bool = True,
+        planner_options: Mapping[str, Any] | None = None,
+        dense: Literal["ddp", "fsdp2"] = "ddp",
+    ):
+        if (planner is None) != (replan_every is None):
+            raise UserError(
+                f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
+            )
+        world = launched_world()
+        if world not in (None, accelerator.num_processes):
+            raise UserError(
+                f"{world} processes were started and Accelerate made each a world of its own, as it does without GPUs: "
+                "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
+            )
+        self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
+        self.planner, self.replan_every, self.guarded = planner, replan_every, guarded
+        self.planner_options, self.spare_slots, self._place = planner_options, spare_slots, placement
+        self.groups = ShardGroups()
+        self.stacks: dict[str, ExpertStack] = {}
+        """The experts of each layer, by the layer's name; their `placement` says where each one lives."""
+        self.replanner: Replanner | None = None
+        self.steps = 0
+        """Optimizer steps since `prepare`."""
+        self._meter: LoadMeter | None = None
+
+    @property
+    def migrations(self) -> list[Migration]:
+        """What moved so far."""
+        return self.replanner.migrations if self.replanner else []
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> tuple[Any, ...]:
+        """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
+
+        All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
+        (it must not have stepped yet). Raises UserError where no experts are found or they cannot be dealt out.
+        """
+        if self.stacks:
+            raise UserError("prepare was called twice: make one ExpertParallel for each model.")
+        layers = find_experts(model)
+        if not layers:
+            raise UserError(
+                f"model {type(model).__name__} has no experts that are stacked tensors: give the module that holds "
+                "them num_experts, and a forward of (hidden, expert ids, weights)."
+            )
+        self.groups = make_shard_groups(self._fitting_ep_size(layers))
+        self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
+        self._refuse_other_optimizers(optimizer)
+        owned = self.expert_parameters()
+        if self.groups.ep_size > 1:
+            for parameter in owned:
+                if parameter.requires_grad:
+                    self._average_in_backward(parameter)
+        if self.planner is not None and self.replan_every is not None:
+            self.replanner = Replanner(
+                self.stacks,
+                planner=self.planner,
+                every=self.replan_every,
+                guarded=self.guarded,
+                options=self.planner_options,
+            )
+        prepared = ownership.prepare(self.accelerator, model, optimizer, dense=self.dense)
+        self._model, self._optimizer = model, optimizer
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._correct_accelerate()
+        return *prepared, *(self.accelerator.prepare(other) for other in others)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The stacked parameters of all layers."""
+        return [p for stack in self.stacks.values() for p in stack.parameters.values()]
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """What `accelerator.clip_grad_norm_` is after `prepare`: the norm over all experts, alike on every rank."""
+        if norm_type != 2:
+            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2 alone.")
+        if not self.accelerator.sync_gradients:
+            return None
+        self.accelerator.unscale_gradients()
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return ownership.clip_grad_norm_(listed, max_norm)
+
+    def metrics(self) -> dict[str, float]:
+        """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
+
+        The first call begins to listen and returns nothing, as does one without training forwards since the last.
+        """
+        if self._meter is None:
+            self._meter = LoadMeter(self._model)
+            self._meter.begin(self.steps)
+        self._meter.fold()
+        return self._meter.read(self.steps)[1]
+
+    def save(self, folder: Path | str, **extra: Any) -> None:
+        """Write model, optimizer, placement and `extra` (plain JSON values) as a checkpoint. A collective."""
+        replanner = self.replanner.state_dict() if self.replanner else None
+        state = {"steps": self.steps, "replanner": replanner, "extra": extra}
+        save_tensors(folder, self._model, self._optimizer, state)
+
+    def load(self, folder: Path | str) -> dict[str, Any]:
+        """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`."""
+        state = load_tensors(folder, self._model, self._optimizer)
+        self.steps = state["steps"]
+        if self._meter is not None:
+            self._meter.begin(self.steps)
+        if self.replanner and state["replanner"]:
+            self.replanner.load_state_dict(state["replanner"], self._optimizer)
+        extra: dict[str, Any] = state["extra"]
+        return extra
+
+    # --- before training ----------------------------------------------------------------------------------------
+
+    def _fitting_ep_size(self, layers: Mapping[str, nn.Module]) -> int:
+        if self.ep_size is not None:
+            return self.ep_size
+        world = self.accelerator.num_processes
+        return math.gcd(world, *map(num_experts, layers.values()))
+
+    def _refuse_other_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of parameters that are not the model's would train nothing, in silence."""
+        if unwrapped(optimizer).state:
+            raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, stack in self.stacks.items():
+            for key, parameter in stack.parameters.items():
+                if parameter.requires_grad and id(parameter) not in trained:
+                    raise UserError(
+                        f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
+                        "make it from model.parameters()."
+                    )
+
+    def _average_in_backward(self, parameter: nn.Parameter) -> None:
+        """Have the gradient of an owned parameter become the mean over all ranks' batches as soon as it is complete.
+
+        Each incoming gradient is the sum over the shard group's batches, hence 1 / ep_size; the mean over replicas
+        and the sum over copies may be taken again when a loop synchronises more than once before a step.
+        """
+        replicas = self.groups.replica_group
+
+        def complete(parameter: Tensor) -> None:
+            if not self.accelerator.sync_gradients or parameter.grad is None:
+                return
+            ownership.gather_copied_gradients([parameter])
+            if replicas is not None:
+                dist.all_reduce(parameter.grad, group=replicas)
+                parameter.grad.div_(dist.get_world_size(replicas))
+
+        parameter.register_hook(lambda grad: grad / self.groups.ep_size)
+        parameter.register_post_accumulate_grad_hook(complete)
+
+    def _correct_accelerate(self) -> None:
+        """Put right, on this accelerator, what knows nothing of experts."""
+        self.accelerator.clip_grad_norm_ = self.clip_grad_norm_
+
+        def refuse(*_: Any) -> None:
+            raise UserError(
+                "accelerator.save_state and load_state keep rank 0's experts only: "
+                "use the save(folder) and load(folder) of ExpertParallel."
+            )
+
+        self.accelerator.register_save_state_pre_hook(refuse)
+        self.accelerator.register_load_state_pre_hook(refuse)
+
+        def refuse_weights(*_: Any, **__: Any) -> None:
+            raise UserError(
+                "model.save_pretrained would write the experts of one rank only: "
+                "use save_pretrained(model, folder) of toolkit.hosts.transformers."
+            )
+
+        if hasattr(self._model, "save_pretrained"):
+            self._model.save_pretrained = refuse_weights  # type: ignore[assignment]
+
+    # --- while training -----------------------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        ownership.refresh_copies(self.expert_parameters())
+        if self._meter is not None:
+            self._meter.fold_when_many()
+        if self.replanner is not None:
+            self.replanner.after_step(self.steps, self._optimizer)

@@ -1,0 +1,37 @@
+"""Experts modules that are not ours: how to know one, and how to give it rows that lie slot by slot.
+
+What transformers' own expert parallelism asks for: a module with `num_experts` whose parameters are stacked along
+dimension 0, called with (hidden (T, D), expert ids (T, K), weights (T, K)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def has_stacked_parameters(module: nn.Module) -> bool:
+    """Whether all of the module's own parameters have one row for each of its `num_experts`."""
+    experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    stacked = all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
+    return isinstance(experts, int) and bool(parameters) and stacked
+
+
+def slots_of_rows(rows_per_slot: Tensor, num_rows: int) -> Tensor:
+    """int64 (N, 1): the slot of each of `num_rows` rows that lie slot by slot, in the form of a top-1 choice."""
+    slots = torch.arange(len(rows_per_slot), device=rows_per_slot.device)
+    slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
+    slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # spares `toolkit.hosts.transformers.kernel` a sort
+    return slot_N1
+
+
+def compute_rows(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+    """(N, D): what a foreign `forward` makes of the rows for its slots, each with one choice of weight 1."""
+    if len(rows_ND):
+        slot_N1 = slots_of_rows(rows_per_slot, len(rows_ND))
+        return forward(rows_ND, slot_N1, rows_ND.new_ones(len(rows_ND), 1))
+    # A row of zeros keeps parameters and exchange in the graph: their backward is a collective, too.
+    row, slot = rows_ND.sum(0, keepdim=True), rows_per_slot.new_zeros(1, 1)
+    return forward(row, slot, rows_ND.new_ones(1, 1))[:0]

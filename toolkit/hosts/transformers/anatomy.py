@@ -1,0 +1,127 @@
+"""Where a transformers model keeps its mixture: its experts modules, and the routers in front of them.
+
+Nothing here names a family. What an experts module is, `toolkit.hosts.foreign` says; its router is the
+sibling with one weight row per expert, which returns (logits, weights, ids).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.hosts.foreign import has_stacked_parameters
+from toolkit.moe.losses import global_load, load_balancing_share, z_loss_share
+from toolkit.moe.recompute import recomputing
+from toolkit.moe.router import Routing
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` that hold stacked experts, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if has_stacked_parameters(module) and _router_rows(module) is None
+    }
+
+
+def _router_rows(module: nn.Module) -> int | None:
+    """How many experts `module` chooses among, if it is a router."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The router of each experts module, by the name of the experts module.
+
+    Raises UserError where a mixture has no sibling that could be its router.
+    """
+    found = {}
+    for name, experts in experts_modules(model).items():
+        block = model.get_submodule(name.rpartition(".")[0])
+        candidates = [m for m in block.children() if _router_rows(m) == _num_experts(experts)]
+        if len(candidates) != 1:
+            raise UserError(
+                f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
+                "that could be their router: use a model whose mixture has one router with a weight row per expert."
+            )
+        found[name] = candidates[0]
+    return found
+
+
+def _num_experts(experts: nn.Module) -> int:
+    """Over all ranks."""
+    placed = getattr(experts, "expert_stack", None) or getattr(experts, "placed_experts", None)
+    return int(placed.placement.num_experts if placed is not None else experts.num_experts)  # type: ignore[arg-type]
+
+
+class RouterWatch:
+    """What one router decided in the last forward, and how often it chose each expert in training."""
+
+    def __init__(self, name: str, router: nn.Module):
+        self.name = name
+        self.num_experts = _router_rows(router) or 0
+        self.sigmoid = hasattr(router, "e_score_correction_bias")
+        self.routing: Routing | None = None
+        self.load_E = torch.zeros(self.num_experts, dtype=torch.int64)
+        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
+        self.last_load_E = self.load_E
+        """The same, of the last forward alone."""
+        router.register_forward_hook(self._remember)
+
+    def _remember(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+        logits_TE, weights_TK, ids_TK = output
+        logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
+        probs_TE = logits_TE.softmax(-1)
+        if self.sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
+            scores_TE = logits_TE.sigmoid()
+            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
+            return
+        self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE)
+        chosen = ids_TK.detach().flatten()
+        self.last_load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
+        self.last_load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+        if router.training and torch.is_grad_enabled():
+            self.load_E = self.load_E.to(chosen.device) + self.last_load_E
+
+
+class GlobalRouterPenalty:
+    """Balance and z-loss of a transformers model over the tokens of *all* ranks, layer by layer.
+
+    transformers' own `output_router_logits` loss looks at this rank's tokens alone, and multiplies fractions that were
+    averaged over layers first, so an expert that is busy in one layer is excused by an idle one in another.
+
+        penalty = GlobalRouterPenalty(model, balance_weight=0.01)         # before the model is wrapped
+        loss = model(**batch).loss + accelerator.num_processes * penalty()
+    """
+
+    def __init__(self, model: nn.Module, *, balance_weight: float = 0.0, z_weight: float = 0.0):
+        self.balance_weight, self.z_weight = balance_weight, z_weight
+        self.watches = [RouterWatch(name, router) for name, router in routers(model).items()]
+        if not self.watches:
+            raise UserError(
+                f"model {type(model).__name__} has no experts to balance: "
+                "use a mixture-of-experts model, or leave the penalty out."
+            )
+
+    def __call__(self) -> Tensor:
+        """This rank's share, after a forward; a collective. The shares of the ranks add up to the penalty, so times
+        the number of ranks it is what a loss needs whose gradient is averaged over them."""
+        load_LE = self.last_load()
+        total = load_LE.new_zeros((), dtype=torch.float32)
+        for watch, load_E in zip(self.watches, load_LE, strict=True):
+            routing = watch.routing
+            assert routing is not None, "the penalty is asked for after the forward"
+            tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
+            fraction_E = load_E / load_E.sum().clamp(min=1)
+            total = total + self.balance_weight * load_balancing_share(routing.probs_TE, fraction_E, tokens)
+            if self.z_weight:
+                total = total + self.z_weight * z_loss_share(routing.logits_TE, tokens)
+        return total / len(self.watches)
+
+    def last_load(self) -> Tensor:
+        """int64 (layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
+        return global_load(self.watches)

@@ -1,0 +1,69 @@
+"""An experts implementation for transformers that does not sort what is sorted already.
+
+`experts_implementation="toolkit"` works for any experts module, placed or not, in any floating type. Rows that come
+from a dispatcher arrive slot by slot and carry `rows_per_slot`, so they are multiplied as they are; others are sorted
+first. Gated SiLU experts without biases run as one autograd node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from toolkit.moe.dispatch import LocalDispatcher
+from toolkit.moe.feed_forward import GroupedFeedForward
+from toolkit.hosts.foreign import slots_of_rows
+from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
+from toolkit.placement.placement import contiguous
+
+NAME = "toolkit"
+
+
+def use_toolkit_kernel() -> str:
+    """Make `experts_implementation="toolkit"` known to transformers; returns that name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    return NAME
+
+
+def experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The forward of an experts module of transformers, (T, D) to (T, D)."""
+    rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
+    if rows_per_slot is not None:
+        return _feed_forward(experts, hidden_TD, rows_per_slot)
+    dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))
+    rows, plan = dispatcher.dispatch(hidden_TD, ids_TK)
+    return dispatcher.combine(_feed_forward(experts, rows, plan.rows_per_slot), plan, weights_TK)
+
+
+def _feed_forward(experts: Any, rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+    dtype = rows_ND.dtype
+    rows_ND, up, down = cast_as_autocast_would(rows_ND, experts.gate_up_proj, experts.down_proj)
+    if not experts.is_transposed:  # (S, out, in) and (S, in, out) are both in use: go on with the latter
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    if _is_plain(experts) and accepts(rows_ND, up) and accepts(rows_ND, down):
+        ends_S = rows_per_slot.cumsum(0).int()
+        return GroupedFeedForward.apply(rows_ND, up.transpose(1, 2), down, ends_S).to(dtype)
+    slot_N = slots_of_rows(rows_per_slot, len(rows_ND)).squeeze(1)
+    hidden = grouped_mm(rows_ND, up, rows_per_slot)
+    if experts.has_bias:
+        hidden = hidden + experts.gate_up_proj_bias[slot_N]
+    out = grouped_mm(experts._apply_gate(hidden).to(down.dtype), down, rows_per_slot)
+    if experts.has_bias:
+        out = out + experts.down_proj_bias[slot_N]
+    return out.to(dtype)
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether the experts compute `down(silu(gate(x)) * up(x))` with the gate's rows before those of `up`."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    return (
+        isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
+        and experts.is_concatenated
+        and not experts.has_bias
+        and type(experts)._apply_gate is _default_apply_gate
+    )

@@ -1,0 +1,1 @@
+"""Recorded routing traces, replayed against every planner."""

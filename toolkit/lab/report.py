@@ -1,0 +1,230 @@
+"""What planners would have done with the loads of a real run, or with made-up ones.
+
+Letters as in `toolkit.moe.load.metrics`, and `T` optimizer steps. A plan is in force from the window after the one that it
+was made for, so the first window, before any plan, is left out of all figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import UserError
+from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
+from toolkit.placement.placement import ExpertPlacement, dealt_out
+from toolkit.placement.planners import planner_named
+from toolkit.placement.planners.registry import Planner
+from toolkit.placement.replay import Replay, replay, worst_span
+from toolkit.lab.traces import Trace
+from toolkit.placement.traffic import migration_cost
+from toolkit.placement.workloads import WORKLOADS, Sizes
+
+Ints = NDArray[np.int64]
+
+STAY = "stay"
+"""No planner: experts stay where they began."""
+REPLICATING = {"replicate"}
+"""Planners that put copies in spare slots. They are given one on each rank where none was asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Loads to try planners on."""
+
+    name: str
+    load_TLSE: Ints
+    row_bytes: tuple[RowBytes, ...]
+    weight_bytes: tuple[int, ...]
+    optimizer_bytes: tuple[int, ...]
+    digest: str
+    seed: Any
+    together_LEE: Ints | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What all planners of one report have in common."""
+
+    every: int = 20
+    """Steps between plans."""
+    spare_slots: int = 0
+    """Empty slots on each rank at the start."""
+    by_turns: bool = False
+    """Experts begin on ranks by turns, not in blocks."""
+    ranks_per_node: int | None = None
+    seconds_per_row: float = 1e-6
+    """Compute of one routed copy, forward and backward: what a GPU needs for an expert of 6 million parameters."""
+    bytes_per_second: float = 25e9
+    """Of one rank's link, each way: 200 Gbit/s."""
+
+    def prices(self, case: Case, layer: int) -> Prices:
+        return Prices(
+            seconds_per_row=self.seconds_per_row,
+            bytes_per_second=self.bytes_per_second,
+            weight_bytes=case.weight_bytes[layer],
+            optimizer_bytes=case.optimizer_bytes[layer],
+        )
+
+
+def on_ranks(load_TLSE: NDArray[Any], ranks: int) -> Ints:
+    """The loads as `ranks` sources would have had them: sources that share a place in their group are added, or each is
+    cut into even parts. Raises UserError where neither number divides the other."""
+    load = np.asarray(load_TLSE, dtype=np.int64)
+    steps, layers, sources, experts = load.shape
+    if sources % ranks == 0:
+        return load.reshape(steps, layers, sources // ranks, ranks, experts).sum(2)
+    if ranks % sources:
+        raise UserError(f"--ranks {ranks}: take a divisor or a multiple of the trace's {sources} source(s).")
+    parts = ranks // sources
+    # The copies left over go to another part for each expert.
+    more = (np.arange(parts)[:, None] + np.arange(experts)) % parts < (load % parts)[..., None, :]
+    return (load[..., None, :] // parts + more).reshape(steps, layers, ranks, experts)
+
+
+def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
+    """A recorded run, on as many ranks as it had experts spread over, or on `ranks`."""
+    facts = trace.metadata
+    return Case(
+        name,
+        on_ranks(trace.load_TLSE(), ranks or facts["ep_size"]),
+        tuple(trace.row_bytes),
+        tuple(facts["weight_bytes"]),
+        tuple(facts["optimizer_bytes"]),
+        trace.digest,
+        facts.get("seed"),
+        trace.together_LEE,
+    )
+
+
+def case_of_workload(name: str, sizes: Sizes) -> Case:
+    """One of `toolkit.placement.workloads`, with experts of 6 million bf16 weights, and float32 ones for Adam."""
+    load_TLSE = WORKLOADS[name](sizes)[:, None]
+    expert = 3 * 2048 * 1024
+    digest = hashlib.sha256(np.ascontiguousarray(load_TLSE, dtype="<i8").tobytes()).hexdigest()
+    return Case(name, load_TLSE, (RowBytes(4096, 4096),), (2 * expert,), (12 * expert,), digest, sizes.seed)
+
+
+def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:
+    """One row of the report: `name` is a planner's, or `STAY`. The series of imbalances is under `series`."""
+    load_TLSE, every = case.load_TLSE, rules.every
+    steps, layers, ranks, experts = load_TLSE.shape
+    if steps <= every:
+        raise UserError(f"--every {every}: {case.name} has {steps} steps; take fewer.")
+    spare = rules.spare_slots or int(name in REPLICATING)
+    start = dealt_out(experts, ranks, spare_slots=spare, by_turns=rules.by_turns)
+    seconds: list[float] = []
+    runs = []
+    for layer in range(layers):
+        planner = None if name == STAY else _timed(_planner(name, case, layer, rules), seconds)
+        guard = MigrationGuard(rules.prices(case, layer)) if guarded else None
+        runs.append(replay(load_TLSE[:, layer].sum(1), start, planner, every=every, guard=guard))
+    window = _window(load_TLSE, runs, every)
+    nodes = [rank // (rules.ranks_per_node or ranks) for rank in range(ranks)]
+    last = [run.placements[-1] for run in runs]
+    balance = balance_metrics(window, last)
+    traffic = traffic_metrics(window, case.row_bytes, steps=steps - every, node_of_rank=nodes)
+    costs = [
+        migration_cost(old, new, weight_bytes=case.weight_bytes[layer], optimizer_bytes=case.optimizer_bytes[layer])
+        for layer, run in enumerate(runs)
+        for old, new in zip(run.placements, run.placements[1:], strict=False)
+    ]
+    worst = [worst_span(load_TLSE[:, layer].sum(1), run, rules.prices(case, layer)) for layer, run in enumerate(runs)]
+    replicas = name in REPLICATING
+    bounds = [
+        lower_bound(load_E, placement, replicas=replicas, search=_nodes(load_E))
+        for layer, run in enumerate(runs)
+        for load_E, placement in _windows(load_TLSE[:, layer], run)
+    ]
+    return {
+        "case": case.name,
+        "planner": name,
+        "guarded": guarded,
+        "imbalance": balance["moe/rank_imbalance"],
+        "median": balance["moe/rank_imbalance_median"],
+        "p95": balance["moe/rank_imbalance_p95"],
+        "bound": float(np.mean(bounds)),
+        "plan over bound": _plan_over_bound(load_TLSE, runs, replicas) if name != STAY and not guarded else None,
+        "experts moved": sum(cost.experts for cost in costs),
+        "MB moved": sum(cost.bytes for cost in costs) / 1e6,
+        "worst span": max(worst),
+        "all-to-all MB": traffic["moe/all_to_all_bytes_per_step"] / 1e6,
+        "cross-node": traffic["moe/cross_node_fraction"],
+        "planner ms": 1e3 * statistics.median(seconds) if seconds else None,
+        "series": window.imbalance_FL.mean(1).tolist(),
+    }
+
+
+def _planner(name: str, case: Case, layer: int, rules: Rules) -> Planner:
+    """The planner with what it needs to know besides the load; raises UserError where a case cannot tell."""
+    planner = planner_named(name)
+    if name == "affinity":
+        if case.together_LEE is None:
+            raise UserError(f"planner affinity: {case.name} does not say which experts fire together; leave it out.")
+        return partial(planner, together_EE=case.together_LEE[layer])
+    if name == "node_aware":
+        ranks = case.load_TLSE.shape[2]
+        if not rules.ranks_per_node:
+            raise UserError("planner node_aware: say --ranks-per-node.")
+        nodes = [rank // rules.ranks_per_node for rank in range(ranks)]
+        return partial(planner, node_of_rank=nodes, source_load_RE=case.load_TLSE[:, layer].sum(0))
+    return planner
+
+
+def _timed(planner: Planner, seconds: list[float]) -> Callable[..., ExpertPlacement]:
+    def timed(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:
+        began = time.process_time()
+        plan = planner(load_E, current)
+        seconds.append(time.process_time() - began)
+        return plan
+
+    return timed
+
+
+def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
+    """All steps but those of the first window, each under the placements that were in force."""
+    ranks = load_TLSE.shape[2]
+    counts: Counts | None = None
+    for number, placements in enumerate(zip(*(run.placements for run in runs), strict=True)):
+        if number:
+            steps = load_TLSE[number * every : (number + 1) * every]
+            part = count(steps, placements, sources=range(ranks), world_size=ranks)
+            counts = part if counts is None else counts.then(part)
+    assert counts is not None
+    return Window.of(counts)
+
+
+def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], ExpertPlacement]]:
+    """The mean load of each window but the first, and the placement in force."""
+    return [
+        (load_TSE[number * run.every : (number + 1) * run.every].sum(1).mean(0), placement)
+        for number, placement in enumerate(run.placements)
+        if number
+    ]
+
+
+def _plan_over_bound(load_TLSE: Ints, runs: list[Replay], replicas: bool) -> float:
+    """The worst imbalance of a plan on the load that it was made for, as a multiple of the bound."""
+    worst = 1.0
+    for layer, run in enumerate(runs):
+        for number, plan in enumerate(run.placements[1:]):
+            load_E = load_TLSE[number * run.every : (number + 1) * run.every, layer].sum(1).mean(0)
+            worst = max(
+                worst,
+                rank_imbalance(load_E, plan) / lower_bound(load_E, plan, replicas=replicas, search=_nodes(load_E)),
+            )
+    return worst
+
+
+def _nodes(load_E: NDArray[Any]) -> int:
+    """How long to search for a tighter bound: not at all where experts are many."""
+    return 20_000 if len(load_E) <= 32 else 0

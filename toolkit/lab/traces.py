@@ -1,0 +1,249 @@
+"""Routing traces: which source rank sent how much to which expert in each training forward of a real run.
+
+A trace is one `.npz` file: a ZIP of arrays, `load_<n>` int32 (F, L, S, E) and `step_<n>` int64 (F) in chunks,
+`together` int64 (L, E, E), and `metadata` as JSON text. No pickle. Letters as in `toolkit.moe.load.metrics`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from toolkit.callbacks.base import Callback
+from toolkit.errors import UserError
+from toolkit.moe.load.forwards import ForwardLoads, Forwards
+from toolkit.moe.layer import moe_layers
+from toolkit.moe.load.load_meter import weight_bytes
+from toolkit.moe.load.metrics import RowBytes
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.cost_model import state_bytes
+from toolkit.moe.stack import ExpertStack
+from toolkit.checkpoint.tensor_files import unwrapped
+
+if TYPE_CHECKING:
+    from toolkit.task import Batch
+    from toolkit.trainer import Trainer
+
+FORMAT = 1
+CHUNK = 256
+"""Forwards that are kept in memory before they are written."""
+PAIRS_EVERY = 10
+"""Steps between counts of which experts fire together."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace that was read."""
+
+    load_FLSE: NDArray[np.int32]
+    step_F: NDArray[np.int64]
+    """The optimizer step, from 0, that each forward is a part of."""
+    placements: list[tuple[int, tuple[ExpertPlacement, ...]]]
+    """From which forward on which placements, one per layer, were in force."""
+    metadata: dict[str, Any]
+    together_LEE: NDArray[np.int64] | None = None
+    """How many tokens chose both experts, in some of the forwards."""
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self.metadata["layers"])
+
+    @property
+    def row_bytes(self) -> list[RowBytes]:
+        """Per layer."""
+        return [RowBytes(*pair) for pair in self.metadata["row_bytes"]]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the loads: two traces with the same digest are the same to every planner."""
+        shape = json.dumps(self.load_FLSE.shape).encode()
+        return hashlib.sha256(shape + np.ascontiguousarray(self.load_FLSE, dtype="<i4").tobytes()).hexdigest()
+
+    def load_TLSE(self) -> NDArray[np.int64]:
+        """Loads per optimizer step."""
+        steps = np.unique(self.step_F, return_inverse=True)[1]
+        load = np.zeros((int(steps.max()) + 1, *self.load_FLSE.shape[1:]), dtype=np.int64)
+        np.add.at(load, steps, self.load_FLSE)
+        return load
+
+
+class TraceFile:
+    """Writes a trace piece by piece, under another name until it is closed."""
+
+    def __init__(self, path: Path):
+        self.path, self._part, self._chunks, self._forwards = path, path.with_name(path.name + ".part"), 0, 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._zip = zipfile.ZipFile(self._part, "w", zipfile.ZIP_DEFLATED)
+        self._placements: list[dict[str, Any]] = []
+
+    def add(self, load_FLSE: NDArray[Any], step_F: Sequence[int], placements: Sequence[ExpertPlacement]) -> None:
+        """Append forwards under the same placements, one per layer."""
+        now = [placement.to_dict() for placement in placements]
+        if not self._placements or self._placements[-1]["layers"] != now:
+            self._placements.append({"forward": self._forwards, "layers": now})
+        self._write(f"load_{self._chunks:05d}", np.asarray(load_FLSE, dtype=np.int32))
+        self._write(f"step_{self._chunks:05d}", np.asarray(step_F, dtype=np.int64))
+        self._chunks, self._forwards = self._chunks + 1, self._forwards + len(step_F)
+
+    def close(self, metadata: dict[str, Any], together_LEE: NDArray[Any] | None = None) -> None:
+        """Give the file its name."""
+        facts = {"format": FORMAT, **metadata, "placements": self._placements}
+        self._write("metadata", np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8))
+        if together_LEE is not None:
+            self._write("together", np.asarray(together_LEE, dtype=np.int64))
+        self._zip.close()
+        self._part.replace(self.path)
+
+    def _write(self, name: str, array: NDArray[Any]) -> None:
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, array, allow_pickle=False)
+        self._zip.writestr(f"{name}.npy", buffer.getvalue())
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in `path`; raises UserError where there is none."""
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            metadata = json.loads(file["metadata"].tobytes())
+            chunks = sorted(name for name in file.files if name.startswith("load_"))
+            load_FLSE = np.concatenate([file[name] for name in chunks])
+            step_F = np.concatenate([file[name.replace("load_", "step_")] for name in chunks])
+            together = file["together"] if "together" in file.files else None
+            placements = [
+                (change["forward"], tuple(ExpertPlacement.from_dict(layer) for layer in change["layers"]))
+                for change in metadata.pop("placements")
+            ]
+            if metadata["format"] != FORMAT:
+                raise UserError(f"trace {path} has format {metadata['format']}: record it anew for format {FORMAT}.")
+    except FileNotFoundError:
+        raise UserError(f"trace {path} does not exist: record one with --record-traces.") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as a trace ({error}): give one that --record-traces wrote.") from None
+    return Trace(load_FLSE, step_F, placements, metadata, together)
+
+
+class TraceRecorder(Callback):
+    """Records the routing of `model` in `path`; under a Trainer None means `traces.npz` in the run's folder.
+
+    Without a Trainer, call `step_done(step)` after each optimizer step and `close()` at the end, on all ranks. A run
+    that is continued begins a new file, `traces-<step>.npz`. `metadata` is kept with the trace.
+    """
+
+    def __init__(self, model: nn.Module, path: Path | None = None, *, enabled: bool = True, **metadata: Any):
+        self.enabled, self.path, self.metadata = enabled, path, metadata
+        if not enabled:
+            return
+        self.forwards = ForwardLoads(model)
+        self._layers = list(moe_layers(model).values())
+        self._together_LEE: Tensor | None = None
+        self._pending: list[tuple[Forwards, list[int]]] = []
+        self._file: TraceFile | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._is_main = not dist.is_initialized() or dist.get_rank() == 0
+
+    def step_done(self, step: int) -> None:
+        """The forwards since the last call belong to optimizer step `step`, from 0. A collective from time to time."""
+        for forwards in self.forwards.take():
+            self._pending.append((forwards, [step] * len(forwards.sent_FLE)))
+        if step % PAIRS_EVERY == 0:
+            self._count_pairs()
+        if sum(len(steps) for _, steps in self._pending) >= CHUNK:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the rest. A collective."""
+        self._flush()
+        together = self._together_LEE
+        if together is not None and dist.is_initialized():
+            dist.all_reduce(together)
+        self._seal(None if together is None else together.cpu().numpy())
+
+    def _flush(self) -> None:
+        """Bring pending loads to the main process, in one piece per placement, and write them there."""
+        pending, self._pending = self._pending, []
+        for placements, group in itertools.groupby(pending, key=lambda item: item[0].placements):
+            items = list(group)
+            steps = [step for _, steps in items for step in steps]
+            mine = torch.cat([forwards.sent_FLE for forwards, _ in items]).int()
+            sources = [mine]
+            if dist.is_initialized():
+                sources = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(sources, mine)
+            if self._is_main:
+                assert self.path is not None
+                self._file = self._file or TraceFile(self.path)
+                self._file.add(torch.stack(sources, dim=2).cpu().numpy(), steps, placements)
+
+    def _count_pairs(self) -> None:
+        """Which experts the tokens of the last forward chose together, for layers that tell."""
+        if not self._layers or len(self._layers) != len(self.forwards.stacks):
+            return
+        if self._together_LEE is None:
+            experts = self.forwards.stacks[0].num_experts
+            device = self.forwards.stacks[0].load_E.device
+            self._together_LEE = torch.zeros(len(self._layers), experts, experts, dtype=torch.int64, device=device)
+        for layer, together_EE in zip(self._layers, self._together_LEE, strict=True):
+            if layer.routing is None:
+                continue
+            ids_TK = layer.routing.expert_ids_TK
+            chosen_TE = torch.zeros(len(ids_TK), layer.router.num_experts, device=ids_TK.device).scatter_(1, ids_TK, 1)
+            together_EE += (chosen_TE.T @ chosen_TE).long()
+
+    def _seal(self, together_LEE: NDArray[Any] | None) -> None:
+        if self._file is None:
+            return
+        stacks = self.forwards.stacks
+        facts = {
+            "layers": self.forwards.names,
+            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "ep_size": stacks[0].groups.ep_size,
+            "row_bytes": [[size.dispatched, size.combined] for size in self.forwards.row_bytes],
+            "weight_bytes": [weight_bytes(stack) for stack in stacks],
+            "optimizer_bytes": [optimizer_bytes(stack, self._optimizer) for stack in stacks],
+        }
+        self._file.close({**facts, **self.metadata}, together_LEE)
+        self._file = None
+
+    # --- under a Trainer ------------------------------------------------------------------------------------------
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        if self.enabled and self.path is None:
+            # Not earlier: a checkpoint may be loaded after `on_fit_start`.
+            name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
+            self.path, self._optimizer = trainer.run.folder / name, trainer.optimizer
+            top_k = [layer.router.top_k for layer in self._layers]
+            self.metadata = {"name": trainer.run.name, "seed": trainer.run.seed, "top_k": top_k, **self.metadata}
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if self.enabled:
+            self.step_done(trainer.state.step - 1)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        if self.enabled:
+            self._seal(None)
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        if self.enabled:
+            self.close()
+
+
+def optimizer_bytes(stack: ExpertStack, optimizer: Any) -> int:
+    """What the optimizer keeps for one expert of `stack`."""
+    if optimizer is None:
+        return 0
+    return sum(state_bytes(p, unwrapped(optimizer)) for p in stack.parameters.values())

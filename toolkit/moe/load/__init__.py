@@ -1,0 +1,1 @@
+"""How tokens were routed: counted once per layer, and the metrics read from that."""

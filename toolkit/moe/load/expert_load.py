@@ -1,0 +1,78 @@
+"""The callback that puts balance and traffic on each line of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from toolkit.callbacks.base import Callback
+from toolkit.moe.load.load_meter import LoadMeter
+from toolkit.moe.load.metrics import Window
+
+if TYPE_CHECKING:
+    from toolkit.trainer import Trainer
+
+
+class ExpertLoad(Callback):
+    """Records on each line of metrics how the line's tokens spread over experts and ranks; one reduction a line.
+
+    `moe/load/<layer>`: the fraction of routed copies of each expert; and over all layers what
+    `toolkit.moe.load.metrics` computes: `expert_metrics` always, and where experts are spread over ranks `balance_metrics`,
+    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. The result `min_expert_load` is the smallest
+    fraction over the last whole epoch, of experts that lived through it. `ranks_per_node` None takes what the launcher
+    says.
+    """
+
+    def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
+        self.meter = LoadMeter(model, ranks_per_node=ranks_per_node)
+        self.forwards = self.meter.forwards
+        self._epoch_load_LE = self.meter.window.load_LE
+        self._lived_LE = self.forwards.living()
+        """Who lived when this epoch began."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.meter.began = self.meter.began or trainer.state.step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if not self.meter.names:
+            return
+        self._add(self.meter.fold_when_many())
+        ends_epoch = trainer.state.step % trainer.batches.steps_per_epoch == 0
+        if not (trainer.at_log_step or ends_epoch):
+            return
+        self._add(self.meter.fold())
+        if ends_epoch:
+            load_LE, self._epoch_load_LE = self._epoch_load_LE, self.meter.empty().load_LE
+            living_LE = self.forwards.living()
+            whole_LE, self._lived_LE = living_LE & self._lived_LE, living_LE
+            if load_LE.any(1).all():
+                share_LE = load_LE / load_LE.sum(1, keepdims=True)
+                trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
+        if trainer.at_log_step:
+            shares, metrics = self.meter.read(trainer.state.step)
+            for name, value in {**shares, **metrics}.items():
+                trainer.record(name, value)
+
+    def _add(self, window: Window | None) -> None:
+        if window is not None:
+            self._epoch_load_LE = self._epoch_load_LE + window.load_LE
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective."""
+        if not self.meter.names:
+            return {}
+        self._add(self.meter.fold())
+        return {
+            **self.meter.state_dict(),
+            "epoch_load": self._epoch_load_LE.tolist(),
+            "lived": self._lived_LE.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.meter.names:
+            return
+        self.meter.load_state_dict(state)
+        self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
+        self._lived_LE = np.array(state["lived"], dtype=bool)

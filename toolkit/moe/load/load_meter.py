@@ -1,0 +1,121 @@
+"""Balance and traffic of the steps since somebody last asked: what `ExpertLoad` and plain loops share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.moe.load.forwards import ForwardLoads
+from toolkit.moe.load.metrics import Counts, Window, balance_metrics, count, deduplicated_metrics, expert_metrics, replica_metrics, traffic_metrics
+from toolkit.moe.stack import ExpertStack
+
+MOST_WAITING = 512
+"""Forwards whose loads are kept before they are added up, however rarely somebody asks."""
+
+
+class LoadMeter:
+    """Listens to the expert layers of `model` and adds up what their forwards did, on all ranks.
+
+    `ranks_per_node` None takes what the launcher says. Distinct tokens that go to other nodes are counted only where
+    there are several.
+    """
+
+    def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
+        self.forwards = ForwardLoads(model)
+        self.names, self.stacks = self.forwards.names, self.forwards.stacks
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world_size = rank, world
+        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self.node_of_rank = [r // per_node for r in range(world)]
+        for stack in self.stacks:
+            first = rank - stack.groups.ep_rank
+            nodes = self.node_of_rank[first : first + stack.groups.ep_size]
+            if len(set(nodes)) > 1:
+                stack.count_crossings(nodes)
+        self.window = self.empty()
+        """What was added up since the last `read`."""
+        self.began = 0
+        """The step at which `window` began."""
+
+    def fold_when_many(self) -> Window | None:
+        """`fold` where many forwards wait; a collective from time to time, so to be called on all ranks alike."""
+        return self.fold() if len(self.forwards) >= MOST_WAITING else None
+
+    def fold(self) -> Window | None:
+        """Add what all ranks noted to the window, and return it. A collective, one reduction."""
+        counts: Counts | None = None
+        for placements, sent_FLE, dropped_FLE, crossings_FL in self.forwards.take():
+            here = count(
+                sent_FLE.cpu().numpy()[:, :, None],
+                placements,
+                sources=[self.rank],
+                world_size=self.world_size,
+                dropped_LE=dropped_FLE.sum(0).cpu().numpy(),
+                crossings_L=crossings_FL.sum(0).cpu().numpy(),
+            )
+            counts = here if counts is None else counts.then(here)
+        if counts is None:
+            return None
+        if dist.is_initialized():
+            flat = torch.from_numpy(counts.flat()).to(self.stacks[0].load_E.device)
+            dist.all_reduce(flat)
+            counts = counts.unflat(flat.cpu().numpy())
+        window = Window.of(counts)
+        self.window = self.window.then(window)
+        return window
+
+    def read(self, step: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """The shares of the routed copies per expert, by layer, and all other metrics of the folded steps up to `step`;
+        nothing where there were none. The window begins anew."""
+        window, self.window = self.window, self.empty()
+        steps, self.began = step - self.began, step
+        if not len(window.load_LE) or not window.load_LE.any(1).all():
+            return {}, {}
+        shares = {
+            f"moe/load/{name}": (load_E / load_E.sum()).tolist()
+            for name, load_E in zip(self.names, window.load_LE, strict=True)
+        }
+        living = zip(window.load_LE, self.forwards.living(), strict=True)
+        metrics = expert_metrics([load_E[living_E] for load_E, living_E in living])
+        if self.forwards.may_drop:
+            metrics["moe/dropped_fraction"] = float(window.dropped_LE.sum() / window.load_LE.sum())
+        if self.stacks[0].groups.ep_size > 1:
+            placements = [stack.placement for stack in self.stacks]
+            metrics |= balance_metrics(window, placements)
+            metrics |= traffic_metrics(
+                window, self.forwards.row_bytes, steps=max(1, steps), node_of_rank=self.node_of_rank
+            )
+            metrics |= deduplicated_metrics(window)
+            metrics |= replica_metrics(placements, [weight_bytes(stack) for stack in self.stacks])
+        return shares, metrics
+
+    def begin(self, step: int) -> None:
+        """Forget what was noted; the window begins at `step`."""
+        self.forwards.take()
+        self.window, self.began = self.empty(), step
+
+    def empty(self) -> Window:
+        """A window without forwards."""
+        group = self.stacks[0].groups.ep_size if self.stacks else 1
+        experts = self.stacks[0].num_experts if self.stacks else 0
+        layers = len(self.stacks)
+        none_LE = np.zeros((layers, experts), dtype=np.int64)
+        sent_LWR = np.zeros((layers, self.world_size, group), dtype=np.int64)
+        return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, np.zeros(layers, dtype=np.int64))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"line": self.window.to_dict(), "line_began": self.began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin(state["line_began"])
+        self.window = Window.from_dict(state["line"], self.empty())
+
+
+def weight_bytes(stack: ExpertStack) -> int:
+    """Of one copy of an expert of `stack`."""
+    return sum(p.shape[1:].numel() * p.element_size() for p in stack.parameters.values())

@@ -1,0 +1,223 @@
+"""What a placement does to a window of steps: the same numbers from live counters and from recorded traces.
+
+Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, which come in shard groups of `R`
+neighbours, `S` source ranks that were counted, `E` experts. Each forward is looked at by itself, because that is what
+ranks wait for; layers are looked at one by one, and means over layers are taken last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.placement.imbalance import expert_imbalance, lower_bound, max_over_mean, rank_imbalance
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.traffic import Traffic, rows_between_ranks
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What some source ranks sent. Counts of other sources in the same forwards add up, element by element."""
+
+    load_LE: Ints
+    """Routed copies per expert, over all forwards, those that were dropped included."""
+    dropped_LE: Ints
+    """Those that a capacity dropped."""
+    received_FLW: Ints
+    """Rows that each rank's experts compute for these sources."""
+    sent_LWR: Ints
+    """Rows from each rank to each rank of its shard group, over all forwards."""
+    crossings_L: Ints
+    """Distinct pairs of a token and a foreign node, over all forwards; 0 where they were not counted."""
+
+    def flat(self) -> Ints:
+        """All numbers in a row, for one reduction over ranks."""
+        return np.concatenate([part.ravel() for part in self._parts()])
+
+    def unflat(self, numbers: Ints) -> Counts:
+        """The reverse of `flat`, of counts with the shapes of these."""
+        parts = self._parts()
+        pieces = np.split(numbers, np.cumsum([part.size for part in parts])[:-1])
+        return Counts(*[piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)])
+
+    def _parts(self) -> tuple[Ints, ...]:
+        return self.load_LE, self.dropped_LE, self.received_FLW, self.sent_LWR, self.crossings_L
+
+    def then(self, later: Counts) -> Counts:
+        """Of the same sources, with later forwards."""
+        return Counts(
+            self.load_LE + later.load_LE,
+            self.dropped_LE + later.dropped_LE,
+            np.concatenate([self.received_FLW, later.received_FLW]),
+            self.sent_LWR + later.sent_LWR,
+            self.crossings_L + later.crossings_L,
+        )
+
+
+def count(
+    sent_FLSE: NDArray[Any],
+    placements: Sequence[ExpertPlacement],
+    *,
+    sources: Sequence[int],
+    world_size: int,
+    dropped_LE: NDArray[Any] | None = None,
+    crossings_L: NDArray[Any] | None = None,
+) -> Counts:
+    """Counts of forwards under one placement per layer, given what the ranks `sources` of the world sent to experts.
+
+    Which experts one token chose is not in the loads, so `crossings_L` is counted in the forwards: see
+    `toolkit.moe.stack.crossings`."""
+    forwards, layers, _, experts = sent_FLSE.shape
+    group = placements[0].ranks
+    dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
+    crossings_L = np.zeros(layers, dtype=np.int64) if crossings_L is None else crossings_L
+    received_FLW = np.zeros((forwards, layers, world_size), dtype=np.int64)
+    sent_LWR = np.zeros((layers, world_size, group), dtype=np.int64)
+    for layer, placement in enumerate(placements):
+        rows_FSR = rows_between_ranks(sent_FLSE[:, layer], placement, sources=[s % group for s in sources])
+        sent_LWR[layer, list(sources)] = rows_FSR.sum(0)
+        for index, source in enumerate(sources):
+            first = source // group * group
+            received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
+    load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
+    return Counts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_L)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What all ranks did in a window of steps. Windows that follow each other add up."""
+
+    load_LE: Ints
+    dropped_LE: Ints
+    imbalance_FL: Floats
+    """Max over mean of the rows per rank, over all ranks of the world."""
+    sent_LWR: Ints
+    crossings_L: Ints
+
+    @classmethod
+    def of(cls, counts: Counts) -> Window:
+        """`counts` are those of all ranks."""
+        imbalance_FL = max_over_mean(counts.received_FLW)
+        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_L)
+
+    def then(self, later: Window) -> Window:
+        return Window(
+            self.load_LE + later.load_LE,
+            self.dropped_LE + later.dropped_LE,
+            np.concatenate([self.imbalance_FL, later.imbalance_FL]),
+            self.sent_LWR + later.sent_LWR,
+            self.crossings_L + later.crossings_L,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {
+            "load": self.load_LE.tolist(),
+            "dropped": self.dropped_LE.tolist(),
+            "imbalance": self.imbalance_FL.tolist(),
+            "sent": self.sent_LWR.tolist(),
+            "crossings": self.crossings_L.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
+        """The reverse of `to_dict`, with the shapes of `like`: what another number of ranks sent is left out."""
+        sent, crossings = (np.array(data[name], dtype=np.int64) for name in ("sent", "crossings"))
+        if sent.shape != like.sent_LWR.shape:
+            sent, crossings = like.sent_LWR, like.crossings_L
+        return cls(
+            np.array(data["load"], dtype=np.int64),
+            np.array(data["dropped"], dtype=np.int64),
+            np.array(data["imbalance"], dtype=np.float64).reshape(-1, like.imbalance_FL.shape[1]),
+            sent,
+            crossings,
+        )
+
+
+def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
+    """What the router did, wherever experts live, given each layer's load (E) of the experts that lived in it; every
+    layer has some load."""
+    over_mean = [load_E / load_E.mean() for load_E in loads]
+    each = [expert_imbalance(load_E) for load_E in loads]
+    return {
+        "moe/max_load_over_mean": float(max(load_E.max() for load_E in over_mean)),
+        "moe/min_load_over_mean": float(min(load_E.min() for load_E in over_mean)),
+        "moe/max_violation": float(np.mean([layer.max_violation for layer in each])),
+        "moe/load_variation": float(np.mean([layer.variation for layer in each])),
+        "moe/load_entropy": float(np.mean([layer.entropy for layer in each])),
+        "moe/dead_experts": sum(int((load_E < min(0.01 * len(load_E), 0.1)).sum()) for load_E in over_mean),
+    }
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row in the exchanges of one layer; 0 where none was sent yet."""
+
+    dispatched: int
+    combined: int
+
+
+def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
+    """How even ranks were, and how even they could have been in the slots of `placements`."""
+    of_forward_F = window.imbalance_FL.mean(1)
+    pairs = list(zip(window.load_LE, placements, strict=True))
+    return {
+        "moe/rank_imbalance": float(of_forward_F.mean()),
+        "moe/rank_imbalance_median": float(np.median(of_forward_F)),
+        "moe/rank_imbalance_p95": float(np.percentile(of_forward_F, 95)),
+        "moe/rank_imbalance_worst_layer": float(window.imbalance_FL.mean(0).max()),
+        "moe/rank_balancedness": float((1 / window.imbalance_FL).mean()),
+        "moe/rank_imbalance_of_sum": float(np.mean([rank_imbalance(load, place) for load, place in pairs])),
+        "moe/rank_imbalance_bound": float(
+            np.mean([lower_bound(load, place, replicas=place.has_replicas) for load, place in pairs])
+        ),
+    }
+
+
+def traffic_metrics(
+    window: Window, row_bytes: Sequence[RowBytes], *, steps: int, node_of_rank: Sequence[int]
+) -> dict[str, float]:
+    """What dispatch and combine sent, forward and backward; a forward that is computed again is not counted again."""
+    world, group = window.sent_LWR.shape[1:]
+    sent_W, home, crossed, rows = np.zeros(world, dtype=np.int64), 0, 0.0, 0
+    for sent_WR, size in zip(window.sent_LWR, row_bytes, strict=True):
+        for first in range(0, world, group):
+            ranks = slice(first, first + group)
+            part = Traffic(sent_WR[ranks])
+            sent_W[ranks] += part.bytes_trained(size.dispatched, size.combined)
+            home += int(part.rows_SR.trace()) * 2 * (size.dispatched + size.combined)
+            in_group = int(part.rows_SR.sum())
+            rows += in_group
+            crossed += part.cross_node_fraction(node_of_rank[ranks]) * in_group
+    return {
+        "moe/all_to_all_bytes_per_step": float(sent_W.sum()) / steps,
+        "moe/all_to_all_bytes_per_step_busiest_rank": float(sent_W.max()) / steps,
+        "moe/local_bytes_per_step": home / steps,
+        "moe/cross_node_fraction": crossed / rows if rows else 0.0,
+    }
+
+
+def deduplicated_metrics(window: Window) -> dict[str, float]:
+    """Beside `moe/cross_node_fraction`: what would cross if a token that several experts of one node want went there
+    once. Only of forwards whose crossings were counted; a trace does not have them."""
+    rows = int(window.sent_LWR.sum())
+    return {"moe/cross_node_fraction_deduplicated": int(window.crossings_L.sum()) / rows if rows else 0.0}
+
+
+def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:
+    """What copies beyond the first cost one shard group, given bytes of one copy per layer: memory for weights and
+    gradients, and what a step sends: gradients to the owner, weights back."""
+    extra = [sum(len(place.copies(e)) - 1 for e in range(place.num_experts)) for place in placements]
+    total = sum(copies * size for copies, size in zip(extra, weight_bytes, strict=True))
+    return {
+        "moe/replicas": sum(extra),
+        "moe/replica_memory_bytes": 2 * total,
+        "moe/replica_bytes_per_step": 2 * total,
+    }

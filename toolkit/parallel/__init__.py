@@ -1,0 +1,1 @@
+"""Parameters that are owned by ranks, and parameters that FSDP2 shards."""

@@ -1,0 +1,1 @@
+"""Everything that is drawn. matplotlib is imported when a picture is made."""

@@ -1,0 +1,1 @@
+"""Planning where experts are: pure functions of loads and placements, without processes."""

@@ -1,0 +1,22 @@
+"""Planners: pure functions from a load and the present placement to a better placement, by name."""
+
+from toolkit.placement.planners.locality import affinity, node_aware
+from toolkit.placement.planners.registry import PLANNERS, Planner, planner_named, register_planner
+from toolkit.placement.planners.replicas import replicate
+from toolkit.placement.planners.simple import contiguous, few_swaps, lpt, place_new_expert, round_robin, swap
+
+__all__ = [
+    "PLANNERS",
+    "Planner",
+    "affinity",
+    "contiguous",
+    "few_swaps",
+    "lpt",
+    "node_aware",
+    "place_new_expert",
+    "planner_named",
+    "register_planner",
+    "replicate",
+    "round_robin",
+    "swap",
+]

@@ -1,0 +1,141 @@
+"""Planners that lower traffic, and keep the balance within a tolerance of what a planner for balance alone reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.packing import LITTLE_GAIN, Board, Floats, pack, settle
+from toolkit.placement.planners.registry import Load, checked_load, register_planner
+from toolkit.placement.planners.simple import lpt
+from toolkit.parallel.ownership import EMPTY_ROW
+
+Matrix = NDArray[Any] | Sequence[Sequence[float]]
+
+
+@register_planner("affinity")
+def affinity(
+    load_E: Load, current: ExpertPlacement, *, together_EE: Matrix, tolerance: float = 0.05
+) -> ExpertPlacement:
+    """Experts that fire together live together, so that a token's copies go to fewer ranks.
+
+    `together_EE[e, f]`: how many tokens chose both. One copy each, from scratch. The imbalance is at most (1 +
+    `tolerance`) times that of `lpt`, and at least as many pairs share a rank as with `lpt`, or with a `current` within
+    the tolerance.
+    """
+    load = checked_load(load_E, current)
+    together = np.array(together_EE, dtype=np.float64)
+    if together.shape != (len(load), len(load)) or not np.array_equal(together, together.T):
+        raise ValueError(f"together_EE must be symmetric, with a row for each of {len(load)} experts")
+    np.fill_diagonal(together, 0.0)
+    best = Board(lpt(load, current), load)
+    limit = (1 + tolerance) * best.imbalance
+    grown = Board(settle(_grow(load, together, current, limit * load.sum() / current.ranks), current), load)
+    grown.level(target=limit)
+    return _choose([best, grown, _kept(current, load)], limit, lambda board: _pairs_on_one_rank(board, together))
+
+
+def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float) -> list[list[int]]:
+    """Heaviest first, each expert to the rank whose experts it fires with more than chance would have it."""
+    of_each = together.sum(1)
+    surplus = together - np.outer(of_each, of_each) / max(float(of_each.sum()), 1e-300)
+    room = np.array(current.slots_per_rank)
+    load_R, pull_RE = np.zeros(len(room)), np.zeros((len(room), len(load)))
+    experts_R: list[list[int]] = [[] for _ in room]
+    for expert in np.argsort(-load, kind="stable").tolist():
+        pull_R = np.where((room > 0) & (load_R + load[expert] <= limit), pull_RE[:, expert], -np.inf)
+        rank = int(pull_R.argmax())
+        if pull_R[rank] == -np.inf:
+            rank = int(np.where(room > 0, load_R, np.inf).argmin())
+        experts_R[rank].append(expert)
+        room[rank] -= 1
+        load_R[rank] += load[expert]
+        pull_RE[rank] += surplus[expert]
+    return experts_R
+
+
+def _pairs_on_one_rank(board: Board, together: Floats) -> float:
+    """Boards of one copy each."""
+    held = board.expert_G != EMPTY_ROW
+    rank_E = np.empty(len(together), dtype=np.int64)
+    rank_E[board.expert_G[held]] = board.rank_G[held]
+    return float(together[rank_E[:, None] == rank_E].sum()) / 2
+
+
+@register_planner("node_aware")
+def node_aware(
+    load_E: Load,
+    current: ExpertPlacement,
+    *,
+    node_of_rank: Sequence[int],
+    source_load_RE: Matrix,
+    tolerance: float = 0.05,
+) -> ExpertPlacement:
+    """Experts live on the node that sends them most, so that fewer tokens cross nodes.
+
+    `source_load_RE[r, e]`: how many copies rank r sent to expert e. One copy each, from scratch. The imbalance is at
+    most (1 + `tolerance`) times that of `lpt`, and no more tokens cross nodes than with `lpt`, or with a `current`
+    within the tolerance.
+    """
+    load = checked_load(load_E, current)
+    source_load = np.asarray(source_load_RE, dtype=np.float64)
+    if len(node_of_rank) != current.ranks:
+        raise ValueError(f"node_of_rank names {len(node_of_rank)} rank(s), the placement has {current.ranks}")
+    if source_load.shape != (current.ranks, len(load)):
+        raise ValueError(f"source_load_RE has shape {source_load.shape}, not {(current.ranks, len(load))}")
+    names, node_R = np.unique(np.asarray(node_of_rank), return_inverse=True)
+    sent_NE = np.stack([source_load[node_R == node].sum(0) for node in range(len(names))])
+    best = Board(lpt(load, current), load)
+    limit = (1 + tolerance) * best.imbalance
+    near = Board(settle(_near_senders(load, sent_NE, node_R, current, limit), current), load)
+    near.level(min_gain=LITTLE_GAIN, node_of_rank=node_R)
+    near.level(target=limit)
+
+    def stays(board: Board) -> float:
+        held = board.expert_G != EMPTY_ROW
+        return float(sent_NE[node_R[board.rank_G[held]], board.expert_G[held]].sum())
+
+    return _choose([best, near, _kept(current, load)], limit, stays)
+
+
+def _near_senders(
+    load: Floats, sent_NE: Floats, node_R: NDArray[np.int64], current: ExpertPlacement, limit: float
+) -> list[list[int]]:
+    """Experts with most to lose first, each to the node that sends it most and can take it; packed within nodes."""
+    nodes = len(sent_NE)
+    room = np.bincount(node_R, current.slots_per_rank, nodes).astype(np.int64)
+    limit_N = limit * load.sum() / current.ranks * np.bincount(node_R, minlength=nodes)
+    load_N = np.zeros(nodes)
+    experts_N: list[list[int]] = [[] for _ in range(nodes)]
+    to_lose = sent_NE.max(0) - sent_NE.mean(0)
+    for expert in np.argsort(-to_lose, kind="stable").tolist():
+        fits = (room > 0) & (load_N + load[expert] <= limit_N)
+        if fits.any():
+            node = int(np.where(fits, sent_NE[:, expert], -np.inf).argmax())
+        else:
+            node = int(np.where(room > 0, load_N, np.inf).argmin())
+        experts_N[node].append(expert)
+        room[node] -= 1
+        load_N[node] += load[expert]
+    experts_R: list[list[int]] = [[] for _ in node_R]
+    for node, experts in enumerate(experts_N):
+        ranks = np.flatnonzero(node_R == node).tolist()
+        packed = pack([float(load[e]) for e in experts], [len(current.slots[rank]) for rank in ranks])
+        for rank, items in zip(ranks, packed, strict=True):
+            experts_R[rank] = [experts[item] for item in items]
+    return experts_R
+
+
+def _kept(current: ExpertPlacement, load: Floats) -> Board | None:
+    """`current`, unless it has replicas, which planners of one copy each do not compare themselves with."""
+    return None if current.has_replicas else Board(current, load)
+
+
+def _choose(boards: Sequence[Board | None], limit: float, score: Callable[[Board], float]) -> ExpertPlacement:
+    """The board with the highest score among those within the limit, the last of equals: `current` moves nothing."""
+    fitting = [board for board in boards if board is not None and board.imbalance <= limit * (1 + 1e-9)]
+    return max(reversed(fitting), key=score).placement()

@@ -1,0 +1,184 @@
+"""Copies of hot experts in spare slots, in the manner of EPLB (DeepSeek's expert parallelism load balancer)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.packing import LITTLE_GAIN, Board, as_even, even_counts, pack, settle
+from toolkit.placement.planners.exact import SearchTooLong, fit
+from toolkit.placement.planners.registry import Load, checked_load, register_planner
+
+CLOSE = 1.004
+"""An imbalance after packing at which no other division of spare slots is tried."""
+SLACKS = (1.002, 1.008, 1.015, 1.025, 1.04, 1.07)
+"""Limits to try, as parts of the least that the busiest rank can bear."""
+
+
+SEARCH_EFFORT = 150_000
+"""Partial placements that a search looks at for each limit, times the square of the slots."""
+FEW_SLOTS = 64
+"""Up to how many slots in all a search is worth its time."""
+
+
+def copies_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
+    """Copies per expert: each of `spare` slots goes to the expert whose copies bear most, up to `most` copies each.
+
+    No other way of giving out the slots makes the heaviest copy lighter. With `at_once`, experts whose copies bear no
+    more than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one copy.
+    """
+    copies = [1] * len(weights)
+    heap = [(-weight, expert) for expert, weight in enumerate(weights) if weight > 0 and most > 1]
+    heapq.heapify(heap)
+    while spare and heap:
+        weight, expert = heapq.heappop(heap)
+        given = min(1 if -weight > hot else at_once, spare, most - copies[expert])
+        copies[expert] += given
+        spare -= given
+        if copies[expert] < most:
+            heapq.heappush(heap, (-weights[expert] / copies[expert], expert))
+    return copies
+
+
+def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: float) -> list[list[int]]:
+    """The items of each rank, of which none should bear more than `limit`.
+
+    Items above it are divided first. Of the others, heaviest first, each goes whole to the rank with the least load, if
+    it fits there. Those that fit nowhere are then divided into as few copies as fit into the ranks with the least load.
+    """
+    bins: list[list[int]] = [[] for _ in room]
+    loads = [0.0 if places else float("inf") for places in room]
+    least = [(0.0, rank) for rank, places in enumerate(room) if places]
+    order = sorted(range(len(weights)), key=lambda item: (-weights[item], item))
+    left_over = []
+
+    def give(item: int, copies: int) -> None:
+        part = weights[item] / copies
+        for _, rank in [heapq.heappop(least) for _ in range(copies)]:
+            bins[rank].append(item)
+            loads[rank] += part
+            if len(bins[rank]) < room[rank]:
+                heapq.heappush(least, (loads[rank], rank))
+
+    def fewest_copies(weight: float) -> int:
+        """That keep to the limit, or come closest to it."""
+        best, lowest = 1, float("inf")
+        for copies, (load, _) in enumerate(heapq.nsmallest(spare + 1, least), start=1):
+            if load + weight / copies < lowest:
+                best, lowest = copies, load + weight / copies
+            if lowest <= limit:
+                break
+        return best
+
+    for item in order:
+        if weights[item] > limit:
+            copies = fewest_copies(weights[item])
+            spare -= copies - 1
+            give(item, copies)
+        elif weights[item] and least[0][0] + weights[item] <= limit:
+            give(item, 1)
+        else:
+            left_over.append(item)
+    for item in left_over:
+        copies = fewest_copies(weights[item]) if weights[item] else 1
+        spare -= copies - 1
+        give(item, copies)
+    return bins
+
+
+def _pack_with_copies(weights: Sequence[float], room: Sequence[int], spare: int, *, search: bool) -> list[list[int]]:
+    """The best packing found. First the hottest experts get copies for as long as slots are spare, which suits loads
+    that differ much. Then limits are tried, each with the copies that it takes, which suits loads that are alike. Last,
+    with `search`, limits that were not kept are searched for."""
+    mean = sum(weights) / len(room)
+    most = sum(places > 0 for places in room)
+    copies = copies_for(weights, spare, most)
+    target = max(mean, max(w / n for w, n in zip(weights, copies, strict=True)))
+    best = pack(weights, room, copies)
+    lowest = _highest(best, weights)
+    for slack in SLACKS:
+        if lowest <= max(CLOSE, slack) * target:
+            break
+        filled = _fill(weights, room, spare, slack * target)
+        highest = _highest(filled, weights)
+        if highest < lowest:
+            best, lowest = filled, highest
+    for slack in SLACKS if search else ():
+        if lowest <= max(CLOSE, slack) * target:
+            break
+        try:
+            found = fit(weights, room, slack * target, spare=spare, nodes=SEARCH_EFFORT // sum(room) ** 2)
+        except SearchTooLong:
+            continue
+        if found is not None:
+            return found
+    return best
+
+
+def _highest(bins: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
+    copies = Counter(item for items in bins for item in items)
+    return max(sum(weights[item] / copies[item] for item in items) for items in bins)
+
+
+@register_planner("replicate")
+def replicate(
+    load_E: Load,
+    current: ExpertPlacement,
+    *,
+    node_of_rank: Sequence[int] | None = None,
+    group_size: int = 1,
+    max_replicas: int | None = None,
+) -> ExpertPlacement:
+    """From scratch: spare slots go to the hottest experts, copies are packed by the load each bears, and levelled.
+
+    With `node_of_rank`, first groups of `group_size` consecutive experts are packed on nodes, then experts are
+    replicated within their node, so that a router that is limited to a few groups reaches few nodes. `max_replicas`
+    bounds the copies beyond the first, over all experts; default, as many as spare slots. `current`, where it keeps to
+    that and is as even already, and no nodes are given.
+    """
+    load = checked_load(load_E, current)
+    room = current.slots_per_rank
+    experts_R: list[list[int]] = [[] for _ in room]
+    spare = sum(room) - current.num_experts
+    share = 1.0 if max_replicas is None or not spare else min(1.0, max_replicas / spare)
+    nodes = _by_node(node_of_rank, len(room))
+    for ranks, experts in zip(nodes, _experts_of_nodes(load.tolist(), nodes, room, group_size), strict=True):
+        weights = [float(load[e]) for e in experts]
+        room_here = [room[rank] for rank in ranks]
+        spare_here = int((sum(room_here) - len(experts)) * share)
+        for rank, items in zip(
+            ranks, _pack_with_copies(weights, room_here, spare_here, search=sum(room) <= FEW_SLOTS), strict=True
+        ):
+            experts_R[rank] = [experts[item] for item in items]
+    board = Board(settle(experts_R, current), load)
+    board.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
+    copied = sum(room) - current.empty_slots - current.num_experts
+    allowed = node_of_rank is None and (max_replicas is None or copied <= max_replicas)
+    return current if allowed and as_even(current, board, load) else board.placement()
+
+
+def _by_node(node_of_rank: Sequence[int] | None, ranks: int) -> list[list[int]]:
+    """The ranks of each node; all of one node where no map is given."""
+    if node_of_rank is None:
+        return [list(range(ranks))]
+    if len(node_of_rank) != ranks:
+        raise ValueError(f"node_of_rank names {len(node_of_rank)} rank(s), the placement has {ranks}")
+    return [[r for r in range(ranks) if node_of_rank[r] == node] for node in sorted(set(node_of_rank))]
+
+
+def _experts_of_nodes(
+    weights: Sequence[float], nodes: list[list[int]], room: Sequence[int], group_size: int
+) -> list[list[int]]:
+    """The experts of each node, by id: groups of consecutive ones, packed by their load."""
+    if group_size < 1 or len(weights) % group_size:
+        raise ValueError(f"group_size {group_size} does not divide {len(weights)} experts")
+    groups = [sum(weights[first : first + group_size]) for first in range(0, len(weights), group_size)]
+    limits = even_counts(len(groups), [sum(room[rank] for rank in ranks) // group_size for ranks in nodes])
+    return [
+        [group * group_size + place for group in sorted(packed) for place in range(group_size)]
+        for packed in pack(groups, limits)
+    ]

@@ -1,0 +1,77 @@
+"""Loads of the past under placements that were not there: what a planner would have done, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.imbalance import max_over_mean, shares
+from toolkit.placement.placement import ExpertPlacement, moves
+from toolkit.placement.plan import plan_layer
+from toolkit.placement.planners.registry import Planner
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The course of one layer."""
+
+    load_TR: NDArray[np.float64]
+    """Rows per step and rank, where copies share equally."""
+    placements: tuple[ExpertPlacement, ...]
+    """In force from step 0, `every`, 2 * `every`, and so on."""
+    every: int
+
+    @property
+    def imbalance_T(self) -> NDArray[np.float64]:
+        """Max over mean of each step."""
+        return max_over_mean(self.load_TR)
+
+    @property
+    def experts_moved(self) -> list[int]:
+        """Copies that left their rank at each change of window."""
+        pairs = zip(self.placements, self.placements[1:], strict=False)
+        return [sum(move.travels for move in moves(old, new)) for old, new in pairs]
+
+
+def replay(
+    load_TE: NDArray[Any],
+    start: ExpertPlacement,
+    planner: str | Planner | None,
+    *,
+    every: int,
+    guard: MigrationGuard | None = None,
+    **options: Any,
+) -> Replay:
+    """Run through `load_TE`, int64 (steps, E), and plan after each `every` steps, for the mean load of those; None
+    plans nothing."""
+    placement, placements, loads_TR = start, [start], []
+    for first in range(0, len(load_TE), every):
+        window_TE = load_TE[first : first + every]
+        loads_TR.append(window_TE @ shares(placement))
+        if planner is not None and first + every < len(load_TE):
+            plan = plan_layer(planner, window_TE.mean(0), placement, guard=guard, steps=every, **options)
+            placement = plan or placement
+        placements.append(placement)
+    return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)
+
+
+def worst_span(load_TE: NDArray[Any], run: Replay, prices: Prices) -> float:
+    """Seconds with plans over seconds without, in the worst span of two plans: migrations are included, and without
+    plans what was in force before the two stays. At most 1 where planning was never worse than doing nothing."""
+
+    def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
+        return float((loads @ shares(placement)).max(1).sum()) * prices.seconds_per_row
+
+    worst = 0.0
+    for before, first, second, start in zip(
+        run.placements, run.placements[1:], run.placements[2:], range(run.every, len(load_TE), run.every), strict=False
+    ):
+        span_TE = load_TE[start : start + 2 * run.every]
+        spent = compute(span_TE[: run.every], first) + compute(span_TE[run.every :], second)
+        spent += prices.migration_seconds(before, first) + prices.migration_seconds(first, second)
+        worst = max(worst, spent / compute(span_TE, before))
+    return worst

@@ -1,0 +1,132 @@
+"""Who sends how much to whom: dispatch and combine under a placement, and the cost of changing it.
+
+Letters: `S` source ranks (those of the shard group), `E` experts, `R` ranks, `G` global slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.placement.placement import ExpertPlacement, bytes_moved, bytes_on_busiest_rank, moves, owner_moves
+
+Ints = NDArray[np.int64]
+
+
+def rows_per_slot(
+    load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
+) -> Ints:
+    """int64 (..., S, G): how many of each rank's routed copies go to each slot, in one forward or in each of several.
+
+    A rank that has a copy of the expert keeps its tokens, with `local_first`. Otherwise the i-th of a rank's tokens
+    for an expert with n copies goes to copy (rank + i) mod n. `sources` names the ranks of S; None means all.
+    """
+    load = np.asarray(load_SE, dtype=np.int64)
+    source_S = np.arange(placement.ranks) if sources is None else np.asarray(sources)
+    if load.shape[-2:] != (len(source_S), placement.num_experts):
+        raise ValueError(f"load has shape {load.shape}, not (..., {len(source_S)}, {placement.num_experts})")
+    rows = np.zeros((*load.shape[:-1], placement.ranks * placement.stride), dtype=np.int64)
+    rows[..., list(placement.slot_of_expert)] = load
+    if not placement.has_replicas:
+        return rows
+    for expert in range(placement.num_experts):
+        places = placement.copies(expert)
+        if len(places) == 1:
+            continue
+        slots = [rank * placement.stride + slot for rank, slot in places]
+        turn_SC = (np.arange(len(places)) - source_S[:, None]) % len(places)
+        rows[..., slots] = (load[..., expert, None] + len(places) - 1 - turn_SC) // len(places)
+        if local_first:
+            for (rank, _), slot in zip(places, slots, strict=True):
+                for source in np.flatnonzero(source_S == rank):
+                    rows[..., source, slots] = 0
+                    rows[..., source, slot] = load[..., source, expert]
+    return rows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Rows between ranks in one pass: dispatch sends them, combine returns as many; the backward does both again."""
+
+    rows_SR: Ints
+    """What each rank sends to each; the diagonal stays at home."""
+
+    @property
+    def load_R(self) -> Ints:
+        """Rows that each rank's experts compute."""
+        return self.rows_SR.sum(0)
+
+    @property
+    def local_fraction(self) -> float:
+        """The part of all rows that stays on its rank; 1 where there are none."""
+        total = int(self.rows_SR.sum())
+        return int(self.rows_SR.trace()) / total if total else 1.0
+
+    def bytes_dispatched(self, bytes_per_row: int) -> Ints:
+        """(R): sent by each rank to others in dispatch."""
+        return (self.rows_SR.sum(1) - self.rows_SR.diagonal()) * bytes_per_row
+
+    def bytes_combined(self, bytes_per_row: int) -> Ints:
+        """(R): sent by each rank to others in combine."""
+        return (self.rows_SR.sum(0) - self.rows_SR.diagonal()) * bytes_per_row
+
+    def bytes_trained(self, dispatched: int, combined: int) -> Ints:
+        """(R): sent by each rank to others in a forward and its backward, given bytes per row of the two exchanges."""
+        return self.bytes_dispatched(dispatched + combined) + self.bytes_combined(dispatched + combined)
+
+    def cross_node_fraction(self, node_of_rank: Sequence[int]) -> float:
+        """The part of all rows that goes to another node, counted per routed copy: a token that two experts of one node
+        want crosses twice."""
+        node = np.asarray(node_of_rank)
+        total = int(self.rows_SR.sum())
+        return int(self.rows_SR[node[:, None] != node].sum()) / total if total else 0.0
+
+
+def rows_between_ranks(
+    load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
+) -> Ints:
+    """int64 (..., S, R): how many of each rank's routed copies go to each rank; see `rows_per_slot`."""
+    rows = rows_per_slot(load_SE, placement, local_first=local_first, sources=sources)
+    return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
+
+
+def traffic(load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True) -> Traffic:
+    """What the loads of each rank in one forward, int64 (S, E), mean for the ranks."""
+    return Traffic(rows_between_ranks(load_SE, placement, local_first=local_first))
+
+
+@dataclass(frozen=True)
+class MigrationCost:
+    """What one change of placement sends."""
+
+    experts: int
+    """Copies that leave their rank."""
+    weight_bytes: int
+    optimizer_bytes: int
+    busiest_rank_bytes: int
+    """Sent or received by one rank, the larger; what the time depends on."""
+    peers: int
+    """Pairs of ranks of which one sends to the other."""
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.optimizer_bytes
+
+
+def migration_cost(
+    old: ExpertPlacement, new: ExpertPlacement, *, weight_bytes: int, optimizer_bytes: int = 0
+) -> MigrationCost:
+    """The cost of going from `old` to `new`, given bytes per copy (weights) and per expert (what its owner has)."""
+    weights, states = moves(old, new), owner_moves(old, new)
+    pairs = {(move.source_rank, move.rank) for move in [*weights, *(states if optimizer_bytes else [])] if move.travels}
+    return MigrationCost(
+        experts=sum(move.travels for move in weights),
+        weight_bytes=bytes_moved(weights, weight_bytes),
+        optimizer_bytes=bytes_moved(states, optimizer_bytes),
+        busiest_rank_bytes=bytes_on_busiest_rank([(weights, weight_bytes), (states, optimizer_bytes)]),
+        peers=len(pairs),
+    )

@@ -1,0 +1,134 @@
+"""The folder of a run: which one, who may use it, and what it says about the run.
+
+config.json     the configuration, with the recipe's name; a run is held by the folder that has it
+code.txt        command line, versions, git revision and difference, once per start
+metrics.jsonl   one line per logged step
+checkpoints/    see toolkit.checkpoint.checkpoint
+results.json    final numbers; a run is finished when it is there
+summary.txt     the same in words, and *.png
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from toolkit.config.run import NOT_OF_THE_TRAJECTORY, RunConfig, to_dict
+from toolkit.errors import UserError
+from toolkit.tracking.jsonl import to_json
+from toolkit.tracking.secrets import mask
+
+RUNS = Path("runs")
+
+
+def open_folder(name: str, config: RunConfig) -> tuple[Path, FileLock, bool]:
+    """The folder that `config` asks for, locked, and whether it holds a run to continue. For the main process.
+
+    Raises UserError where the folder cannot be used: another job has it, its run is finished or was another one,
+    there is nothing to resume, or it cannot be written.
+    """
+    folder = config.run_dir
+    if config.resume == "yes":
+        folder = folder or _newest(name)
+        if folder is None or not (folder / "config.json").exists():
+            raise UserError(f"--resume yes: no run in {folder or RUNS / name}: leave --resume out to begin one.")
+    try:
+        folder = _create_new(RUNS / name) if folder is None else folder
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.resolve()
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"--run-dir {folder}: another job uses this folder: wait, or choose another.") from None
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--run-dir {folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
+    try:
+        return folder, lock, _holds_run_to_continue(folder, name, config)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` so that `path` is at every moment either absent, old, or complete."""
+    write_text(path, to_json(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that `path` is at every moment either absent, old, or complete."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
+    """What config.json says: every field, without secrets."""
+    return {"recipe": name, **mask(to_dict(config))}
+
+
+def _create_new(parent: Path) -> Path:
+    """A new folder named by the time, and by a number as well where two runs begin in the same second."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 1000):
+        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise UserError(f"--run-dir: no free name for a folder in {parent}: give one.")
+
+
+def _newest(name: str) -> Path | None:
+    """The run of this recipe that was started last."""
+    configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
+    return configs[-1].parent if configs else None
+
+
+def _holds_run_to_continue(folder: Path, name: str, config: RunConfig) -> bool:
+    path = folder / "config.json"
+    if not path.exists():
+        return False
+    if config.resume == "no":
+        raise UserError(f"--run-dir {folder}: holds a run, and --resume no was given: choose another folder.")
+    if (folder / "results.json").exists():
+        raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder.")
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict):
+        raise UserError(f"--run-dir {folder}: its config.json cannot be read: choose another folder.")
+    now = recorded_config(name, config)
+    if before.get("recipe") != name:
+        raise UserError(f"--run-dir {folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    for field in old | new:
+        if old.get(field) != new.get(field):
+            flag = "--" + field.replace("_", "-")
+            raise UserError(
+                f"{flag} {new.get(field)}: the run in {folder} was started with {old.get(field)}: "
+                "give the same value to continue it, or another --run-dir."
+            )
+    return True
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields that decide what is learned, by dotted name."""
+    for name, value in values.items():
+        if prefix or name not in NOT_OF_THE_TRAJECTORY:
+            if isinstance(value, dict):
+                yield from _leaves(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name, value

@@ -1,0 +1,314 @@
+"""A run: the machine (through Accelerate), the seed, the folder, and where metrics go.
+
+with start_run("mnist_moe", config) as run:
+    ...
+    run.describe(dataset=data.name)             facts for results.json, the summary and the trackers
+    results = trainer.fit()                     calls run.log
+    return run.finish(results)                  results.json, plots, summary.txt
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradientAccumulationPlugin
+from filelock import FileLock
+
+from toolkit.config.run import RunConfig, require_divisible
+from toolkit.errors import Preempted, UserError
+from toolkit.seeding import derive_seed
+from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
+from toolkit.tracking.guard import GuardedTracker
+from toolkit.tracking.jsonl import MetricsFile
+from toolkit.pictures.performance import performance_summary
+from toolkit.pictures.plots import draw_plots
+from toolkit.pictures.lifecycle_plots import draw_population, for_trackers
+from toolkit.run.provenance import code_snapshot, git_revision, versions
+from toolkit.tracking.secrets import mask
+from toolkit.run.summary import summarise
+from toolkit.tracking.trackers import check_installed, start_trackers
+
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Something that wants each line of metrics, such as a progress bar or a tracker."""
+
+    def log(self, values: Mapping[str, Any], step: int) -> None: ...
+
+
+class Run:
+    """What a recipe gets from `start_run` and hands to the trainer."""
+
+    def __init__(self, name: str, config: RunConfig, accelerator: Accelerator, *, owns_process_group: bool):
+        self.name, self.config, self.accelerator = name, config, accelerator
+        # Plain attributes, because a closed run has no Accelerator state to ask.
+        self.device, self.rank = accelerator.device, accelerator.process_index
+        self.world_size, self.is_main = accelerator.num_processes, accelerator.is_main_process
+        self.seed = config.seed
+        self.started = time.time()
+        self.folder = Path()
+        """Absolute; the same on all ranks."""
+        self.continues = False
+        """Whether the folder already held this run, unfinished."""
+        self.facts: dict[str, Any] = {}
+        self._owns_process_group = owns_process_group
+        self._lock: FileLock | None = None
+        self._metrics: MetricsFile | None = None
+        self._sinks: list[Sink] = []
+        self._trackers: list[GuardedTracker] | None = None
+        self._flushed_before = flushes_denormals()
+        self._closed = False
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.folder / "checkpoints"
+
+    @property
+    def resume(self) -> str:
+        """What the config says about continuing: auto, yes or no."""
+        return self.config.resume
+
+    # --- deciding together ------------------------------------------------------------------------------------
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """Let the main process `decide`, and give its answer (or its UserError) to every rank."""
+        answer: list[Any] = [None, None, None]
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                answer[0] = decide()
+            except UserError as error:
+                answer[1] = str(error)
+            except Exception as error:
+                failure, answer[2] = error, f"{type(error).__name__}: {error}"
+        if dist.is_initialized():
+            dist.broadcast_object_list(answer, src=0)
+        if failure is not None:
+            raise failure
+        if answer[2] is not None:
+            raise RuntimeError(f"the main process failed with {answer[2]}")
+        if answer[1] is not None:
+            raise UserError(answer[1])
+        return answer[0]
+
+    # --- what a run says --------------------------------------------------------------------------------------
+
+    def describe(self, **facts: Any) -> None:
+        """Add plain facts about the run to results.json, the summary and the trackers' config.
+
+        A `dataset_notice` is said at once: nobody should train on other data than they think.
+        """
+        self.facts |= mask(facts)
+        if facts.get("dataset_notice"):
+            self.say(facts["dataset_notice"])
+
+    def say(self, text: str) -> None:
+        """One line on the console of the main process."""
+        if self.is_main:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    def add_sink(self, sink: Sink) -> None:
+        """Have `sink.log` called with every line of metrics, on the main process."""
+        self._sinks.append(sink)
+
+    def begin_tracking(self) -> None:
+        """Start the trackers with the config and the facts known by now. A second call does nothing."""
+        if self._trackers is not None or not self.is_main:
+            return
+        facts = {"world_size": self.world_size, **versions(), **self.facts}
+        config = recorded_config(self.name, self.config) | facts
+        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.say)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
+        if self._metrics is None:
+            return
+        self._metrics.append(step, values)
+        for sink in (*self._sinks, *(self._trackers or ())):
+            sink.log(values, step)
+
+    def truncate_metrics(self, step: int) -> None:
+        """Forget the lines after `step`, because training continues from there."""
+        if self._metrics is not None:
+            self._metrics.truncate(step)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Write results.json and summary.txt, and return the final numbers. A collective; ends the run as finished."""
+        numbers = self.agree(lambda: self._write_results(results))
+        if self.is_main:
+            self._draw_plots()
+            text = summarise(numbers, self.folder)
+            write_text(self.folder / "summary.txt", text)
+            if (told := performance_summary(numbers, self.folder)) is not None:
+                write_text(self.folder / "performance_summary.txt", told)
+            self.say("\n" + text.rstrip())
+        return numbers
+
+    def _draw_plots(self) -> None:
+        try:
+            pictures = draw_plots(
+                self.folder,
+                self.facts.get("expert_placement"),
+                classes=self.facts.get("classes", ()),
+                test_examples=self.facts.get("test_examples"),
+            )
+            pictures |= draw_population(self.folder)
+        except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
+            self.say(f"no plots ({type(error).__name__}: {error})")
+            return
+        for tracker in self._trackers or ():
+            tracker.log_images({f"plots/{name}": path for name, path in for_trackers(pictures).items()})
+
+    def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        numbers = {
+            "recipe": self.name,
+            **self.facts,
+            **results,
+            "seed": self.seed,
+            "world_size": self.world_size,
+            "wall_seconds": round(time.time() - self.started, 3),
+            "device": str(self.device.type),
+            **{f"{package}_version": version for package, version in versions().items()},
+            "git_revision": git_revision(),
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        write_json(self.folder / "results.json", numbers)
+        return numbers
+
+    def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
+        """Let go of the folder, the trackers and the process group. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for tracker in self._trackers or ():
+            tracker.close(failed=failed)
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        if self._lock is not None:
+            self._lock.release()
+        torch.set_flush_denormal(self._flushed_before)
+        if self._owns_process_group and wait_for_ranks and dist.is_initialized():
+            dist.destroy_process_group()
+            _forget_accelerator()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # These two reach all ranks alike. After anything else another rank may never come, and waiting would hang.
+        reaches_all = error is None or isinstance(error, (UserError, Preempted))
+        failed = error is not None and not isinstance(error, Preempted)
+        self.close(failed=failed, wait_for_ranks=reaches_all)
+
+
+def start_run(name: str, config: RunConfig) -> Run:
+    """Set up the machine, the seed and the folder. A collective; raises UserError on all ranks alike."""
+    had_process_group = dist.is_initialized()
+    run = Run(name, config, _build_accelerator(config), owns_process_group=not had_process_group)
+    try:
+        pieces = run.world_size * config.gradient_accumulation_steps
+        require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
+        run.agree(lambda: check_installed(config.tracker))
+        run.folder, run.continues = run.agree(lambda: _open(run))
+    except BaseException as error:
+        run.close(wait_for_ranks=isinstance(error, UserError))
+        raise
+    _seed(config.seed)
+    if run.device.type == "cpu":
+        keep_freed_memory()
+        # numpy looks up the least numbers when it is first asked, and before 2.4 warns where they are flushed.
+        for kind in (np.float32, np.float64):
+            str(np.finfo(kind))
+        # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
+        # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
+        torch.set_flush_denormal(True)
+    run.say(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
+    return run
+
+
+def _open(run: Run) -> tuple[Path, bool]:
+    """Choose, lock and label the folder; what the main process does for all."""
+    folder, run._lock, continues = open_folder(run.name, run.config)
+    try:
+        write_json(folder / "config.json", recorded_config(run.name, run.config))
+        with (folder / "code.txt").open("a", encoding="utf-8") as code:
+            code.write(code_snapshot())
+        run._metrics = MetricsFile(folder / "metrics.jsonl")
+    except OSError as error:
+        raise UserError(f"--run-dir {folder}: cannot be written ({error.strerror}): choose another.") from None
+    return folder, continues
+
+
+def _build_accelerator(config: RunConfig) -> Accelerator:
+    _forget_accelerator()
+    try:
+        accelerator = Accelerator(
+            cpu=config.cpu,
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+        )
+    except ValueError as error:
+        _forget_accelerator()
+        if "mixed precision" not in str(error):
+            raise
+        raise UserError(f"--mixed-precision {config.mixed_precision}: this device cannot do it: use no.") from error
+    # Accelerate trains on in float32 here, without a word.
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("--mixed-precision fp16: a CPU has no fp16 training: use bf16 or no.")
+    return accelerator
+
+
+def _forget_accelerator() -> None:
+    """Clear what Accelerate keeps for the life of a process, so that the next run may choose anew."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _seed(seed: int) -> None:
+    """Fix initial weights and whatever a recipe draws without an address of its own (see `toolkit.seeding`)."""
+    value = derive_seed(seed, "start")
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread computes 0 where a number is too small to be stored in full."""
+    return sys.float_info.min / 2 == 0
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed gradient buffers instead of returning them to the kernel.
+
+    By default each large buffer is unmapped when it is freed, and zeroed and faulted in again, page by page, in the
+    next step: 75 instead of 54 ms per step for a layer of 64 experts. Does nothing where the C library is another.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, 2**31 - 1)

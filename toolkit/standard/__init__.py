@@ -1,0 +1,1 @@
+"""The usual trainer with the usual callbacks, wired from a config."""

@@ -1,0 +1,94 @@
+"""The usual trainer of a recipe, put together from its config. A recipe that wants another calls `Trainer` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from toolkit.batch_size import accumulation_steps
+from toolkit.callbacks.throughput import BarrierWait, Throughput
+from toolkit.callbacks.base import Callback
+from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.early_stopping import EarlyStopping
+from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.preemption import Preemption
+from toolkit.callbacks.progress import Progress
+from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.optim import build_optimizer
+from toolkit.run.run import Run
+from toolkit.schedules import build_schedule
+from toolkit.task import Task
+from toolkit.trainer import Trainer
+
+EVAL_BATCH_SIZE = 1000
+"""Samples per forward pass of an evaluation, over all ranks."""
+
+
+def standard_trainer(
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    *,
+    train: TensorTable,
+    test: TensorTable,
+    augment: Augment | None = None,
+    order: Order | None = None,
+    callbacks: Sequence[Callback] = (),
+    eval_batch_size: int = EVAL_BATCH_SIZE,
+) -> Trainer:
+    """AdamW on the config's schedule; evaluates and saves each epoch, resumes, and can be preempted.
+
+    `augment` changes training batches, see `toolkit.data.BlankPixels`; `order` takes the place of a new permutation
+    each epoch. `callbacks` run before the usual ones, so what they record is on the line that is printed.
+    """
+    config = run.config
+    stopping = config.early_stopping
+    where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
+    make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
+    source = train if augment is None else AugmentedTable(train, augment)
+    batches = TrainBatches(
+        train,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        accumulation=accumulation_steps(run, task, model, source, make_optimizer),
+        augment=augment,
+        order=order,
+        **where,
+    )
+    max_steps = config.epochs * batches.steps_per_epoch
+    if config.max_steps is not None:
+        max_steps = min(max_steps, config.max_steps)
+    optimizer = build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
+    run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
+    if config.scale_lr is not None:
+        scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
+        run.say(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+    if config.compile:
+        model.compile()
+    return Trainer(
+        run,
+        task,
+        model,
+        optimizer,
+        batches,
+        max_steps=max_steps,
+        schedule=build_schedule(config.schedule, max_steps=max_steps, steps_per_epoch=batches.steps_per_epoch),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        log_every=config.log_every,
+        callbacks=[
+            BarrierWait(),
+            *callbacks,
+            Throughput(),
+            Evaluation(
+                EvalBatches(test, batch_size=eval_batch_size, **where),
+                every_steps=config.eval_every * batches.steps_per_epoch,
+            ),
+            Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+            EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
+            Preemption(),
+            Progress(),
+        ],
+    )
