@@ -28,15 +28,15 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, full
-from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
-from toolkit.domains.continual.drift import DriftWatch
-from toolkit.domains.continual.replay import Remember, Replay
-from toolkit.data.replay_memory import ReplayMemory
-from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
+from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import BatchOrder
 from toolkit.data.images import ImageData
+from toolkit.data.replay_memory import ReplayMemory
+from toolkit.domains.continual.drift import DriftWatch
+from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
+from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, permuted_stream, rotated_stream, split_stream
-from toolkit.config.experts import LifeConfig
+from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
 from toolkit.pictures.continual_plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.run.folder import write_json
 
@@ -86,7 +86,7 @@ class Arm:
     settings: Mapping[str, Any]
     """Of `recipes/mnist_moe.py`."""
     method: str = ""
-    life: Mapping[str, Any] = field(default_factory=dict)
+    lifecycle: Mapping[str, Any] = field(default_factory=dict)
 
 
 # As many parameters per sample as two experts of 128 have, and as many as eight of them.
@@ -94,7 +94,7 @@ DENSE = {"experts": 0, "top_k": 1}
 WIDE = {"experts": 0, "top_k": 1, "expert_hidden_size": 512}
 MIXTURE = {"experts": 8}
 LIVING = {"experts": 4, "max_experts": 8}
-LIFE = LifeConfig(
+LIFE = LifecycleConfig(
     check_every=10,
     cooldown_checks=4,
     adaptive_sleep=False,
@@ -113,13 +113,13 @@ ARMS = {
     "replay": Arm(settings=DENSE, method="replay"),
     "fixed mixture": Arm(settings=MIXTURE),
     "fixed mixture, replay": Arm(settings=MIXTURE, method="replay"),
-    "fixed mixture, sleep": Arm(settings=MIXTURE | {"max_experts": 8}, method="life", life=SLEEP_ONLY),
-    "dynamic": Arm(settings=LIVING, method="life"),
-    "dynamic, no growth": Arm(settings=LIVING, method="life", life={"grow": False}),
-    "dynamic, no merging": Arm(settings=LIVING, method="life", life={"merge": False}),
-    "dynamic, no pruning": Arm(settings=LIVING, method="life", life={"prune": False}),
-    "dynamic, no sleep": Arm(settings=LIVING, method="life", life={"sleep": False}),
-    "dynamic, no graph": Arm(settings=LIVING, method="life", life={"graph": False}),
+    "fixed mixture, sleep": Arm(settings=MIXTURE | {"max_experts": 8}, method="lifecycle", lifecycle=SLEEP_ONLY),
+    "dynamic": Arm(settings=LIVING, method="lifecycle"),
+    "dynamic, no growth": Arm(settings=LIVING, method="lifecycle", lifecycle={"grow": False}),
+    "dynamic, no merging": Arm(settings=LIVING, method="lifecycle", lifecycle={"merge": False}),
+    "dynamic, no pruning": Arm(settings=LIVING, method="lifecycle", lifecycle={"prune": False}),
+    "dynamic, no sleep": Arm(settings=LIVING, method="lifecycle", lifecycle={"sleep": False}),
+    "dynamic, no graph": Arm(settings=LIVING, method="lifecycle", lifecycle={"graph": False}),
     "joint": Arm(settings=DENSE, method="joint"),
     "joint mixture": Arm(settings=MIXTURE, method="joint"),
 }
@@ -165,7 +165,7 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
         with tk.start_run("continual_learning", config) as run:
             data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
             stream = STREAMS[cell.stream](data, cell.seed)
-            model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_shard_groups(1))
+            model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
             parameters = sum(parameter.numel() for parameter in model.parameters())
             balance = tk.RouterPenalty(model, balance_weight=config.balance_weight)
             elastic = None if cell.strength is None else ElasticWeights(model, cell.strength)
@@ -177,13 +177,13 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
             elif arm.method == "replay":
                 memory = ReplayMemory(stream.train, MEMORY, seed=cell.seed)
                 callbacks += [Replay(memory, config.batch_size), Remember(memory)]
-            elif arm.method == "life":
+            elif arm.method == "lifecycle":
                 # As many remembered samples are replayed as by `Replay`, but in sleep.
                 every = max(1, ends[0] // SLEEPS_PER_TASK)
-                life = replace(LIFE, sleep_every=every, replay_steps=every, **arm.life)
-                living = replace(config, life=life)
-                callbacks += tk.life_callbacks(
-                    model, living, balance, task, stream.train, num_classes=stream.num_classes
+                lifecycle = replace(LIFE, sleep_every=every, replay_steps=every, **arm.lifecycle)
+                active = replace(config, lifecycle=lifecycle)
+                callbacks += tk.lifecycle_callbacks(
+                    model, active, balance, task, stream.train, num_classes=stream.num_classes
                 )
             joint = BatchOrder(num_samples=len(stream.train), batch_size=config.batch_size, seed=cell.seed)
             order = joint if arm.method == "joint" else None

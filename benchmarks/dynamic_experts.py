@@ -30,16 +30,16 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, dynamic, full, main
-from toolkit.domains.continual.training import stream_task, stream_trainer
+from toolkit.config.experts import LifecycleConfig
 from toolkit.domains.continual.streams import permuted_stream
-from toolkit.config.experts import LifeConfig
+from toolkit.domains.continual.training import stream_task, stream_trainer
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import reordered
 from toolkit.moe.lifecycle.callback import Lifecycle
-from toolkit.moe.lifecycle.plans import Grow, Merge, free_seat
-from toolkit.moe.lifecycle.roster import Population
-from toolkit.moe.lifecycle.rows import ExpertRows
+from toolkit.moe.lifecycle.plans import Grow, Merge, free_logical_id
 from toolkit.moe.lifecycle.probe import output_distances
+from toolkit.moe.lifecycle.roster import ExpertRoster
+from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.surgery import Divider, Surgeon
 
 MEASURED_TOKENS = 2000
@@ -65,7 +65,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 "arm": arm,
                 "test accuracy %": round(statistics.mean(accuracy), 2),
                 "sd": round(statistics.stdev(accuracy), 2) if seeds > 1 else None,
-                "experts at the end": [run.get("experts_living", 8) for run in runs],
+                "experts at the end": [run.get("active_experts", 8) for run in runs],
                 "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
                 "sleeps": sum(run.get("life_sleep", 0) for run in runs),
             }
@@ -102,18 +102,20 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            life = LifeConfig(
+            lifecycle = LifecycleConfig(
                 check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
             )
             config = quiet(dynamic(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0)
-            config = replace(config, schedule=tk.ScheduleConfig(name="constant"), life=life, max_experts=8, cpu=True)
-            with tk.start_run("living_experts", config) as run:
+            config = replace(
+                config, schedule=tk.ScheduleConfig(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
+            )
+            with tk.start_run("dynamic_experts", config) as run:
                 data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
                 stream = permuted_stream(data, seed=seed, divided=True)
-                model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_shard_groups(1))
+                model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
                 penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
                 task = stream_task(stream, penalty=penalty)
-                remember, lives, report = tk.life_callbacks(
+                remember, lives, report = tk.lifecycle_callbacks(
                     model, config, penalty, task, stream.train, num_classes=stream.num_classes
                 )
                 lives.__class__ = AroundSleep
@@ -127,7 +129,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
         kinds = [event.kind for event in lives.history]
         grown = [event.step for event in lives.history if event.kind == "grow"]
         # The coming samples are looked at, so a shift may be seen a look before it begins.
-        first, last = -life.check_every, per_task - life.check_every
+        first, last = -lifecycle.check_every, per_task - lifecycle.check_every
         answered = sum(any(first < step - start <= last for step in grown) for start in ends[:-1])
         rows.append(
             {
@@ -136,7 +138,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 "answered by growth": answered,
                 "sleeps": len(changes),
                 **{kind: kinds.count(kind) for kind in ("grow", "merge", "prune", "undone")},
-                "experts at the end": results["experts_living"],
+                "experts at the end": results["active_experts"],
                 "change over a sleep, mean points": round(statistics.mean(changes), 2),
                 "worst": round(min(changes), 2),
             }
@@ -151,10 +153,10 @@ def mergers(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     for seed in range(seeds):
         with (
             tempfile.TemporaryDirectory() as folder,
-            tk.start_run("living_experts", config := merge_config(folder, data_dir, seed)) as run,
+            tk.start_run("dynamic_experts", config := merge_config(folder, data_dir, seed)) as run,
         ):
             data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
-            model = build_model(config, data, tk.make_shard_groups(1))
+            model = build_model(config, data, tk.make_expert_groups(1))
             with torch.enable_grad():
                 task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=config.balance_weight))
                 tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit()
@@ -164,7 +166,7 @@ def mergers(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
         before = accuracy_of(model, images, labels)
         twin, twin_distance = merged_twin(copy.deepcopy(model), images, seed)
         forced = copy.deepcopy(model)
-        Surgeon(only_layer(forced), Population.initial(8, 10), None).carry_out(Merge(1, 0, 0.5, {}), step=0)
+        Surgeon(only_layer(forced), ExpertRoster.initial(8, 10), None).carry_out(Merge(1, 0, 0.5, {}), step=0)
         inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
         rows.append(
             {
@@ -192,16 +194,16 @@ def merged_twin(model: torch.nn.Module, images: torch.Tensor, seed: int) -> tupl
     """The model after a split, a scramble and a merger; and how differently the twins answered."""
     layer = only_layer(model)
     inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
-    surgeon = Surgeon(layer, Population.initial(8, 10), None)
+    surgeon = Surgeon(layer, ExpertRoster.initial(8, 10), None)
     direction_D = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(seed))
-    seat = free_seat(surgeon.population, layer.placement)
-    assert seat is not None
+    logical_id = free_logical_id(surgeon.roster, layer.placement)
+    assert logical_id is not None
     divider = Divider(direction_D, float((inputs @ direction_D).median()))
-    surgeon.carry_out(Grow(0, seat, False, {}), step=0, divider=divider)
+    surgeon.carry_out(Grow(0, logical_id, False, {}), step=0, divider=divider)
     rows = ExpertRows(layer.expert_stack, None)
     order = torch.randperm(layer.experts.down.shape[1], generator=torch.Generator().manual_seed(seed))
-    rows.write(seat, reordered(rows.fetch(seat), order))
-    distance = closest(output_distances(layer, inputs, [0, seat]))
+    rows.write(logical_id, reordered(rows.fetch(logical_id), order))
+    distance = closest(output_distances(layer, inputs, [0, logical_id]))
     surgeon.carry_out(Merge(8, 0, 0.5, {}), step=0)
     return model, distance
 
@@ -225,12 +227,12 @@ def accuracy_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tens
 
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
     """Arms take turns within each round; one epoch each, without evaluation's share."""
-    awake, asleep = LifeConfig(sleep=False), LifeConfig(sleep_every=400, min_sleep_every=1)
+    awake, asleep = LifecycleConfig(sleep=False), LifecycleConfig(sleep_every=400, min_sleep_every=1)
     arms = {
         FIXED: full(),
-        "growth on, 8 of 8 seats taken": replace(full(), max_experts=8, life=awake),
-        "growth on, and two sleeps": replace(full(), max_experts=8, life=asleep),
-        "growth on, 8 of 16 seats taken": replace(full(), max_experts=16, life=awake),
+        "growth on, 8 of 8 seats taken": replace(full(), max_experts=8, lifecycle=awake),
+        "growth on, and two sleeps": replace(full(), max_experts=8, lifecycle=asleep),
+        "growth on, 8 of 16 seats taken": replace(full(), max_experts=16, lifecycle=awake),
     }
     throughput: dict[str, list[float]] = {arm: [] for arm in arms}
     per_cpu: dict[str, list[float]] = {arm: [] for arm in arms}

@@ -36,13 +36,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.helpers import run_distributed
+from toolkit.hosts.engine import ExpertParallel
+from toolkit.hosts.foreign import slots_of_rows
 from toolkit.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
 from toolkit.hosts.transformers.kernel import experts_forward
 from toolkit.moe.dispatch import AllToAllDispatcher
-from toolkit.hosts.engine import ExpertParallel
-from toolkit.hosts.foreign import slots_of_rows
+from toolkit.parallel.ownership import make_expert_groups
 from toolkit.placement.placement import contiguous
-from toolkit.parallel.ownership import make_shard_groups
 from toolkit.run.run import keep_freed_memory
 
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
@@ -162,7 +162,7 @@ def take_apart(dim: int, hidden: int, rounds: int) -> dict[str, list[float]]:
 
     keep_freed_memory()
     world, rank = dist.get_world_size(), dist.get_rank()
-    groups = make_shard_groups(world)
+    groups = make_expert_groups(world)
     dispatcher = AllToAllDispatcher(contiguous(EXPERTS, world), groups)
     local = config(dim, hidden)
     local.num_experts = EXPERTS // world
@@ -194,10 +194,10 @@ def take_apart(dim: int, hidden: int, rounds: int) -> dict[str, list[float]]:
         dispatcher.combine(rows, plan, weights.detach().requires_grad_()).backward(upstream)
 
     def bare(_: int) -> None:
-        dist.all_to_all_single(counts_back, counts, group=groups.shard_group)
+        dist.all_to_all_single(counts_back, counts, group=groups.ep_group)
         for _ in range(2):  # forward, backward
-            dist.all_to_all_single(back, out, received, sent, group=groups.shard_group)
-            dist.all_to_all_single(out, back, sent, received, group=groups.shard_group)
+            dist.all_to_all_single(back, out, received, sent, group=groups.ep_group)
+            dist.all_to_all_single(out, back, sent, received, group=groups.ep_group)
 
     parts = {"layer": layer, "dispatch and combine": dispatch_and_combine, "bare all-to-alls": bare}
     seconds: dict[str, list[float]] = {name: [] for name in parts}

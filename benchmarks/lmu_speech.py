@@ -52,11 +52,11 @@ def train(config: Config, folder: Path, data_dir: Path | None) -> dict[str, Any]
 
 def with_beam(folder: Path, config: Config, data_dir: Path | None, *, lexicon: bool) -> float:
     """The word error rate of the recogniser in `folder`, in percent, with a beam, of words to train on or of any."""
-    from toolkit.domains.speech.characters import Characters
     from toolkit.domains.speech.audio import LogMel
-    from toolkit.domains.speech.speech import load_speech
+    from toolkit.domains.speech.characters import Characters
     from toolkit.domains.speech.ctc import CTC
     from toolkit.domains.speech.decoding import Lexicon
+    from toolkit.domains.speech.speech import load_speech
     from toolkit.domains.speech.transcribe import load_recogniser
 
     recogniser = load_recogniser(folder / "recogniser")

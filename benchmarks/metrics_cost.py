@@ -33,11 +33,11 @@ from toolkit.callbacks.base import Callback
 from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.layer import make_moe
+from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.load.forwards import ForwardLoads
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
 from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
@@ -60,7 +60,7 @@ def timed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Mixtures(nn.Module):
-    def __init__(self, groups: ShardGroups):
+    def __init__(self, groups: ExpertGroups):
         super().__init__()
         self.stem = nn.Linear(DIM, DIM)
         self.layers = nn.ModuleList(make_moe(DIM, HIDDEN, EXPERTS, 2, groups=groups, seed=i) for i in range(LAYERS))
@@ -96,7 +96,7 @@ def train(log_every: int) -> list[float]:
             run_dir=Path(folder) / "run", tracker="none", cpu=True, batch_size=BATCH, log_every=log_every
         )
         with start_run("metrics_cost", config) as run:
-            model = Mixtures(make_shard_groups(run.world_size))
+            model = Mixtures(make_expert_groups(run.world_size))
             table = TensorTable(input=torch.randn(BATCH * STEPS, DIM), label=torch.randint(10, (BATCH * STEPS,)))
             where = {"rank": run.rank, "world_size": run.world_size}
             clock = Clock()

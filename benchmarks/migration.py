@@ -31,11 +31,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.helpers import peak_bytes, run_distributed
-from toolkit.parallel import ownership
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.migrate import migrate
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
 
 DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
 WORLDS = (1, 2, 4)
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def trained_layer(
-    groups: ShardGroups, placement: ExpertPlacement | None = None
+    groups: ExpertGroups, placement: ExpertPlacement | None = None
 ) -> tuple[MoE, torch.optim.AdamW, list[nn.Parameter]]:
     """A layer after a step, gradients kept; its experts' parameters."""
     layer = make_moe(DIM, HIDDEN, EXPERTS, TOP_K, groups=groups, placement=placement, activation="swiglu")
@@ -55,7 +55,7 @@ def trained_layer(
     rows = list(layer.expert_stack.parameters.values())
     layer(torch.randn(64, DIM)).square().mean().backward()
     if dist.is_initialized():
-        ownership.average_sharded_gradients(rows, dist.get_world_size())
+        ownership.average_owned_gradients(rows, dist.get_world_size())
     optimizer.step()
     return layer, optimizer, rows
 
@@ -71,7 +71,7 @@ def nbytes(optimizer: torch.optim.Optimizer, rows: list[nn.Parameter]) -> tuple[
 
 
 def bytes_per_rank(ep_size: int) -> tuple[int, int, int]:
-    _, optimizer, rows = trained_layer(make_shard_groups(ep_size))
+    _, optimizer, rows = trained_layer(make_expert_groups(ep_size))
     return nbytes(optimizer, rows)
 
 
@@ -109,7 +109,7 @@ def placements(kind: str, ranks: int) -> tuple[ExpertPlacement, ExpertPlacement]
 
 def move(kind: str, ep_size: int) -> Row:
     old, new = placements(kind, ep_size)
-    groups = make_shard_groups(ep_size)
+    groups = make_expert_groups(ep_size)
     layer, optimizer, rows = trained_layer(groups, old)
     weights, _, states = nbytes(optimizer, rows)
     one_expert = (weights + states) // len(old.slots[groups.ep_rank])

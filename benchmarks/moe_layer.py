@@ -61,7 +61,7 @@ class Dense(nn.Module):
         return self.down(F.silu(gate) * hidden)
 
 
-class DensePerCopy(nn.Module):
+class DensePerAssignment(nn.Module):
     """The same FLOPs over as many rows as a mixture has: each token goes `TOP_K` times through a narrower network."""
 
     def __init__(self, hidden_dim: int, activation: Activation):
@@ -171,7 +171,7 @@ def measure(
     step, ours = Step(tokens), make_moe(DIM, hidden_dim, experts, TOP_K, activation=activation)
     contenders: dict[str, nn.Module] = {
         "dense": Dense(TOP_K * hidden_dim, activation),
-        "dense, a row per copy": DensePerCopy(hidden_dim, activation),
+        "dense, a row per copy": DensePerAssignment(hidden_dim, activation),
         "ours": ours,
     }
     if activation == "swiglu":

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import lower_bound, rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
@@ -42,7 +42,9 @@ EVERY = 20
 """Steps between plans."""
 EXPERT = 3 * 2048 * 1024
 """Parameters of an expert of the guard's table."""
-PRICES = Prices(seconds_per_row=1e-6, bytes_per_second=25e9, weight_bytes=2 * EXPERT, optimizer_bytes=12 * EXPERT)
+COST_MODEL = CostModel(
+    seconds_per_row=1e-6, bytes_per_second=25e9, weight_bytes=2 * EXPERT, optimizer_bytes=12 * EXPERT
+)
 """A GPU that needs a microsecond per row and a link of 200 Gbit/s; bf16 weights, float32 moments and master weights."""
 
 Row = dict[str, Any]
@@ -199,14 +201,14 @@ def guard() -> None:
                         start(label, 64, 8),
                         planner_named(label),
                         every=EVERY,
-                        guard=MigrationGuard(PRICES) if guarded else None,
+                        guard=MigrationGuard(COST_MODEL) if guarded else None,
                     )
                     for load in loads
                 ]
                 suffix = ", guarded" if guarded else ""
                 row[f"imbalance{suffix}"] = round(float(np.mean([run.imbalance_T.mean() for run in runs])), 3)
                 row[f"moved{suffix}"] = round(float(np.mean([sum(run.experts_moved) for run in runs])))
-                spans = [worst_span(load, run, PRICES) for load, run in zip(loads, runs, strict=True)]
+                spans = [worst_span(load, run, COST_MODEL) for load, run in zip(loads, runs, strict=True)]
                 row[f"worst span{suffix}"] = round(max(spans), 3)
             rows.append(row)
     write_report("planners_guard", rows, seeds=SEEDS, every=EVERY, experts=64, ranks=8)

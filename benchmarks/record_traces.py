@@ -24,8 +24,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from toolkit.placement.placement import contiguous
 from toolkit.lab.traces import TraceFile
+from toolkit.placement.placement import contiguous
 
 PROCESSES, EXPERTS, TOP_K = 4, 16, 2
 

@@ -110,7 +110,9 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.say(f"{data.describe()}; loss balanced by class: {config.class_balance}")
-        task = tk.activity.VotedClassification(class_weights=tk.activity.class_weights(data.class_counts, config.class_balance))
+        task = tk.activity.VotedClassification(
+            class_weights=tk.activity.class_weights(data.class_counts, config.class_balance)
+        )
         return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
 
 

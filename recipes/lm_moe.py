@@ -71,7 +71,9 @@ def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
     source = config.model or tk.transformers.language_model_config(
         config.architecture, vocab_size=vocab_size, **{name: getattr(config, name) for name in sizes}
     )
-    return tk.transformers.causal_lm(source, vocab_size=vocab_size, experts_implementation=tk.transformers.use_toolkit_kernel())
+    return tk.transformers.causal_lm(
+        source, vocab_size=vocab_size, experts_implementation=tk.transformers.use_toolkit_kernel()
+    )
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def main(config: Config) -> dict[str, Any]:
         data = tk.load_text(config.dataset, config.data_dir, tokenizer=config.tokenizer, agree=run.agree, **sizes)
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
-        groups = tk.make_shard_groups(config.ep_size_in(run.world_size))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
         tk.spread_experts(model, groups, spare_slots=config.spare_slots, by_turns=config.by_turns)
         run.describe(**tk.describe_experts(model, groups))
         weights = {"balance_weight": config.balance_weight, "z_weight": config.z_weight}

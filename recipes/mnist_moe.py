@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(tk.LivingRunConfig):
+class Config(tk.DynamicRunConfig):
     """Everything that decides a run; the fields that are shared with other recipes are inherited."""
 
     dim: int = 384
@@ -63,7 +63,7 @@ def dynamic() -> Config:
     return replace(full(), experts=4, max_experts=16)
 
 
-def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> nn.Module:
+def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> nn.Module:
     """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
     hidden = config.expert_hidden_size
     if config.experts == 0:
@@ -75,7 +75,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
             config.experts,
             config.top_k,
             groups=groups,
-            seats=config.max_experts,
+            logical_ids=config.max_experts,
             **config.layer_options(),
             shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
             seed=config.seed,
@@ -87,7 +87,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ShardGroups) -> n
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mnist_moe", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
-        groups = tk.make_shard_groups(config.ep_size_in(run.world_size))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
         model = build_model(config, data, groups)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_experts(model, groups))
         balance_weight = config.balance_weight if config.balance == "loss" else 0.0
@@ -106,7 +106,7 @@ def main(config: Config) -> dict[str, Any]:
             augment=augment,
             callbacks=[
                 *tk.expert_callbacks(model, config, penalty),
-                *tk.life_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes),
+                *tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes),
             ],
         )
         return run.finish(trainer.fit())

@@ -75,16 +75,26 @@ def reference() -> Config:
     return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
 
 
-def build(config: Config, num_classes: int) -> tuple[tk.autoencoder.SemiSupervisedVAE | tk.autoencoder.RelaxedVAE, tk.Task]:
+def build(
+    config: Config, num_classes: int
+) -> tuple[tk.autoencoder.SemiSupervisedVAE | tk.autoencoder.RelaxedVAE, tk.Task]:
     """The model and what it learns by."""
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
-        return tk.autoencoder.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.autoencoder.RelaxedBound(config.supervision_weight)
+        return tk.autoencoder.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.autoencoder.RelaxedBound(
+            config.supervision_weight
+        )
     if config.objective == "exact":
-        model = tk.autoencoder.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
-        return model, tk.autoencoder.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
+        model = tk.autoencoder.SemiSupervisedVAE(
+            style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes
+        )
+        return model, tk.autoencoder.SemiSupervised(
+            config.supervision_weight, smoothness_weight=config.smoothness_weight
+        )
     own_answers = 1.0 if config.objective == "pseudo_label" else 0.0
-    return tk.autoencoder.SemiSupervisedVAE(style_dim=None, **sizes), tk.autoencoder.LabelledOnly(pseudo_label_weight=own_answers)
+    return tk.autoencoder.SemiSupervisedVAE(style_dim=None, **sizes), tk.autoencoder.LabelledOnly(
+        pseudo_label_weight=own_answers
+    )
 
 
 def main(config: Config) -> dict[str, Any]:

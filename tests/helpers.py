@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # A forkserver imports the slow libraries once; each rank is then a fork of that clean process.
 _context = multiprocessing.get_context("forkserver")
 # `torch._dynamo`, with sympy behind it, is what DDP imports when the first model is wrapped.
-_context.set_forkserver_preload(["pytest", "torch._dynamo", "accelerate", "toolkit.trainer", "toolkit.standard.trainer"])
+_context.set_forkserver_preload(
+    ["pytest", "torch._dynamo", "accelerate", "toolkit.trainer", "toolkit.standard.trainer"]
+)
 
 
 def free_port() -> int:

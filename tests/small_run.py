@@ -20,7 +20,7 @@ from toolkit.data.table import TensorTable
 from toolkit.moe.balance import BiasBalancing
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
 from toolkit.schedules import warmup_cosine
 from toolkit.tracking.jsonl import read_metrics
 
@@ -36,7 +36,7 @@ class SmallConfig(tk.RunConfig):
 
 
 class SmallModel(nn.Module):
-    def __init__(self, groups: ShardGroups, experts: int = 4):
+    def __init__(self, groups: ExpertGroups, experts: int = 4):
         super().__init__()
         self.stem = nn.Linear(DIM, 16)
         self.dropout = nn.Dropout(0.1)
@@ -75,7 +75,7 @@ def small_trainer(
     config: SmallConfig, stop: Stop | None = None, *, ep_size: int = 1, callbacks: Sequence[tk.Callback] = ()
 ) -> Iterator[tk.Trainer]:
     with tk.start_run("small", config) as run:
-        model = SmallModel(make_shard_groups(ep_size), config.experts)
+        model = SmallModel(make_expert_groups(ep_size), config.experts)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
             input=torch.randn(SAMPLES, DIM, generator=draws),

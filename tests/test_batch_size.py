@@ -136,7 +136,7 @@ def ranks_disagree(folder) -> int:
         batch_size.memory_budget = lambda *_: 1000 - 700 * run.rank
         measured = Probe.peak_bytes
         Probe.peak_bytes = lambda self, size: 0 * measured(self, size) + 100 * size
-        groups = tk.make_shard_groups(2)
+        groups = tk.make_expert_groups(2)
         model = nn.Sequential(nn.Linear(4, 6), tk.make_moe(6, 4, 4, 2, groups=groups), nn.Linear(6, 2))
         task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=0.1))
         load = tk.ExpertLoad(model)

@@ -20,19 +20,19 @@ from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.checkpoint.manifest import read_manifest
+from toolkit.config.experts import MoERunConfig
 from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.config.experts import MoERunConfig
-from toolkit.checkpoint.manifest import read_manifest
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import make_shard_groups, sharding_of
+from toolkit.parallel.ownership import make_expert_groups, ownership_of
 from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
@@ -88,7 +88,7 @@ def trainer_of(
     )
     with start_run("elastic", config) as run:
         assert run.world_size == world
-        model = TwoLayers(make_shard_groups(ep_size), place(placement, ep_size), balance)
+        model = TwoLayers(make_expert_groups(ep_size), place(placement, ep_size), balance)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
@@ -116,13 +116,13 @@ def contents(trainer: Trainer) -> dict[str, Any]:
     """All that a checkpoint holds, as this rank has it, under names that do not depend on the layout."""
     tensors = by_id(trainer.raw_model, "weight") | {name: b.clone() for name, b in trainer.raw_model.named_buffers()}
     for name, parameter in trainer.raw_model.named_parameters():
-        sharding = sharding_of(parameter)
+        ownership = ownership_of(parameter)
         for key, value in trainer.optimizer.optimizer.state[parameter].items():
-            if sharding is None:
+            if ownership is None:
                 tensors[f"{name}.{key}"] = value.clone()
                 continue
-            for row, row_id in enumerate(sharding.row_ids):
-                if sharding.owns[row]:
+            for row, row_id in enumerate(ownership.row_ids):
+                if ownership.owns[row]:
                     tensors[f"{name}/{row_id}.{key}"] = (value[row] if value.ndim else value).clone()
     load = next(c for c in trainer.callbacks if isinstance(c, ExpertLoad)).state_dict()
     return {

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.data.table import TensorTable
-from toolkit.data.batches import TrainBatches
 from toolkit.config.experts import MoERunConfig
+from toolkit.data.batches import TrainBatches
+from toolkit.data.table import TensorTable
 from toolkit.models.mlp import Pixels, ResidualClassifier
+from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
-from toolkit.moe.layer import make_moe
 from toolkit.optim import build_optimizer
 from toolkit.run.run import start_run
 from toolkit.schedules import constant

@@ -16,17 +16,24 @@ from torch import Tensor, nn
 from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
+from toolkit.config.experts import MoERunConfig
 from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.config.experts import MoERunConfig
 from toolkit.models.mlp import MLP
-from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.layer import make_moe
-from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.moe.losses import RouterPenalty
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, is_owned, make_shard_groups, replicas_agree, sharding_of
+from toolkit.parallel.ownership import (
+    EMPTY_ROW,
+    ExpertGroups,
+    is_owned,
+    make_expert_groups,
+    ownership_of,
+    replicas_agree,
+)
+from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
@@ -61,7 +68,7 @@ def place(name: str, ranks: int) -> ExpertPlacement:
 class TwoLayers(nn.Module):
     """Two mixtures with a shared expert between dense layers."""
 
-    def __init__(self, groups: ShardGroups, placement: ExpertPlacement, balance: str):
+    def __init__(self, groups: ExpertGroups, placement: ExpertPlacement, balance: str):
         super().__init__()
         torch.manual_seed(0)
         spread: dict[str, Any] = {"groups": groups, "placement": placement, "bias_balancing": balance == "bias"}
@@ -98,11 +105,11 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         value = (parameter.grad if what == "grad" else parameter.detach()).clone()
-        sharding = sharding_of(parameter)
-        if sharding is None:
+        ownership = ownership_of(parameter)
+        if ownership is None:
             rows[name] = value
         else:
-            for row_id, row, owns in zip(sharding.row_ids, value, sharding.owns, strict=True):
+            for row_id, row, owns in zip(ownership.row_ids, value, ownership.owns, strict=True):
                 if what == "grad" and row_id != EMPTY_ROW and not owns:
                     assert not row.any(), "the gradient of a copy counts at its owner"
                 elif row_id != EMPTY_ROW:
@@ -123,7 +130,7 @@ def train(
         optimizer=OptimizerConfig(weight_decay=0.1),
     )
     with start_run("parity", config) as run:
-        groups = make_shard_groups(ep_size)
+        groups = make_expert_groups(ep_size)
         model = TwoLayers(groups, place(placement, ep_size), balance).to(dtype)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(

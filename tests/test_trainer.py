@@ -17,7 +17,7 @@ from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.layer import make_moe
-from toolkit.parallel.ownership import ShardGroups
+from toolkit.parallel.ownership import ExpertGroups
 from toolkit.schedules import constant, warmup_cosine
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import Classification
@@ -123,7 +123,7 @@ def test_a_penalty_weighs_as_much_as_its_micro_batchs_share_of_the_count(world_s
 
 def weights_after_training(batch_size: int, accumulation: int) -> dict[str, Tensor]:
     """Seven AdamW steps with clipping, on 21 samples, so that each epoch ends with a short batch."""
-    model = ToyMixture(ShardGroups())
+    model = ToyMixture(ExpertGroups())
     toy_trainer(
         model, max_steps=7, samples=21, batch_size=batch_size, accumulation=accumulation, max_grad_norm=0.1
     ).fit()

@@ -1,35 +1,63 @@
 """The public names, once: `toolkit/__init__.py` loads each when it is first used."""
 
-from .cli import run_recipe as run_recipe
-from .config.run import CheckpointConfig as CheckpointConfig, EarlyStoppingConfig as EarlyStoppingConfig, OptimizerConfig as OptimizerConfig, RunConfig as RunConfig, ScheduleConfig as ScheduleConfig, require as require
-from .config.experts import ExpertRunConfig as ExpertRunConfig, LivingRunConfig as LivingRunConfig, MoERunConfig as MoERunConfig
-from .errors import Preempted as Preempted, UserError as UserError
-from .run.run import Run as Run, start_run as start_run
-from .task import Batch as Batch, Loss as Loss, Task as Task
-from .trainer import Trainer as Trainer
-from .standard.trainer import standard_trainer as standard_trainer
-from .standard.experts import expert_callbacks as expert_callbacks, life_callbacks as life_callbacks
 from .callbacks.base import Callback as Callback
 from .callbacks.checkpointing import Checkpointing as Checkpointing
 from .callbacks.early_stopping import EarlyStopping as EarlyStopping
 from .callbacks.evaluation import Evaluation as Evaluation
 from .callbacks.preemption import Preemption as Preemption
 from .callbacks.throughput import Throughput as Throughput
+from .cli import run_recipe as run_recipe
+from .config.experts import DynamicRunConfig as DynamicRunConfig
+from .config.experts import ExpertRunConfig as ExpertRunConfig
+from .config.experts import MoERunConfig as MoERunConfig
+from .config.run import CheckpointConfig as CheckpointConfig
+from .config.run import EarlyStoppingConfig as EarlyStoppingConfig
+from .config.run import OptimizerConfig as OptimizerConfig
+from .config.run import RunConfig as RunConfig
+from .config.run import ScheduleConfig as ScheduleConfig
+from .config.run import require as require
+from .data.batches import BatchOrder as BatchOrder
 from .data.batches import EvalBatches as EvalBatches
+from .data.batches import TrainBatches as TrainBatches
 from .data.blanking import BlankPixels as BlankPixels
+from .data.images import ImageData as ImageData
 from .data.images import load_images as load_images
+from .data.ragged import BucketedOrder as BucketedOrder
 from .data.table import TensorTable as TensorTable
+from .data.text import TextData as TextData
 from .data.text import load_text as load_text
-from .tasks.classification import Classification as Classification
-from .tasks.language_modeling import LanguageModeling as LanguageModeling
-from .models.mlp import MLP as MLP, Pixels as Pixels, ResidualClassifier as ResidualClassifier
+from .domains import activity as activity
+from .domains import autoencoder as autoencoder
+from .domains import continual as continual
+from .domains import speech as speech
+from .errors import Preempted as Preempted
+from .errors import UserError as UserError
+from .hosts import transformers as transformers
 from .hosts.engine import ExpertParallel as ExpertParallel
 from .hosts.spread import spread_experts as spread_experts
-from .moe.layer import MoE as MoE, describe_experts as describe_experts, make_moe as make_moe
+from .lab.traces import TraceRecorder as TraceRecorder
+from .models.mlp import MLP as MLP
+from .models.mlp import Pixels as Pixels
+from .models.mlp import ResidualClassifier as ResidualClassifier
+from .moe.balance import WholeStepBalance as WholeStepBalance
+from .moe.layer import MoE as MoE
+from .moe.layer import describe_experts as describe_experts
+from .moe.layer import make_moe as make_moe
+from .moe.load.expert_load import ExpertLoad as ExpertLoad
 from .moe.losses import RouterPenalty as RouterPenalty
 from .moe.replan import Replan as Replan
+from .parallel.ownership import ExpertGroups as ExpertGroups
+from .parallel.ownership import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement
-from .parallel.ownership import ShardGroups as ShardGroups, make_shard_groups as make_shard_groups
+from .run.run import Run as Run
+from .run.run import start_run as start_run
+from .standard.experts import expert_callbacks as expert_callbacks
+from .standard.experts import lifecycle_callbacks as lifecycle_callbacks
+from .standard.trainer import standard_trainer as standard_trainer
+from .task import Batch as Batch
+from .task import Loss as Loss
+from .task import Task as Task
+from .tasks.classification import Classification as Classification
+from .tasks.language_modeling import LanguageModeling as LanguageModeling
+from .trainer import Trainer as Trainer
 from .version import __version__ as __version__
-from .domains import activity as activity, autoencoder as autoencoder, continual as continual, speech as speech
-from .hosts import transformers as transformers

@@ -25,10 +25,10 @@ from torch import nn
 from toolkit.data.batches import AugmentedTable
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import is_owned, sharding_of
+from toolkit.parallel.ownership import is_owned, ownership_of
+from toolkit.run.folder import write_json
 from toolkit.run.run import Run
 from toolkit.task import Task
-from toolkit.run.folder import write_json
 
 CHOICE_FILE = "auto_batch_size.json"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -145,7 +145,7 @@ class Probe:
     ):
         self.run, self.table = run, table
         # Task and model know each other, so they are copied together; process groups cannot be copied.
-        shared = {id(s.groups): s.groups for p in model.parameters() if (s := sharding_of(p)) is not None}
+        shared = {id(s.groups): s.groups for p in model.parameters() if (s := ownership_of(p)) is not None}
         copies: tuple[Task, nn.Module] = copy.deepcopy((task, model), dict(shared))
         self.task, self.model = copies[0], copies[1].to(run.device).train()
         self.optimizer = make_optimizer(self.model)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from toolkit.config import foreign_flags
 from toolkit import launch
+from toolkit.config import foreign_flags
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 

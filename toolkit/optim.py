@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit.parallel import ownership
 from toolkit.config.run import OptimizerConfig
+from toolkit.parallel import ownership
 
 
 def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerConfig) -> torch.optim.AdamW:

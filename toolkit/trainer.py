@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.checkpoint import checkpoint
-from toolkit.parallel import ownership
 from toolkit.callbacks.base import HOOKS, Callback
+from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.metrics import MetricSums
+from toolkit.parallel import ownership
 from toolkit.run.run import Run
 from toolkit.schedules import Schedule
 from toolkit.seeding import seed_device
@@ -124,11 +124,11 @@ class Trainer:
                 accelerator.backward(value * scale)
             self.record_sums(loss, counts[index])
         accelerator.unscale_gradients()
-        ownership.average_sharded_gradients(self.owned_parameters, self.run.world_size)
+        ownership.average_owned_gradients(self.owned_parameters, self.run.world_size)
         norm = ownership.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.hooks("on_before_optimizer_step")
         self.update()
-        ownership.refresh_copies(self.owned_parameters)
+        ownership.refresh_replicas(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
         return norm

@@ -14,12 +14,12 @@ from torch import nn
 
 from tests.helpers import run_distributed
 from tests.tracking.toy import STEPS_PER_EPOCH, train
-from toolkit.callbacks.throughput import BarrierWait, Throughput
+from toolkit.callbacks import progress as progress_module
+from toolkit.callbacks import throughput as throughput_module
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.progress import Progress
-from toolkit.callbacks import progress as progress_module
-from toolkit.callbacks import throughput as throughput_module
+from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.config.run import RunConfig
 from toolkit.state import TrainState
 from toolkit.tracking.jsonl import read_metrics

@@ -19,9 +19,9 @@ from tests.helpers import _context, run_distributed
 from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
-from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, make_shard_groups, mark_sharded
 from toolkit.checkpoint.tensor_files import SavedTensors, load_optimizer
+from toolkit.optim import build_optimizer
+from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups, mark_owned
 
 
 class OneRank:
@@ -44,14 +44,14 @@ class OneRank:
 Pair = tuple[SmallModel, torch.optim.Optimizer]
 
 
-def trained(groups: ShardGroups | None = None, *, steps: int = 2, experts: int = 4) -> Pair:
+def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int = 4) -> Pair:
     """A model and its optimizer whose every number depends on its expert's id, its place and `steps`."""
     torch.manual_seed(0)
-    model = SmallModel(groups or ShardGroups(), experts)
+    model = SmallModel(groups or ExpertGroups(), experts)
     optimizer = build_optimizer(model, lr=0.1, config=tk.OptimizerConfig())
     for step in range(steps):
         for place, parameter in enumerate(model.parameters()):
-            ids = getattr(parameter, "sharding", None)
+            ids = getattr(parameter, "ownership", None)
             rows = range(len(parameter)) if ids is None else ids.row_ids
             value = torch.tensor([1.0 + row * 10 + place + step for row in rows])
             parameter.grad = torch.sin(value).view(-1, *[1] * (parameter.ndim - 1)).expand_as(parameter).clone()
@@ -127,7 +127,7 @@ def test_rows_are_saved_under_their_stable_ids_and_everything_else_once(tmp_path
 def test_an_empty_row_is_neither_saved_nor_overwritten(tmp_path):
     def with_empty_row(pair: Pair) -> Pair:
         for parameter in (pair[0].moe.experts.up, pair[0].moe.experts.down):
-            mark_sharded(parameter, row_ids=(0, 1, EMPTY_ROW, 9), groups=ShardGroups())
+            mark_owned(parameter, row_ids=(0, 1, EMPTY_ROW, 9), groups=ExpertGroups())
         return pair
 
     then, now = with_empty_row(trained()), with_empty_row(trained(steps=0))
@@ -144,9 +144,9 @@ def test_an_empty_row_is_neither_saved_nor_overwritten(tmp_path):
 def test_a_rank_that_owns_no_row_has_room_for_moments_and_what_rows_share(tmp_path):
     path = save(tmp_path, trained(steps=2), 7)
     model, optimizer = trained(steps=0)
-    groups = ShardGroups(ep_size=2, ep_rank=1)
+    groups = ExpertGroups(ep_size=2, ep_rank=1)
     up = model.moe.experts.up
-    mark_sharded(up, row_ids=(2, 0, EMPTY_ROW, 3), groups=groups, rows_of_ranks=((0, 1, 2, 3), (2, 0, EMPTY_ROW, 3)))
+    mark_owned(up, row_ids=(2, 0, EMPTY_ROW, 3), groups=groups, rows_of_ranks=((0, 1, 2, 3), (2, 0, EMPTY_ROW, 3)))
     with SavedTensors() as tensors:
         tensors.open(path, manifest.read_manifest(path)["files"])
         load_optimizer(model, optimizer, tensors)
@@ -176,7 +176,7 @@ def test_loss_scaling_is_saved(tmp_path):
 
 def ranks(folder: Path, ep_size: int, work: str) -> dict[str, torch.Tensor]:
     """Save, or load and return what this rank has then; all under `ep_size`."""
-    groups = make_shard_groups(ep_size)
+    groups = make_expert_groups(ep_size)
     run = OneRank()
     if work == "save":
         save(folder, trained(groups), 7, run=run)
@@ -222,18 +222,18 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(tmp
 def test_a_checkpoint_with_more_rows_than_anybody_wants_is_refused(tmp_path):
     pair = trained()
     for name in ("up", "down"):
-        mark_sharded(getattr(pair[0].moe.experts, name), row_ids=(0, 1, 2, 9), groups=ShardGroups())
+        mark_owned(getattr(pair[0].moe.experts, name), row_ids=(0, 1, 2, 9), groups=ExpertGroups())
     save(tmp_path, pair, 7)
     only_nine_is_more = trained()
     for name in ("up", "down"):
-        mark_sharded(getattr(only_nine_is_more[0].moe.experts, name), row_ids=(0, 1, 2, -1), groups=ShardGroups())
+        mark_owned(getattr(only_nine_is_more[0].moe.experts, name), row_ids=(0, 1, 2, -1), groups=ExpertGroups())
     assert "it holds 'moe.experts.down/9' (and 1 more)" in refusal(tmp_path, only_nine_is_more)
 
 
 def test_a_checkpoint_that_lacks_a_row_is_refused(tmp_path):
     pair = trained()
     for name in ("up", "down"):
-        mark_sharded(getattr(pair[0].moe.experts, name), row_ids=(0, 1, 2, -1), groups=ShardGroups())
+        mark_owned(getattr(pair[0].moe.experts, name), row_ids=(0, 1, 2, -1), groups=ExpertGroups())
     save(tmp_path, pair, 7)
     assert "it lacks 'moe.experts.up/3'" in refusal(tmp_path, trained())
 
@@ -517,7 +517,7 @@ def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeyp
 
 
 def fail_on_rank_one(folder: Path) -> None:
-    groups, run = make_shard_groups(2), OneRank()
+    groups, run = make_expert_groups(2), OneRank()
     save(folder, trained(groups, steps=1), 3, run=run)
     write = checkpoint.save_file
 
@@ -550,7 +550,7 @@ def test_a_failure_on_one_rank_reaches_all(tmp_path):
 
 
 def refuse_on_rank_one(folder: Path) -> None:
-    groups, run = make_shard_groups(2), OneRank()
+    groups, run = make_expert_groups(2), OneRank()
     path = save(folder, trained(groups), 7, run=run)
     pair = trained(groups, steps=0)
     if run.rank == 1:
@@ -589,7 +589,7 @@ def test_what_is_said_with_the_tensors_is_adopted_before_they_are_read_and_only_
 
     def adopt(extra: dict[str, Any]) -> None:
         for parameter in (model.moe.experts.up, model.moe.experts.down):
-            mark_sharded(parameter, row_ids=extra["rows"], groups=ShardGroups())
+            mark_owned(parameter, row_ids=extra["rows"], groups=ExpertGroups())
 
     load_tensors(tmp_path / "saved", model, optimizer, adopt=adopt)
     expected = trained()

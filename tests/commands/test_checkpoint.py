@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.checkpoint.test_checkpoint import assert_same, flip, ranks, trained
 from tests.helpers import run_distributed
 from tests.small_run import SmallModel
-from tests.checkpoint.test_checkpoint import assert_same, flip, ranks, trained
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
-from toolkit.parallel.ownership import ShardGroups
+from toolkit.parallel.ownership import ExpertGroups
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_resharded_checkpoint_loads_without_a_difference(placement, saved, tmp
 def test_an_exported_file_is_a_state_dict_with_experts_in_the_order_of_their_ids(saved, tmp_path, capsys):
     said_by(capsys, "reshard", saved, tmp_path / "shuffled", "--ep-size", 2, "--placement", "round_robin")
     said_by(capsys, "export", tmp_path / "shuffled", tmp_path / "out")
-    model = SmallModel(ShardGroups())
+    model = SmallModel(ExpertGroups())
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     expected = trained()[0].state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

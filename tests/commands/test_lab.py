@@ -11,8 +11,8 @@ import pytest
 from toolkit.commands import main
 from toolkit.errors import UserError
 from toolkit.lab.report import STAY, Rules, case_of_trace, case_of_workload, on_ranks, try_planner
-from toolkit.placement.placement import contiguous
 from toolkit.lab.traces import TraceFile, read_trace
+from toolkit.placement.placement import contiguous
 from toolkit.placement.workloads import Sizes
 
 SIZES = Sizes(steps=60, ranks=4, experts=16, copies=512)

@@ -9,10 +9,10 @@ import torch
 from toolkit.commands import main
 from toolkit.domains.speech.audio import LogMel, encode_wav
 from toolkit.domains.speech.characters import Characters
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-from toolkit.domains.speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from toolkit.domains.speech.decoding import best_path
+from toolkit.domains.speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from toolkit.domains.speech.transcribe import load_recogniser, save_recogniser
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
 

@@ -10,8 +10,8 @@ from recipes import vae_robustness
 from recipes.mnist_moe import PRESETS
 from tests.helpers import ROOT
 from toolkit import cli
-from toolkit.errors import UserError
 from toolkit.config.foreign_flags import REMEDIES, remedy
+from toolkit.errors import UserError
 
 OURS = cli._flags(type(PRESETS["dynamic"]()))
 OTHERS = set(cli._flags(vae_robustness.Config)) | {"--grid", "--num-seeds", "--seed-offset"}
@@ -23,7 +23,7 @@ OTHERS = set(cli._flags(vae_robustness.Config)) | {"--grid", "--num-seeds", "--s
     [
         ("--gpu-mode cpu", "unknown flag --gpu-mode: the device is found, a GPU where there is one; --cpu stays"),
         ("--gpu_memory_fraction 0.9", "unknown flag --gpu-memory-fraction: use --memory-fraction"),
-        ("--enable-sleep", "use --life.sleep or --life.no-sleep"),
+        ("--enable-sleep", "use --lifecycle.sleep or --lifecycle.no-sleep"),
         ("--no-pin-memory", "unknown flag --no-pin-memory: batches are pinned wherever there is a GPU"),
         ("--mixed-precision --epochs 1", "--mixed-precision needs a value: take no, fp16, bf16"),
         ("--num-workers -1", "--num-workers -1: take zero or more"),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from toolkit.config.experts import MoERunConfig
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
 from toolkit.errors import UserError
-from toolkit.config.experts import MoERunConfig
 
 
 @pytest.mark.parametrize("field", ["lr"])

@@ -8,9 +8,8 @@ import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data.batches import BatchOrder, EvalBatches, TrainBatches
+from toolkit.data.batches import BatchOrder, EvalBatches, TrainBatches, split
 from toolkit.data.table import TensorTable
-from toolkit.data.batches import split
 
 sizes = st.integers(1, 70)
 parts = st.integers(1, 5)

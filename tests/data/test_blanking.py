@@ -5,9 +5,9 @@ from itertools import islice
 import pytest
 import torch
 
+from toolkit.data.batches import TrainBatches
 from toolkit.data.blanking import BlankPixels
 from toolkit.data.table import TensorTable
-from toolkit.data.batches import TrainBatches
 
 SAMPLES, BATCH = 10, 4
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.data.ragged import BucketedOrder, RaggedColumn, RaggedTable
 from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.ragged import BucketedOrder, RaggedColumn, RaggedTable
 
 
 def table(lengths: list[int], first: float = 0.0) -> RaggedTable:

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as careless_checkpoint
 
 from toolkit.checkpoint import checkpoint
-from toolkit.parallel import ownership
-from toolkit.placement.placement import ExpertPlacement
-from toolkit.moe.losses import RouterPenalty
 from toolkit.moe import losses
 from toolkit.moe.layer import make_moe
+from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.migrate import migrate
 from toolkit.moe.recompute import checkpoint as careful_checkpoint
+from toolkit.parallel import ownership
+from toolkit.placement.placement import ExpertPlacement
 
 fault = sys.argv[1] if len(sys.argv) > 1 else ""
 accelerator = Accelerator()
@@ -35,7 +35,7 @@ BEFORE, AFTER = ExpertPlacement(((0, 1, 2), (3, 0, -1))), ExpertPlacement(((3, 1
 class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        groups = ownership.make_shard_groups(world)
+        groups = ownership.make_expert_groups(world)
         self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.norm = nn.BatchNorm1d(16) if fault == "batch_norm" else nn.LayerNorm(16)
         self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else None)
@@ -100,13 +100,13 @@ for step in range(10):
         mine = slice(0, 7) if rank == 0 else slice(7, 12)
     loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
     accelerator.backward(loss)
-    ownership.average_sharded_gradients(owned, {"sum": 1, "twice": world**2}.get(fault, world))
+    ownership.average_owned_gradients(owned, {"sum": 1, "twice": world**2}.get(fault, world))
     clip = accelerator.clip_grad_norm_ if fault == "clip" else ownership.clip_grad_norm_
     clip(list(model.parameters()), 0.5)
     optimizer.step()
     optimizer.zero_grad()
     if fault != "refresh":
-        ownership.refresh_copies(owned)
+        ownership.refresh_replicas(owned)
     if step == 1 and world == 2:
         if fault == "dropped":
             stack.place(AFTER)

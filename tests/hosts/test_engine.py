@@ -20,8 +20,8 @@ from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.moe.load.expert_load import ExpertLoad
+from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
 from toolkit.placement.placement import ExpertPlacement, contiguous
-from toolkit.parallel.ownership import EMPTY_ROW, sharding_of
 
 DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 6
 
@@ -101,11 +101,11 @@ def by_id(model: nn.Module, value_of: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         value = value_of(parameter)
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        sharding = sharding_of(parameter)
-        if sharding is None:
+        ownership = ownership_of(parameter)
+        if ownership is None:
             found[name] = value.clone()
             continue
-        for row, (row_id, owns) in enumerate(zip(sharding.row_ids, sharding.owns, strict=True)):
+        for row, (row_id, owns) in enumerate(zip(ownership.row_ids, ownership.owns, strict=True)):
             if owns:
                 found[f"{name}/{row_id}"] = value[row].clone()
             elif row_id != EMPTY_ROW:

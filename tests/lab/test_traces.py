@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.lab.traces import TraceRecorder
-from toolkit.moe.layer import make_moe
 from toolkit.lab import traces
-from toolkit.placement.placement import ExpertPlacement, contiguous
+from toolkit.lab.traces import TraceFile, TraceRecorder, read_trace
+from toolkit.moe.layer import make_moe
 from toolkit.moe.recompute import checkpoint
-from toolkit.lab.traces import TraceFile, read_trace
+from toolkit.placement.placement import ExpertPlacement, contiguous
 
 FACTS = {"layers": ["block"], "world_size": 2, "ep_size": 2, "row_bytes": [[8, 8]]}
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_distributed
-from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.capacity import Capacity, DropPolicy
-from toolkit.placement.placement import ExpertPlacement
+from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel.ownership import make_shard_groups
+from toolkit.parallel.ownership import make_expert_groups
+from toolkit.placement.placement import ExpertPlacement
 
 EXPERTS, TOP_K, DIM = 4, 2, 8
 
@@ -50,7 +50,7 @@ def test_the_copies_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: 
     assert Capacity(factor, policy).kept(ids_TK[:0], weights_TK[:0], EXPERTS).shape == (0, TOP_K)
 
 
-def copies_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
+def replicas_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """An uneven part of the copies; rank 1 has none."""
     ids_TK, weights_TK = draw_copies()
     first = [0, 9, 9, 23] if world == 3 else [0, 15, 23]
@@ -58,7 +58,7 @@ def copies_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 
 def kept_on_one_rank() -> dict[tuple[DropPolicy, float], list[list[bool]]]:
-    ids_TK, weights_TK = copies_of_rank(dist.get_rank(), dist.get_world_size())
+    ids_TK, weights_TK = replicas_of_rank(dist.get_rank(), dist.get_world_size())
     return {
         (policy, factor): Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS).tolist()
         for policy in ("probs", "position")
@@ -76,12 +76,12 @@ def test_ranks_together_drop_what_one_process_drops(world: int) -> None:
 
 def layer_on(world: int, **options: Any) -> MoE:
     torch.manual_seed(1)
-    layer = make_moe(DIM, 12, EXPERTS, TOP_K, groups=make_shard_groups(world), **options)
+    layer = make_moe(DIM, 12, EXPERTS, TOP_K, groups=make_expert_groups(world), **options)
     torch.nn.init.normal_(layer.router.weight)
     return layer
 
 
-def every_copy_computed(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
+def every_replica_computed(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
     """The layer's result with each expert applied to each token, and dropped copies weighing nothing."""
     routing = layer.router(x_TD)
     up_SFD, down_SFD = layer.experts.up, layer.experts.down
@@ -101,7 +101,7 @@ def test_a_layer_with_dropped_copies_computes_the_rest_exactly(policy: DropPolic
     x_TD = torch.randn(30, DIM, dtype=torch.float64, requires_grad=True)
     routing = layer.router(x_TD)
     kept_TK = torch.tensor(oracle(routing.expert_ids_TK, routing.weights_TK, 0.75, policy))
-    expected = every_copy_computed(layer, x_TD, kept_TK)
+    expected = every_replica_computed(layer, x_TD, kept_TK)
     y_TD = layer(x_TD)
     torch.testing.assert_close(y_TD, expected)
     torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
@@ -183,7 +183,7 @@ def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
     layer = layer_on(1, router_type=ExpertChoiceRouter).double()
     x_TD = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
     kept_TE = layer.router(x_TD).kept_TK
-    expected, y_TD = every_copy_computed(layer, x_TD, kept_TE), layer(x_TD)
+    expected, y_TD = every_replica_computed(layer, x_TD, kept_TE), layer(x_TD)
     torch.testing.assert_close(y_TD, expected)
     torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
     assert layer.load_E.tolist() == [5] * EXPERTS  # ceil(9 * 2 / 4)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, sort_by_slot
+from toolkit.parallel.ownership import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement, contiguous
-from toolkit.parallel.ownership import make_shard_groups
 
 DIM, EXPERTS, TOP_K = 5, 8, 2
 
@@ -27,13 +27,13 @@ def test_copies_are_sorted_by_slot_and_stay_in_token_order_within_one() -> None:
     """
     order = sort_by_slot(torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]]), 3)
     assert order.rows_per_slot.tolist() == [3, 2, 3]
-    assert order.copy_N.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
+    assert order.assignment_N.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
     assert order.token_N.tolist() == [0, 1, 3, 1, 2, 0, 2, 3]
     assert order.place_TK.tolist() == [[5, 0], [1, 3], [6, 4], [2, 7]]
 
 
 @pytest.mark.parametrize(
-    ("slots_TK", "rows_per_slot", "copy_N", "place_TK"),
+    ("slots_TK", "rows_per_slot", "assignment_N", "place_TK"),
     [
         pytest.param(torch.empty(0, 2, dtype=torch.int64), [0, 0], [], [], id="no tokens"),
         pytest.param(torch.tensor([[1], [1], [1]]), [0, 3], [0, 1, 2], [[0], [1], [2]], id="all to one slot"),
@@ -41,13 +41,13 @@ def test_copies_are_sorted_by_slot_and_stay_in_token_order_within_one() -> None:
     ],
 )
 def test_edges_of_the_order(
-    slots_TK: Tensor, rows_per_slot: list[int], copy_N: list[int], place_TK: list[list[int]]
+    slots_TK: Tensor, rows_per_slot: list[int], assignment_N: list[int], place_TK: list[list[int]]
 ) -> None:
     order = sort_by_slot(slots_TK, 2)
     assert order.rows_per_slot.tolist() == rows_per_slot
-    assert order.copy_N.tolist() == copy_N
+    assert order.assignment_N.tolist() == assignment_N
     assert order.place_TK.tolist() == place_TK
-    assert order.token_N.tolist() == [copy // slots_TK.shape[1] for copy in copy_N]
+    assert order.token_N.tolist() == [copy // slots_TK.shape[1] for copy in assignment_N]
 
 
 def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
@@ -157,7 +157,7 @@ SLOT_OF_EXPERT = [3, 0, 6, 1, 7, 2, 4, 5]
 def every_case_on_one_rank() -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     dispatcher = AllToAllDispatcher(
-        ExpertPlacement.from_slot_of_expert(SLOT_OF_EXPERT, world), make_shard_groups(world)
+        ExpertPlacement.from_slot_of_expert(SLOT_OF_EXPERT, world), make_expert_groups(world)
     )
     slots = EXPERTS // world
     mine = [SLOT_OF_EXPERT.index(slot) for slot in range(rank * slots, (rank + 1) * slots)]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from toolkit.parallel import ownership
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import migrate
-from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, sharding_of
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
+from toolkit.placement.placement import ExpertPlacement
 
 EXPERTS, SLOTS, DIM, STEPS = 6, 9, 16, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -57,12 +57,12 @@ def by_id(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     """Weights and moments; of experts row by row."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        sharding = sharding_of(parameter)
+        ownership = ownership_of(parameter)
         for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
-            if sharding is None or value.ndim == 0:
+            if ownership is None or value.ndim == 0:
                 found[f"{name} {key}"] = value.clone()
             else:
-                rows = zip(sharding.row_ids, value, strict=True)
+                rows = zip(ownership.row_ids, value, strict=True)
                 found |= {f"{name}/{row_id} {key}": row.clone() for row_id, row in rows if row_id != EMPTY_ROW}
     return found
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.moe.losses import RouterPenalty
-from toolkit.moe.losses import BalanceScope
+from toolkit.moe.losses import BalanceScope, RouterPenalty
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel.ownership import make_shard_groups
+from toolkit.parallel.ownership import make_expert_groups
 
 EXPERTS, TOP_K, LENGTH, DIM = 6, 2, 5, 8
 
@@ -33,7 +32,7 @@ def tokens(rank: int, world: int) -> Tensor:
 
 def layer_on(world: int, score: str = "softmax") -> MoE:
     torch.manual_seed(1)
-    layer = make_moe(DIM, 4, EXPERTS, TOP_K, groups=make_shard_groups(world), score=score)
+    layer = make_moe(DIM, 4, EXPERTS, TOP_K, groups=make_expert_groups(world), score=score)
     torch.nn.init.normal_(layer.router.weight)
     return layer
 

@@ -15,14 +15,14 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from tests.helpers import peak_bytes, run_distributed
 from tests.placement.placements import random_placement
-from toolkit.parallel import ownership
 from toolkit.errors import UserError
 from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import MigrationReport, migrate
-from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.moe.stack import ExpertStack
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups
+from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.traffic import migration_cost
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, make_shard_groups
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, foreach=True),
@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 def make_stack(
-    placement: ExpertPlacement, groups: ShardGroups, optimizer_name: str, sizes: tuple[int, int] = (4, 3)
+    placement: ExpertPlacement, groups: ExpertGroups, optimizer_name: str, sizes: tuple[int, int] = (4, 3)
 ) -> tuple[ExpertStack, Optimizer]:
     """Weights of two types, optimizer states as after a step; every row has content of its own."""
     slots, (wide, narrow) = len(placement.slots[groups.ep_rank]), sizes
@@ -121,14 +121,14 @@ def migrate_and_check(stack: ExpertStack, new: ExpertPlacement, optimizer: Optim
     assert report.cost == migration_cost(old, new, weight_bytes=weights, optimizer_bytes=states)
     sent = torch.tensor([sum(sizes)])
     assert report.bytes_sent == sent
-    if stack.groups.shard_group is not None:
-        dist.all_reduce(sent, group=stack.groups.shard_group)
+    if stack.groups.ep_group is not None:
+        dist.all_reduce(sent, group=stack.groups.ep_group)
     assert report.cost.bytes == sent
     assert report.staging_bytes <= weights + states
 
 
 def there_and_back(ep_size: int, seeds: int) -> None:
-    groups = make_shard_groups(ep_size)
+    groups = make_expert_groups(ep_size)
     for seed in range(seeds):
         rng = random.Random(seed)
         slots = [rng.randint(1, 6) for _ in range(ep_size)]
@@ -146,7 +146,7 @@ def test_every_slot_holds_its_expert_after_a_migration_and_after_the_way_back(wo
 
 def ranks_without_slots() -> None:
     old, new = ExpertPlacement(((0, 1), ())), ExpertPlacement(((1, 0), ()))
-    stack, optimizer = make_stack(old, make_shard_groups(2), "adamw")
+    stack, optimizer = make_stack(old, make_expert_groups(2), "adamw")
     migrate(stack, new, optimizer)
     check_rows(stack, optimizer, new)
 
@@ -157,7 +157,7 @@ def test_a_rank_may_have_no_slot() -> None:
 
 def the_owner_passes() -> MigrationReport:
     old, new = ExpertPlacement(((0, 2), (0, 1))), ExpertPlacement(((-1, 2), (0, 1)))
-    stack, optimizer = make_stack(old, make_shard_groups(2), "adamw")
+    stack, optimizer = make_stack(old, make_expert_groups(2), "adamw")
     report = migrate(stack, new, optimizer)
     check_rows(stack, optimizer, new)
     return report
@@ -181,7 +181,7 @@ def all_gather_object(mine: object) -> list:
 
 def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Clipped AdamW steps of a router and six experts, all of which move every so many steps."""
-    groups, rng = make_shard_groups(ep_size), random.Random(5)
+    groups, rng = make_expert_groups(ep_size), random.Random(5)
     slots, experts, world = [12 // ep_size if copies else 6 // ep_size] * ep_size, 6, dist.get_world_size()
     layer = make_moe(8, 16, experts, 2, groups=groups, placement=random_placement(rng, slots, experts))
     nn.init.normal_(layer.router.weight, generator=torch.Generator().manual_seed(1))
@@ -193,14 +193,14 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
         x, y = torch.randn(10, 8, generator=draws), torch.randn(10, 8, generator=draws)
         loss = (layer(x) - y).square().mean()
         loss.backward()
-        ownership.average_sharded_gradients(rows, world)
+        ownership.average_owned_gradients(rows, world)
         for parameter in layer.parameters():
             if not ownership.is_owned(parameter):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world
         ownership.clip_grad_norm_(list(layer.parameters()), 0.1)
         optimizer.step()
-        ownership.refresh_copies(rows)
+        ownership.refresh_replicas(rows)
         optimizer.zero_grad()
         losses.append(loss.item())
         if every and (step + 1) % every == 0:
@@ -208,8 +208,8 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
     owned = {
         f"{name}/{row_id}": parameter.detach()[row]
         for name, parameter in layer.expert_stack.parameters.items()
-        for row, row_id in enumerate(ownership.sharding_of(parameter).row_ids)
-        if ownership.sharding_of(parameter).owns[row]
+        for row, row_id in enumerate(ownership.ownership_of(parameter).row_ids)
+        if ownership.ownership_of(parameter).owns[row]
     }
     weights = {"router": layer.router.weight.detach()}
     for part in all_gather_object(owned):
@@ -238,7 +238,7 @@ def peak_beyond_what_was_there(ep_size: int) -> tuple[int, int, int]:
     """Most bytes allocated by torch at one time within a migration of all experts; the report's; one expert's rows."""
     rng = random.Random(3)
     old, new = contiguous(8 * ep_size, ep_size), random_placement(rng, [8] * ep_size, 8 * ep_size)
-    stack, optimizer = make_stack(old, make_shard_groups(ep_size), "adamw", sizes=(256, 128))
+    stack, optimizer = make_stack(old, make_expert_groups(ep_size), "adamw", sizes=(256, 128))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         report = migrate(stack, new, optimizer)
     return (
@@ -259,7 +259,7 @@ def test_a_migration_needs_the_memory_of_at_most_two_experts(world: int) -> None
 
 
 def test_other_slots_or_experts_are_refused() -> None:
-    stack, optimizer = make_stack(contiguous(4, 1), ShardGroups(), "adamw")
+    stack, optimizer = make_stack(contiguous(4, 1), ExpertGroups(), "adamw")
     with pytest.raises(ValueError, match=r"from \[4\] slots per rank to \[5\]"):
         migrate(stack, contiguous(4, 1, slots_per_rank=5), optimizer)
     with pytest.raises(ValueError, match="3 experts for a stack of 4"):
@@ -267,14 +267,14 @@ def test_other_slots_or_experts_are_refused() -> None:
 
 
 def test_optimizer_state_that_is_not_stacked_by_expert_is_refused() -> None:
-    stack, optimizer = make_stack(contiguous(4, 1), ShardGroups(), "adamw")
+    stack, optimizer = make_stack(contiguous(4, 1), ExpertGroups(), "adamw")
     optimizer.state[stack.parameters["up"]]["absmax"] = torch.zeros(7)
     with pytest.raises(UserError, match=r"'absmax' of 'up' has shape \(7,\).* use an optimizer such as AdamW"):
         migrate(stack, ExpertPlacement(((1, 0, 2, 3),)), optimizer)
 
 
 def disagree() -> str:
-    stack, optimizer = make_stack(contiguous(4, 2), make_shard_groups(2), "adamw")
+    stack, optimizer = make_stack(contiguous(4, 2), make_expert_groups(2), "adamw")
     new = [ExpertPlacement(((2, 1), (0, 3))), ExpertPlacement(((3, 1), (2, 0)))][dist.get_rank()]
     with pytest.raises(ValueError, match="ranks disagree on the placement") as caught:
         migrate(stack, new, optimizer)

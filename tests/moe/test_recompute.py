@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import awaken, config
 from tests.hosts.transformers.families import tokens as tokens_of_step
-from toolkit.models.mlp import MLP
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.models.mlp import MLP
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.recompute import checkpoint, replay_contexts
 from toolkit.moe.router import TopKRouter
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
 
 DIM, EXPERTS, TOP_K = 16, 8, 2
 ROUTERS: list[dict[str, Any]] = [
@@ -32,7 +32,7 @@ ROUTERS: list[dict[str, Any]] = [
 ]
 
 
-def layer_with(groups: ShardGroups | None = None, *, shared_expert: bool = False, **options: Any) -> MoE:
+def layer_with(groups: ExpertGroups | None = None, *, shared_expert: bool = False, **options: Any) -> MoE:
     torch.manual_seed(1)
     shared = MLP(DIM, 8, DIM) if shared_expert else None
     layer = make_moe(DIM, 24, EXPERTS, TOP_K, groups=groups, shared_expert=shared, **options)
@@ -216,7 +216,7 @@ def counted_exchanges() -> Iterator[list[None]]:
 
 def steps_on_one_rank() -> dict[tuple[str, float | None], tuple[dict[str, Tensor], int]]:
     """Steps with experts spread over ranks, and the number of their all-to-alls."""
-    groups, found = make_shard_groups(dist.get_world_size()), {}
+    groups, found = make_expert_groups(dist.get_world_size()), {}
     for recompute in ("none", "selective", "full"):
         for factor in (None, 0.7):
             layer = layer_with(groups, recompute=recompute, capacity_factor=factor)

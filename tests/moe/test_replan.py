@@ -12,18 +12,18 @@ import torch.distributed as dist
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.registry import PLANNERS, register_planner
 from toolkit.moe.replan import Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel.ownership import make_shard_groups
+from toolkit.parallel.ownership import make_expert_groups
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.registry import PLANNERS, register_planner
 
 EXPERTS, DIM, TOKENS = 4, 5, 12
 
 
 def a_layer(ep_size: int) -> MoE:
     torch.manual_seed(0)
-    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_shard_groups(ep_size))
+    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size))
     layer.router.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     return layer
 

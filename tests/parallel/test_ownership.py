@@ -14,11 +14,11 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from tests.helpers import run_distributed
-from toolkit.parallel import ownership
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups, mark_sharded
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups, mark_owned
 
-ALONE = ShardGroups()
+ALONE = ExpertGroups()
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -31,8 +31,8 @@ def parameter(*values: float) -> nn.Parameter:
 
 
 def groups_of_this_rank(ep_size: int) -> tuple[int, Any, Any]:
-    groups = make_shard_groups(ep_size)
-    shard, replica = groups.shard_group, groups.replica_group
+    groups = make_expert_groups(ep_size)
+    shard, replica = groups.ep_group, groups.expert_dp_group
     return (
         groups.ep_rank,
         None if shard is None else dist.get_process_group_ranks(shard),
@@ -55,7 +55,7 @@ def test_one_group_of_all_ranks_has_no_replicas_and_groups_of_one_share_nothing(
 
 
 def test_one_process_needs_no_groups():
-    assert make_shard_groups(1) == ALONE
+    assert make_expert_groups(1) == ALONE
 
 
 def outlive_groups(times: int) -> int:
@@ -82,7 +82,7 @@ def test_a_model_may_outlive_its_process_group():
 
 def refused_groups(ep_size: int) -> str:
     with pytest.raises(UserError) as refusal:
-        make_shard_groups(ep_size)
+        make_expert_groups(ep_size)
     return str(refusal.value)
 
 
@@ -97,18 +97,18 @@ def test_an_ep_size_that_does_not_divide_the_world_is_refused_on_every_rank():
 
 def test_a_parameter_is_owned_where_other_ranks_hold_other_rows():
     copied, rows, spread = parameter(1.0), parameter(1.0, 2.0), parameter(1.0, 2.0)
-    mark_sharded(rows, row_ids=[0, 1], groups=ALONE)
-    mark_sharded(spread, row_ids=[2, 3], groups=ShardGroups(ep_size=2, ep_rank=1))
+    mark_owned(rows, row_ids=[0, 1], groups=ALONE)
+    mark_owned(spread, row_ids=[2, 3], groups=ExpertGroups(ep_size=2, ep_rank=1))
     assert ownership.owned([copied, rows, spread]) == [spread]
-    assert ownership.sharding_of(copied) is None
-    sharding = ownership.sharding_of(rows)
-    assert sharding is not None
-    assert sharding.row_ids == (0, 1)
+    assert ownership.ownership_of(copied) is None
+    mark = ownership.ownership_of(rows)
+    assert mark is not None
+    assert mark.row_ids == (0, 1)
 
 
 def test_each_row_needs_an_id():
     with pytest.raises(ValueError, match="1 row ids for a parameter with 2 rows"):
-        mark_sharded(parameter(1.0, 2.0), row_ids=[0], groups=ALONE)
+        mark_owned(parameter(1.0, 2.0), row_ids=[0], groups=ALONE)
 
 
 # --- averaging --------------------------------------------------------------------------------------------------------
@@ -116,11 +116,11 @@ def test_each_row_needs_an_id():
 
 def averaged(ep_size: int) -> list[list[float]]:
     """Two owned parameters; rank r's first gradient is (r, 10 r), its second (100 r)."""
-    rank, groups = dist.get_rank(), make_shard_groups(ep_size)
+    rank, groups = dist.get_rank(), make_expert_groups(ep_size)
     first, second = parameter(1.0 * rank, 10.0 * rank), parameter(100.0 * rank)
     for p in (first, second):
-        mark_sharded(p, row_ids=range(len(p)), groups=groups)
-    ownership.average_sharded_gradients([first, second], dist.get_world_size())
+        mark_owned(p, row_ids=range(len(p)), groups=groups)
+    ownership.average_owned_gradients([first, second], dist.get_world_size())
     return [p.grad.tolist() for p in (first, second)]
 
 
@@ -135,18 +135,18 @@ def test_sums_of_replicas_are_added_and_divided_by_the_world_not_by_the_replicas
 
 
 def averaged_with_a_missing_gradient() -> list[float] | None:
-    rank, groups = dist.get_rank(), make_shard_groups(1)
+    rank, groups = dist.get_rank(), make_expert_groups(1)
     unused, used = parameter(1.0), parameter(2.0 * rank)
     for p in (unused, used):
-        mark_sharded(p, row_ids=[0], groups=groups)
+        mark_owned(p, row_ids=[0], groups=groups)
     unused.grad = None
-    ownership.average_sharded_gradients([unused, used], 2)
+    ownership.average_owned_gradients([unused, used], 2)
     return used.grad.tolist()
 
 
 def test_a_parameter_without_gradient_is_passed_over():
     assert run_distributed(averaged_with_a_missing_gradient, 2) == [[1.0], [1.0]]
-    ownership.average_sharded_gradients([], 2)
+    ownership.average_owned_gradients([], 2)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -182,9 +182,9 @@ def test_an_infinite_gradient_is_reported_and_not_hidden():
 
 def clipped(owned_only: bool) -> tuple[float, list[float]]:
     """Copied gradient (2, 1) on both ranks, owned (2) on rank 0 and (4) on rank 1: a norm of 5."""
-    groups, rank = make_shard_groups(2), dist.get_rank()
+    groups, rank = make_expert_groups(2), dist.get_rank()
     mine, copied = parameter(2.0 + 2.0 * rank), parameter(2.0, 1.0)
-    mark_sharded(mine, row_ids=[rank], groups=groups)
+    mark_owned(mine, row_ids=[rank], groups=groups)
     parameters = [mine] if owned_only else [copied, mine]
     norm = ownership.clip_grad_norm_(parameters, 0.5).item()
     return norm, [value for p in parameters for value in p.grad.tolist()]
@@ -204,10 +204,10 @@ def test_the_copied_part_counts_once_and_the_owned_part_is_summed():
 
 
 def agreement(kind: str) -> bool:
-    rank, groups = dist.get_rank(), make_shard_groups(2)
+    rank, groups = dist.get_rank(), make_expert_groups(2)
     model = nn.Module()
     model.copied, model.mine = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((1,), float(rank % 2)))
-    mark_sharded(model.mine, row_ids=[rank % 2], groups=groups)
+    mark_owned(model.mine, row_ids=[rank % 2], groups=groups)
     with torch.no_grad():
         if kind == "a copy drifted" and rank == 1:
             model.copied[0] = torch.nextafter(torch.ones(()), torch.tensor(2.0))

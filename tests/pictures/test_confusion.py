@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from toolkit.pictures.confusion import draw_confusion
-from toolkit.tracking.guard import expand
 from toolkit.pictures.plots import draw_plots
 from toolkit.run.summary import summarise
+from toolkit.tracking.guard import expand
 
 SHARES = [[0.5, 0.125, 0.0], [0.0, 0.375, 0.0], [0.0, 0.0, 0.0]]
 CLASSES = ["walk", "use_telephone", "never_seen"]

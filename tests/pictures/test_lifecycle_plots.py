@@ -7,20 +7,20 @@ import pytest
 from PIL import Image
 
 from tests.moe.lifecycle.eventful import write_life
-from toolkit.pictures import lifecycle_plots as population_plots
-from toolkit.pictures.knowledge_graph_plot import seats_on_circle
+from toolkit.pictures import lifecycle_plots as lifecycle_plots
+from toolkit.pictures.knowledge_graph_plot import places_on_circle
+from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers, spread
+from toolkit.pictures.lifecycle_records import read_lifecycle, tell
 from toolkit.pictures.performance import performance_summary
-from toolkit.pictures.lifecycle_records import read_population, tell
-from toolkit.pictures.lifecycle_plots import draw_population, for_trackers, spread
 
-PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "population_timeline"]
+PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]
 GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_life_gets_its_pictures(tmp_path, ranks):
     write_life(tmp_path, ranks=ranks)
-    pictures = draw_population(tmp_path)
+    pictures = draw_lifecycle(tmp_path)
     assert list(pictures) == [*PICTURES, *GRAPHS]
     for name, path in pictures.items():
         assert path == tmp_path / f"{name}.png"
@@ -30,14 +30,14 @@ def test_a_life_gets_its_pictures(tmp_path, ranks):
 
 
 def test_a_run_without_a_population_gets_none(tmp_path):
-    assert draw_population(tmp_path) == {}
+    assert draw_lifecycle(tmp_path) == {}
     assert performance_summary({}, tmp_path) is None
 
 
 def test_everybody_keeps_a_place_beside_the_parent(tmp_path):
     write_life(tmp_path)
-    states = [epoch.layers["moe"] for epoch in read_population(tmp_path)]
-    places = seats_on_circle(states)
+    states = [epoch.layers["moe"] for epoch in read_lifecycle(tmp_path)]
+    places = places_on_circle(states)
     # 4 was split from 1, and 6 from 4: they follow each other around the circle.
     assert list(places) == [0, 1, 4, 6, 2, 3, 5]
     assert len(set(places.values())) == 7
@@ -45,7 +45,7 @@ def test_everybody_keeps_a_place_beside_the_parent(tmp_path):
 
 def test_events_are_told_in_words(tmp_path):
     write_life(tmp_path)
-    told = [tell(event, epoch.layers["moe"]) for epoch in read_population(tmp_path) for event in epoch.events]
+    told = [tell(event, epoch.layers["moe"]) for epoch in read_lifecycle(tmp_path) for event in epoch.events]
     assert told == [
         "4 born of 1",
         "5 born",
@@ -73,10 +73,10 @@ def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
 def test_a_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
     assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
     assert spread([1, 2], 5) == [1, 2]
-    monkeypatch.setattr(population_plots, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(lifecycle_plots, "MOST_GRAPHS", 2)
     write_life(tmp_path)
-    assert list(draw_population(tmp_path)) == [*PICTURES, GRAPHS[0], GRAPHS[3]]
+    assert list(draw_lifecycle(tmp_path)) == [*PICTURES, GRAPHS[0], GRAPHS[3]]
     many = dict.fromkeys([*PICTURES, *(f"knowledge_graph_epoch_{i:03d}" for i in range(40))], tmp_path)
     logged = list(for_trackers(many))
-    assert len(logged) == len(PICTURES) + population_plots.MOST_LOGGED
+    assert len(logged) == len(PICTURES) + lifecycle_plots.MOST_LOGGED
     assert logged[-1] == "knowledge_graph_epoch_039"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from toolkit.placement.placement import ExpertPlacement
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.placement import ExpertPlacement
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Prices that a run measures in itself."""
+"""CostModel that a run measures in itself."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import torch
 from torch import nn
 
 from tests.helpers import run_distributed
-from toolkit.placement.cost_model import LINK_BYTES_PER_SECOND, link_bytes_per_second, measured_prices
+from toolkit.placement.cost_model import LINK_BYTES_PER_SECOND, link_bytes_per_second, measured_cost_model
 
 
 def test_prices_of_a_layer_are_those_of_its_tensors_and_steps():
     stacked = [nn.Parameter(torch.zeros(4, 3, 5)), nn.Parameter(torch.zeros(4, 7, dtype=torch.bfloat16))]
     optimizer = torch.optim.AdamW(stacked)
 
-    def prices() -> tuple[int, int]:
-        found = measured_prices(stacked, optimizer, step_seconds=0.5, rows=1000, expert_share=0.4)
+    def cost_model() -> tuple[int, int]:
+        found = measured_cost_model(stacked, optimizer, step_seconds=0.5, rows=1000, expert_share=0.4)
         assert found.seconds_per_row == pytest.approx(0.5 * 0.4 / 1000)
         return found.weight_bytes, found.optimizer_bytes
 
     weights = 3 * 5 * 4 + 7 * 2
-    assert prices() == (weights, 0)
+    assert cost_model() == (weights, 0)
     for parameter in stacked:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     # Two moments each, of the parameter's type; the step's number is of no expert.
-    assert prices() == (weights, 2 * weights)
-    assert measured_prices(stacked, None, step_seconds=0.0, rows=0).seconds_per_row == 0.0
+    assert cost_model() == (weights, 2 * weights)
+    assert measured_cost_model(stacked, None, step_seconds=0.0, rows=0).seconds_per_row == 0.0
 
 
 def rate() -> float:

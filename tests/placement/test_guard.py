@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import lpt, replicate, swap
 from toolkit.placement.replay import replay, worst_span
 from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
 
 # A row costs 1 s, an expert (100 bytes) that moves costs 1 s.
-PRICES = Prices(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)
+COST_MODEL = CostModel(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)
 NOW = ExpertPlacement(((0, 1), (2, 3)))
 PLAN = ExpertPlacement(((0, 2), (1, 3)))
 UNEVEN = np.array([4.0, 4.0, 1.0, 1.0])
@@ -24,15 +24,15 @@ REVERSED = np.array([4.0, 1.0, 4.0, 1.0])
 
 
 def guard(**options: float) -> MigrationGuard:
-    return MigrationGuard(PRICES, **{"margin": 1.0, **options})
+    return MigrationGuard(COST_MODEL, **{"margin": 1.0, **options})
 
 
 def test_prices_are_those_of_the_busiest_rank():
-    assert PRICES.step_seconds(UNEVEN, NOW) == 8.0
-    assert PRICES.step_seconds(UNEVEN, PLAN) == 5.0
+    assert COST_MODEL.step_seconds(UNEVEN, NOW) == 8.0
+    assert COST_MODEL.step_seconds(UNEVEN, PLAN) == 5.0
     # Each rank sends one expert and receives one, at once.
-    assert PRICES.migration_seconds(NOW, PLAN) == 1.0
-    assert PRICES.migration_seconds(NOW, NOW) == 0.0
+    assert COST_MODEL.migration_seconds(NOW, PLAN) == 1.0
+    assert COST_MODEL.migration_seconds(NOW, NOW) == 0.0
 
 
 def seen(*windows: np.ndarray, **options: float) -> MigrationGuard:
@@ -106,12 +106,12 @@ def test_one_good_window_saves_a_plan_and_a_return_must_pay_too():
 
 def test_a_guard_that_was_saved_decides_like_one_that_was_not():
     loads = drifting(Sizes(steps=400, ranks=4, experts=16, heat=4.0), sigma=0.03).sum(1).reshape(20, 20, 16).mean(1)
-    prices = Prices(seconds_per_row=1e-3, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)
-    kept, saved = MigrationGuard(prices), MigrationGuard(prices)
+    cost_model = CostModel(seconds_per_row=1e-3, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)
+    kept, saved = MigrationGuard(cost_model), MigrationGuard(cost_model)
     placement, decisions = contiguous(16, 4), []
     for load in loads:
         state = json.loads(json.dumps(saved.state_dict()))
-        saved = MigrationGuard(prices)
+        saved = MigrationGuard(cost_model)
         saved.load_state_dict(state)
         back = kept.review(load, placement, steps=20)
         assert saved.review(load, placement, steps=20) == back
@@ -127,7 +127,7 @@ def test_a_guard_that_was_saved_decides_like_one_that_was_not():
 
 EXPERT = 3 * 2048 * 1024
 """Parameters of an expert: bf16 weights; moments and master weights in float32."""
-CLUSTER = Prices(seconds_per_row=1e-6, bytes_per_second=25e9, weight_bytes=2 * EXPERT, optimizer_bytes=12 * EXPERT)
+CLUSTER = CostModel(seconds_per_row=1e-6, bytes_per_second=25e9, weight_bytes=2 * EXPERT, optimizer_bytes=12 * EXPERT)
 EVERY, ROUNDING = 20, 1 + 1e-9
 
 

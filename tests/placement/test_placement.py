@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 
 from tests.placement.placements import placements
 from toolkit.errors import UserError
-from toolkit.placement.placement import ExpertPlacement, Move, Place, bytes_moved, bytes_on_busiest_rank, contiguous, moves, owner_moves, with_spare_slots
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.placement import (
+    ExpertPlacement,
+    Move,
+    Place,
+    bytes_moved,
+    bytes_on_busiest_rank,
+    contiguous,
+    moves,
+    owner_moves,
+    with_spare_slots,
+)
 
 # Rank 0 has 3 slots, rank 1 has 2, rank 2 none. Expert 1 has two copies, slot 1 of rank 0 is spare.
 UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
@@ -18,10 +28,10 @@ UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
 
 def test_copies_owners_and_slots_of_an_uneven_placement_with_a_replica():
     assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride, UNEVEN.empty_slots) == (3, 3, 3, 1)
-    assert UNEVEN.copies(1) == (Place(0, 0), Place(1, 1))
+    assert UNEVEN.replicas(1) == (Place(0, 0), Place(1, 1))
     assert UNEVEN.owner(1) == Place(0, 0)
-    assert UNEVEN.copy_on(1, 1) == Place(1, 1)
-    assert UNEVEN.copy_on(0, 1) is None
+    assert UNEVEN.replica_on(1, 1) == Place(1, 1)
+    assert UNEVEN.replica_on(0, 1) is None
     assert UNEVEN.has_replicas
     assert UNEVEN.experts_on(0) == [1, EMPTY_ROW, 0]
     assert UNEVEN.experts_on(2) == []
@@ -30,7 +40,7 @@ def test_copies_owners_and_slots_of_an_uneven_placement_with_a_replica():
 def test_tables_for_a_dispatcher_count_slots_in_strides_and_are_padded():
     # Global slot = rank * 3 + slot.
     assert UNEVEN.slots_of_experts().tolist() == [[2, EMPTY_ROW], [0, 4], [3, EMPTY_ROW]]
-    assert UNEVEN.num_copies().tolist() == [1, 2, 1]
+    assert UNEVEN.num_replicas().tolist() == [1, 2, 1]
     assert UNEVEN.slot_of_expert == (2, 0, 3)
     assert UNEVEN.expert_of_slot().tolist() == [[1, -1, 0], [2, 1, -1], [-1, -1, -1]]
     assert UNEVEN.slots_of_experts().dtype == UNEVEN.expert_of_slot().dtype == torch.int64
@@ -87,9 +97,9 @@ def test_tables_agree_with_the_map(placement: ExpertPlacement):
     for expert, row in enumerate(placement.slots_of_experts().tolist()):
         slots = [slot for slot in row if slot != EMPTY_ROW]
         assert row == slots + [EMPTY_ROW] * (len(row) - len(slots))
-        assert [Place(*divmod(slot, placement.stride)) for slot in slots] == list(placement.copies(expert))
+        assert [Place(*divmod(slot, placement.stride)) for slot in slots] == list(placement.replicas(expert))
         assert {int(expert_of_slot[slot]) for slot in slots} == {expert}
-        assert len(slots) == placement.num_copies()[expert]
+        assert len(slots) == placement.num_replicas()[expert]
 
 
 def test_moves_name_what_travels_what_changes_slot_and_nothing_that_stays():

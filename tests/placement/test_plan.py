@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from toolkit.errors import UserError
-from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.plan import plan_layer
 
@@ -24,7 +24,7 @@ def test_without_a_guard_a_plan_that_changes_anything_is_taken():
 
 
 def test_with_a_guard_plans_prove_themselves_first_and_are_taken_back_when_they_fail():
-    guard = MigrationGuard(Prices(seconds_per_row=1.0, bytes_per_second=1e3, weight_bytes=1))
+    guard = MigrationGuard(CostModel(seconds_per_row=1.0, bytes_per_second=1e3, weight_bytes=1))
 
     def stay(load_E: object, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return current

@@ -14,19 +14,32 @@ from hypothesis import strategies as st
 
 from tests.placement.placements import placements, placements_with_loads
 from toolkit.errors import UserError
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.imbalance import lower_bound, rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, moves, with_spare_slots
 from toolkit.placement.placement import contiguous as blocks
-from toolkit.placement.planners import PLANNERS, affinity, contiguous, few_swaps, lpt, node_aware, place_new_expert, planner_named, register_planner, replicate, round_robin, swap
-from toolkit.placement.planners.packing import Board, even_counts, pack
+from toolkit.placement.planners import (
+    PLANNERS,
+    affinity,
+    contiguous,
+    few_swaps,
+    lpt,
+    node_aware,
+    place_new_expert,
+    planner_named,
+    register_planner,
+    replicate,
+    round_robin,
+    swap,
+)
 from toolkit.placement.planners.exact import SearchTooLong, fit
 from toolkit.placement.planners.fewest import unevenness
+from toolkit.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.placement.planners.registry import checked_load
-from toolkit.placement.planners.replicas import copies_for
+from toolkit.placement.planners.replicas import replicas_for
 from toolkit.placement.replay import replay
 from toolkit.placement.traffic import traffic
 from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
-from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.run.run import flushes_denormals
 
 Case = tuple[ExpertPlacement, list[float]]
@@ -123,7 +136,7 @@ def test_swaps_never_make_it_worse_and_keep_to_their_budget(
     travelled = sum(move.travels for move in moves(current, plan))
     assert after <= before * ROUNDING
     assert budget is None or travelled <= budget
-    assert plan.num_copies().tolist() == current.num_copies().tolist()
+    assert plan.num_replicas().tolist() == current.num_replicas().tolist()
     if before <= target:
         assert plan == current
 
@@ -150,7 +163,7 @@ def test_few_swaps_are_worth_what_they_move(case: Case, budget: int | None, gain
     plan = few_swaps(load, current, gain=gain, max_moves=budget, target=target)
     travelled = sum(move.travels for move in moves(current, plan))
     if plan != current:
-        before, after = (unevenness(Board(each, checked_load(load, each)).load_R) for each in (current, plan))
+        before, after = (unevenness(PackingState(each, checked_load(load, each)).load_R) for each in (current, plan))
         assert before - after >= gain * travelled / 2 - 1e-6
     assert rank_imbalance(load, plan) <= rank_imbalance(load, current) * ROUNDING
     assert budget is None or travelled <= budget
@@ -193,7 +206,7 @@ def test_swaps_by_hand():
 def test_replicas_fill_spare_slots_with_copies_of_hot_experts_up_to_the_bound(case: Case, most: int):
     current, load = case
     plan = replicate(load, current, max_replicas=most)
-    copies = plan.num_copies()
+    copies = plan.num_replicas()
     assert int(copies.sum()) - current.num_experts <= most
     needless = any(n > 1 for n, weight in zip(copies.tolist(), load, strict=True) if weight == 0)
     assert plan == current or not needless
@@ -228,9 +241,9 @@ def test_where_the_busiest_rank_cannot_be_helped_the_others_are_levelled():
     load, current = [40, 0, 5, 4, 1, 0], blocks(6, 3)
 
     def levelled(others_gain: float | None) -> ExpertPlacement:
-        board = Board(current, np.array(load, dtype=float))
-        board.level(others_gain=others_gain)
-        return board.placement()
+        packing = PackingState(current, np.array(load, dtype=float))
+        packing.level(others_gain=others_gain)
+        return packing.placement()
 
     # They gain 4, and the mean load of a rank is 50 / 3.
     assert levelled(0.2).slots == ((0, 1), (4, 3), (2, 5))
@@ -241,19 +254,19 @@ def test_experts_that_are_alike_are_divided_into_what_fills_the_gaps():
     # Five of five ranks' load for four ranks: one expert in four copies, and the other slots stay empty.
     current = with_spare_slots(ExpertPlacement(((0, 1), (2,), (3,), (4,))), 1)
     plan = replicate([1.0] * 5, current)
-    assert sorted(plan.num_copies().tolist()) == [1, 1, 1, 1, 4]
+    assert sorted(plan.num_replicas().tolist()) == [1, 1, 1, 1, 4]
     assert rank_imbalance([1.0] * 5, plan) == 1.0
 
 
 def test_hot_experts_get_the_spare_slots():
     # 12 in three parts is 4; then 5 and 4 (5) are the heaviest copies.
-    assert copies_for([12, 5, 1], spare=2, most=4) == [3, 1, 1]
-    assert copies_for([12, 5, 1], spare=9, most=2) == [2, 2, 2]
-    assert copies_for([0, 0], spare=3, most=2) == [1, 1]
+    assert replicas_for([12, 5, 1], spare=2, most=4) == [3, 1, 1]
+    assert replicas_for([12, 5, 1], spare=9, most=2) == [2, 2, 2]
+    assert replicas_for([0, 0], spare=3, most=2) == [1, 1]
     # One at a time while copies bear more than 4: 12 in three, 5 in two. Then what is left, 2 of 3, goes to 12.
-    assert copies_for([12, 5, 1], spare=5, most=9, at_once=3, hot=4.0) == [5, 2, 1]
+    assert replicas_for([12, 5, 1], spare=5, most=9, at_once=3, hot=4.0) == [5, 2, 1]
     plan = replicate([30, 10, 10, 10], ExpertPlacement(((0, 1, -1), (2, 3, -1))))
-    assert plan.num_copies().tolist() == [2, 2, 1, 1]
+    assert plan.num_replicas().tolist() == [2, 2, 1, 1]
     assert rank_imbalance([30, 10, 10, 10], plan) == 1.0
 
 
@@ -264,7 +277,7 @@ def test_with_nodes_experts_of_a_group_and_all_their_copies_share_a_node(seed: i
     load = np.random.default_rng(seed).zipf(1.5, 16).clip(max=1000).astype(float)
     plan = replicate(load, current, node_of_rank=[0, 0, 1, 1], group_size=4)
     for first in range(0, 16, 4):
-        ranks = {place.rank for e in range(first, first + 4) for place in plan.copies(e)}
+        ranks = {place.rank for e in range(first, first + 4) for place in plan.replicas(e)}
         assert ranks <= {0, 1} or ranks <= {2, 3}
 
 
@@ -341,7 +354,7 @@ def test_a_new_expert_goes_to_the_rank_that_has_fewest_and_moves_no_other(case: 
         return
     plan = place_new_expert(load, current)
     assert moves(current, plan) == []
-    (place,) = plan.copies(current.num_experts)
+    (place,) = plan.replicas(current.num_experts)
     experts_R = [sum(e != EMPTY_ROW for e in row) for row in current.slots]
     assert experts_R[place.rank] == min(n for n, row in zip(experts_R, current.slots, strict=True) if EMPTY_ROW in row)
 
@@ -390,12 +403,12 @@ def test_bad_input_is_refused_with_the_number_that_is_wrong(
 @given(current=placements(), data=st.data())
 def test_a_board_after_exchanges_is_the_board_of_its_placement(current: ExpertPlacement, data: st.DataObject):
     load = np.array(data.draw(st.lists(st.integers(0, 9), min_size=(n := current.num_experts), max_size=n)), float)
-    board = Board(current, load)
-    board.level()
-    fresh = Board(board.placement(), load)
-    assert np.allclose(board.load_R, fresh.load_R)
-    assert (board.holds_RE == fresh.holds_RE).all()
-    assert (board.weight_G == fresh.weight_G).all()
+    packing = PackingState(current, load)
+    packing.level()
+    fresh = PackingState(packing.placement(), load)
+    assert np.allclose(packing.load_R, fresh.load_R)
+    assert (packing.holds_RE == fresh.holds_RE).all()
+    assert (packing.weight_G == fresh.weight_G).all()
 
 
 # Goals of the project, on made-up loads. `benchmarks/planners.py` prints the tables.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from toolkit.placement.guard import Prices
+from toolkit.placement.guard import CostModel
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.replay import Replay, replay, worst_span
 
@@ -32,7 +32,7 @@ def test_a_plan_is_in_force_from_the_window_after_the_one_it_was_made_for():
 
 
 def test_the_worst_span_of_two_plans_by_hand():
-    prices = Prices(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=100)
+    cost_model = CostModel(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=100)
     run = Replay(np.zeros((5, 2)), (BLOCKS, CROSSED, CROSSED), every=2)
     # Steps 2 to 4 take 8 s each instead of 5, and the first migration 1 s: 25 for 15.
-    assert worst_span(LOADS_TE, run, prices) == 25 / 15
+    assert worst_span(LOADS_TE, run, cost_model) == 25 / 15

@@ -22,7 +22,7 @@ FILES = [
     "expert_activations.png",
     "expert_device_distribution.png",
     "knowledge_graph_epoch_001.png",
-    "population_timeline.png",
+    "lifecycle_timeline.png",
 ]
 
 

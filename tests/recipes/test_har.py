@@ -19,9 +19,9 @@ from tests.helpers import ROOT, run_distributed
 from toolkit import cli
 from toolkit.data.batches import EvalBatches
 from toolkit.domains.activity.activity import load_activity
+from toolkit.domains.activity.voting import VotedClassification
 from toolkit.errors import Preempted, UserError
 from toolkit.metrics import MetricSums
-from toolkit.domains.activity.voting import VotedClassification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
 

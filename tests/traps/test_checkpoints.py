@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
 from toolkit.checkpoint import checkpoint, manifest
-from toolkit.parallel import ownership
 from toolkit.checkpoint.checkpoint import find_checkpoint
-from toolkit.parallel.ownership import ShardGroups
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import ExpertGroups
 from toolkit.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)
@@ -44,9 +44,9 @@ def expert_rows(model: ToyMixture, optimizer: torch.optim.Optimizer) -> dict[str
     """Weights and first moments of this rank's experts, by expert id."""
     rows = {}
     for name, parameter in model.moe.experts.named_parameters():
-        sharding, moments = ownership.sharding_of(parameter), optimizer.state[parameter]["exp_avg"]
-        assert sharding is not None
-        for row_id, weight, moment in zip(sharding.row_ids, parameter.detach(), moments, strict=True):
+        mark, moments = ownership.ownership_of(parameter), optimizer.state[parameter]["exp_avg"]
+        assert mark is not None
+        for row_id, weight, moment in zip(mark.row_ids, parameter.detach(), moments, strict=True):
             rows |= {f"{name}/{row_id}": weight.clone(), f"{name}/{row_id}/exp_avg": moment.clone()}
     return rows
 
@@ -105,7 +105,7 @@ def test_g5_fact_6_a_reload_gives_every_rank_the_experts_of_rank_0_and_ours_give
 
 
 def load_plainly_on_one_process(folder: Path) -> str:
-    model = ToyMixture(ShardGroups())
+    model = ToyMixture(ExpertGroups())
     accelerator = Accelerator()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(RuntimeError, match=r"(?s)size mismatch for .*experts\.up") as failure:

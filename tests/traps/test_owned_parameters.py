@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, gradients, my_mean_loss, norm_of, reference_gradients, rows_of, spread
-from toolkit.parallel import ownership
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import ShardGroups
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import ExpertGroups
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -36,7 +36,7 @@ def backward_with_ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimiz
     accelerator, parameters = Accelerator(), list(model.parameters())
     prepared, optimizer = ownership.prepare(accelerator, model, sgd(model))
     accelerator.backward(my_mean_loss(prepared))
-    ownership.average_sharded_gradients(ownership.owned(parameters), accelerator.num_processes)
+    ownership.average_owned_gradients(ownership.owned(parameters), accelerator.num_processes)
     return prepared, optimizer, parameters
 
 
@@ -119,7 +119,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     expected = {
         name: p.detach() - 0.1 * grad * (0.5 / (1 + 1e-6 / true_norm))
         for (name, p), grad in zip(
-            ToyMixture(ShardGroups()).named_parameters(), reference_gradients().values(), strict=True
+            ToyMixture(ExpertGroups()).named_parameters(), reference_gradients().values(), strict=True
         )
     }
     optimizer.step()
@@ -152,11 +152,11 @@ def test_g4_accelerate_clips_by_a_norm_of_its_own_on_each_rank_and_ours_by_the_g
 class RootOwner(nn.Module):
     """An owned parameter directly on the model that is wrapped."""
 
-    def __init__(self, groups: ShardGroups):
+    def __init__(self, groups: ExpertGroups):
         super().__init__()
         self.mine = nn.Parameter(torch.full((1,), 1.0 + groups.ep_rank))
         self.ours = nn.Parameter(torch.ones(1))
-        ownership.mark_sharded(self.mine, row_ids=[groups.ep_rank], groups=groups)
+        ownership.mark_owned(self.mine, row_ids=[groups.ep_rank], groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mine * self.ours * x

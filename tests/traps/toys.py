@@ -16,10 +16,10 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
-from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.router import TopKRouter
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.placement.placement import ExpertPlacement
 from toolkit.run.run import Run
 from toolkit.schedules import Schedule, constant
 from toolkit.tasks.classification import Classification
@@ -31,7 +31,7 @@ DIM, HIDDEN, EXPERTS, TOP_K, CLASSES, SAMPLES = 6, 10, 4, 2, 3, 8
 class ToyMixture(nn.Module):
     """Stem, mixture, head. The expert with id e starts with the same weights wherever it lives."""
 
-    def __init__(self, groups: ShardGroups, slot_of_expert: tuple[int, ...] = tuple(range(EXPERTS))):
+    def __init__(self, groups: ExpertGroups, slot_of_expert: tuple[int, ...] = tuple(range(EXPERTS))):
         super().__init__()
         placement = ExpertPlacement.from_slot_of_expert(slot_of_expert, groups.ep_size)
         with torch.random.fork_rng():
@@ -62,7 +62,7 @@ def my_mean_loss(model: nn.Module) -> Tensor:
 
 def reference_gradients() -> dict[str, Tensor]:
     """What one process computes from the whole global batch, with all experts at hand."""
-    model = ToyMixture(ShardGroups())
+    model = ToyMixture(ExpertGroups())
     inputs, labels = toy_data()
     nn.functional.cross_entropy(model(inputs), labels).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -77,14 +77,14 @@ def norm_of(grads: dict[str, Tensor]) -> float:
     return torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
 
 
-def rows_of(reference: Tensor, groups: ShardGroups) -> Tensor:
+def rows_of(reference: Tensor, groups: ExpertGroups) -> Tensor:
     """The rows of a parameter of all experts that belong to this rank, under the contiguous placement."""
     return reference.chunk(groups.ep_size)[groups.ep_rank]
 
 
-def spread() -> ShardGroups:
+def spread() -> ExpertGroups:
     """Experts spread over all ranks of this launch."""
-    return make_shard_groups(dist.get_world_size() if dist.is_initialized() else 1)
+    return make_expert_groups(dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def toy_run(config: RunConfig | None = None) -> Run:

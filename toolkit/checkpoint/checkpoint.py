@@ -25,9 +25,20 @@ from safetensors.torch import save_file
 from torch import nn
 
 from toolkit.checkpoint import manifest
+from toolkit.checkpoint.tensor_files import (
+    FileContents,
+    SavedTensors,
+    describe_places,
+    describe_tensor,
+    files_to_write,
+    list_rows,
+    load_model,
+    load_optimizer,
+    targets,
+    unwrapped,
+)
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
-from toolkit.checkpoint.tensor_files import FileContents, SavedTensors, describe_places, describe_tensor, files_to_write, list_rows, load_model, load_optimizer, targets, unwrapped
 from toolkit.tracking.secrets import mask
 
 if TYPE_CHECKING:

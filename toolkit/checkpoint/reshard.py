@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.checkpoint import manifest
+from toolkit.checkpoint.tensor_files import ROWS, SavedTensors, list_rows
 from toolkit.errors import UserError
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.checkpoint.tensor_files import ROWS, SavedTensors, list_rows
 
 RowIds = dict[str, list[list[int]]]
 """Parameter -> the row ids of each rank of a shard group."""
@@ -68,7 +68,7 @@ def describe(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
         "format": about["format"],
         "processes": about["world_size"],
         "files": {name: seal["bytes"] for name, seal in sorted(about["files"].items())},
-        "copied_tensors": copied,
+        "replicated_tensors": copied,
         "layers": found,
     }
 

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from toolkit.parallel.ownership import EMPTY_ROW, Sharding, sharding_of
+from toolkit.parallel.ownership import EMPTY_ROW, Ownership, ownership_of
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
 
@@ -43,15 +43,15 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
     states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
         state = {key: value for key, value in states.get(parameter, {}).items() if value is not None}
-        sharding = sharding_of(parameter)
-        if sharding is None:
+        ownership = ownership_of(parameter)
+        if ownership is None:
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
             for file, key, value in [(MODEL, name, parameter), *moments]:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if rank == 0:
                     files[file][key] = whole.cpu()  # now, so that no device ever holds two that were gathered
-        elif _writes(sharding, rank):
-            for row, row_id in _owned(sharding):
+        elif _writes(ownership, rank):
+            for row, row_id in _owned(ownership):
                 files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
                 for key, value in state.items():
                     # What the rows of a stack share, such as Adam's step, goes with each, as rows may be dealt anew.
@@ -67,8 +67,8 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
 def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Parameter -> its rows' ids, in the order of slots, on each rank of a shard group. A collective."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    shardings = {name: s for name, parameter in model.named_parameters() if (s := sharding_of(parameter)) is not None}
-    mine = {name: (sharding.groups.ep_size, list(sharding.row_ids)) for name, sharding in shardings.items()}
+    shardings = {name: s for name, parameter in model.named_parameters() if (s := ownership_of(parameter)) is not None}
+    mine = {name: (ownership.groups.ep_size, list(ownership.row_ids)) for name, ownership in shardings.items()}
     everyones: list[Any] = [mine]
     if world > 1:
         everyones = [None] * world
@@ -93,21 +93,21 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def _held(sharding: Sharding) -> Iterator[tuple[int, int]]:
+def _held(ownership: Ownership) -> Iterator[tuple[int, int]]:
     """(row, stable id) of the rows that hold something."""
-    return ((row, row_id) for row, row_id in enumerate(sharding.row_ids) if row_id != EMPTY_ROW)
+    return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if row_id != EMPTY_ROW)
 
 
-def _owned(sharding: Sharding) -> Iterator[tuple[int, int]]:
+def _owned(ownership: Ownership) -> Iterator[tuple[int, int]]:
     """(row, stable id) of the rows that this rank steps, where others may have copies."""
-    return ((row, row_id) for row, row_id in enumerate(sharding.row_ids) if sharding.owns[row])
+    return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if ownership.owns[row])
 
 
-def _writes(sharding: Sharding, rank: int) -> bool:
+def _writes(ownership: Ownership, rank: int) -> bool:
     """Whether this rank's shard group is the one, of those that hold the same rows, that saves them."""
-    if sharding.groups.ep_size == 1:
+    if ownership.groups.ep_size == 1:
         return rank == 0
-    replicas = sharding.groups.replica_group
+    replicas = ownership.groups.expert_dp_group
     return replicas is None or dist.get_rank(replicas) == 0
 
 
@@ -184,11 +184,11 @@ def _split(file: str, key: str) -> tuple[str, str | None]:
 def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Where this rank wants the weight of each key to be put."""
     for name, parameter in model.named_parameters():
-        sharding = sharding_of(parameter)
-        if sharding is None:
+        ownership = ownership_of(parameter)
+        if ownership is None:
             yield name, parameter
         else:
-            for row, row_id in _held(sharding):
+            for row, row_id in _held(ownership):
                 yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
     yield from _buffers(model)
 
@@ -221,14 +221,14 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> dict[str, Tensor]:
     """The optimizer's state of one parameter: as saved, or put together from the rows that this rank owns."""
-    sharding = sharding_of(parameter)
-    if sharding is None:
+    ownership = ownership_of(parameter)
+    if ownership is None:
         state = tensors.state(name)
         if isinstance(parameter, DTensor):
             state = {key: _spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
         return state
     state = {}
-    rows = {row_id: row for row, row_id in _owned(sharding)}
+    rows = {row_id: row for row, row_id in _owned(ownership)}
     # Who owns nothing now may do so after the next migration, so it needs what rows share, and room for the others.
     for row_id in rows or tensors.rows_of(name)[:1]:
         for key, value in tensors.state(f"{name}/{row_id}").items():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint import manifest, reshard as rewrite
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint import reshard as rewrite
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.placement.placement import ExpertPlacement, contiguous
@@ -95,7 +96,7 @@ def _inspect(args: argparse.Namespace) -> None:
     _say(f"{args.checkpoint}", f"{step}written by {facts['processes']} process(es), format {facts['format']}", "")
     width = max(map(len, facts["files"]))
     _say(*(f"  {name:{width}}  {size:>15,} bytes" for name, size in facts["files"].items()), "")
-    _say(f"{facts['copied_tensors']} tensors that every process has a copy of, parameters and buffers")
+    _say(f"{facts['replicated_tensors']} tensors that every process has a copy of, parameters and buffers")
     drawn: dict[str, str] = {}
     for layer, about in facts["layers"].items():
         rows = ", ".join(f"{name} {row}" for name, row in about["rows"].items())

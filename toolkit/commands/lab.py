@@ -14,10 +14,10 @@ from toolkit.commands.arguments import Parser
 from toolkit.config.run import require
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.lab.report import STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
-from toolkit.placement.planners import PLANNERS, planner_named
 from toolkit.lab.traces import read_trace
-from toolkit.placement.workloads import WORKLOADS, Sizes
 from toolkit.pictures.plots import draw_imbalances
+from toolkit.placement.planners import PLANNERS, planner_named
+from toolkit.placement.workloads import WORKLOADS, Sizes
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]

@@ -41,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: take {least} or more.")
 
+    from toolkit.pictures.sweep_plots import draw_sweep
     from toolkit.sweep.cells import CellRunner, Outcome
     from toolkit.sweep.grid import grid_cells, load_recipe, parse_axes
     from toolkit.sweep.tables import gather, write_tables
-    from toolkit.pictures.sweep_plots import draw_sweep
 
     recipe, axes = load_recipe(args.recipe, args.arguments), parse_axes(args.grid)
     first = recipe.config(()).seed + args.seed_offset

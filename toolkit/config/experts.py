@@ -61,7 +61,7 @@ class ExpertRunConfig(RunConfig):
                 require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
 
     @property
-    def seats(self) -> int:
+    def logical_ids(self) -> int:
         """Rows of the router: the experts, and room for more where there may be more."""
         return self.experts
 
@@ -69,7 +69,7 @@ class ExpertRunConfig(RunConfig):
         """How many of `world_size` processes share one set of experts."""
         if self.parallel_strategy == "data_parallel":
             return 1
-        return self.ep_size or math.gcd(world_size, self.seats)
+        return self.ep_size or math.gcd(world_size, self.logical_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +135,12 @@ class MoERunConfig(ExpertRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifeConfig:
+class LifecycleConfig:
     """How a population of experts changes, where `--max-experts` leaves room for that."""
 
     grow: bool = True
     """Halve an expert when the data are no longer covered."""
-    newborn: Literal["split", "fresh"] = "split"
+    new_expert: Literal["split", "fresh"] = "split"
     """What is born: half of an expert, which changes no output, or an untrained one."""
     check_every: int = 25
     """Optimizer steps between looks at how well coming samples are covered."""
@@ -193,31 +193,33 @@ class LifeConfig:
 
     def __post_init__(self) -> None:
         for name in ("check_every", "check_samples", "growths_at_once", "sleep_every", "memory_size"):
-            require(getattr(self, name) >= 1, f"life.{name}", getattr(self, name), "take one or more")
+            require(getattr(self, name) >= 1, f"lifecycle.{name}", getattr(self, name), "take one or more")
         for name in ("cooldown_checks", "min_age", "replay_steps"):
-            require(getattr(self, name) >= 0, f"life.{name}", getattr(self, name), "take zero or more")
+            require(getattr(self, name) >= 0, f"lifecycle.{name}", getattr(self, name), "take zero or more")
         for name in ("tolerated", "merge_distance", "merge_similarity", "prune_below"):
-            require(0 <= getattr(self, name) <= 1, f"life.{name}", getattr(self, name), "take a fraction from 0 to 1")
-        require(0 < self.edge_decay <= 1, "life.edge_decay", self.edge_decay, "take a fraction above 0, up to 1")
-        require(0 <= self.edge_floor < 1, "life.edge_floor", self.edge_floor, "take a fraction below 1")
+            require(
+                0 <= getattr(self, name) <= 1, f"lifecycle.{name}", getattr(self, name), "take a fraction from 0 to 1"
+            )
+        require(0 < self.edge_decay <= 1, "lifecycle.edge_decay", self.edge_decay, "take a fraction above 0, up to 1")
+        require(0 <= self.edge_floor < 1, "lifecycle.edge_floor", self.edge_floor, "take a fraction below 1")
         size = self.replay_batch_size
-        require(size is None or size >= 1, "life.replay_batch_size", size, "take one or more")
-        require(0 < self.replay_lr < math.inf, "life.replay_lr", self.replay_lr, "take a positive number")
-        require(0 <= self.undo_above < math.inf, "life.undo_above", self.undo_above, "take zero or more")
+        require(size is None or size >= 1, "lifecycle.replay_batch_size", size, "take one or more")
+        require(0 < self.replay_lr < math.inf, "lifecycle.replay_lr", self.replay_lr, "take a positive number")
+        require(0 <= self.undo_above < math.inf, "lifecycle.undo_above", self.undo_above, "take zero or more")
         fits = 1 <= self.min_sleep_every <= self.max_sleep_every
-        remedy = f"take 1 to --life.max-sleep-every {self.max_sleep_every}"
-        require(fits, "life.min_sleep_every", self.min_sleep_every, remedy)
+        remedy = f"take 1 to --lifecycle.max-sleep-every {self.max_sleep_every}"
+        require(fits, "lifecycle.min_sleep_every", self.min_sleep_every, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LivingRunConfig(MoERunConfig):
+class DynamicRunConfig(MoERunConfig):
     """Fields of a recipe whose experts may be born and end."""
 
     max_experts: int | None = None
     """Room for so many experts, which may then be grown, merged and pruned; None keeps --experts for ever."""
     min_experts: int = 2
     """Experts that are left alive, where they may end."""
-    life: LifeConfig = field(default_factory=LifeConfig)
+    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,5 +237,5 @@ class LivingRunConfig(MoERunConfig):
         require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
 
     @property
-    def seats(self) -> int:
+    def logical_ids(self) -> int:
         return self.max_experts or self.experts

@@ -1,7 +1,7 @@
 """Which examples make up which step, and how they reach this rank.
 
 The order of the data is a pure function of (seed, epoch), and the position in it is one integer: the step. So a run
-resumes by asking for step n, on any number of processes. Accelerate's own sharding is not used because on a short last
+resumes by asking for step n, on any number of processes. Accelerate's own ownership is not used because on a short last
 batch it gives some ranks no micro-batch at all, and under expert parallelism a forward pass is a collective: here such
 a rank gets an empty one. (`docs/log.md`, "Why the loader is ours".)
 """

@@ -7,15 +7,18 @@ checkpoint as a list of integers, and of the same worth as so many stored exampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from toolkit.data.batches import split
 from toolkit.data.table import TensorTable
 from toolkit.seeding import derive_seed, generator
+
+if TYPE_CHECKING:
+    from toolkit.task import Batch
 
 PRIORITY_BITS = 40
 

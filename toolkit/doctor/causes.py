@@ -215,7 +215,7 @@ def _gradients(c: Comparison) -> Finding:
                 "gradients W times too large",
                 symptom,
                 f"they were summed over {world} ranks and not divided by that number",
-                "divide by the number of processes: toolkit.parallel.ownership.average_sharded_gradients",
+                "divide by the number of processes: toolkit.parallel.ownership.average_owned_gradients",
             )
         if ratio < 1:
             return Finding(
@@ -278,7 +278,7 @@ def _unsynchronised(symptom: str) -> Finding:
         "unsynchronised replica",
         symptom,
         "copies on several ranks are updated from different gradients, or not refreshed from their owner",
-        "average the gradients of copies over their ranks, and call toolkit.parallel.ownership.refresh_copies after the update",
+        "average the gradients of copies over their ranks, and call toolkit.parallel.ownership.refresh_replicas after the update",
     )
 
 

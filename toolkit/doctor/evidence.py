@@ -63,7 +63,7 @@ class Evidence:
         found = {key.split("/")[1] for key in self.first.tensors if key.startswith(f"{phase}/")}
         return found - {"weight", "gradient", "output"}
 
-    def unequal_copies(self, phase: int) -> list[str]:
+    def unequal_replicated(self, phase: int) -> list[str]:
         """Parameters, or rows, that do not have the same bits wherever there is a copy of them."""
         differing = self._unequal_digests(lambda record: record.phases[phase].digests)
         return differing + self._unequal_rows(phase, "weight", of_owners=False)

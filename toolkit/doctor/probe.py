@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.parallel import ownership
 from toolkit.doctor.compare import GRADIENT_FLOOR
 from toolkit.doctor.record import Phase, Record, Step, digest
+from toolkit.parallel import ownership
 
 
 class Finished(BaseException):
@@ -209,7 +209,7 @@ class Probe:
         self._unclipped = None
         step, parameters = len(self.record.steps), dict(self.parameters())
         for name, gradient in gradients.items():
-            owned = ownership.sharding_of(parameters[name]) is not None
+            owned = ownership.ownership_of(parameters[name]) is not None
             if self.is_first_rank or owned:
                 self.record.tensors[f"{step}/gradient/{name}"] = gradient
             if not owned:
@@ -260,12 +260,12 @@ class Probe:
         """Write down weights and optimizer state, as they are now."""
         number, phase, parameters = len(self.record.phases), Phase(), dict(self.parameters())
         for name, parameter in parameters.items():
-            sharding = ownership.sharding_of(parameter)
-            if sharding is None:
+            mark = ownership.ownership_of(parameter)
+            if mark is None:
                 phase.digests[name] = digest(plain(parameter))
             else:
-                phase.rows[name] = list(sharding.row_ids)
-                phase.owns[name] = [bool(owns) for owns in sharding.owns]
+                phase.rows[name] = list(mark.row_ids)
+                phase.owns[name] = [bool(owns) for owns in mark.owns]
         for key, tensor in self._state().items():
             value = plain(tensor)  # on every rank: it may be a collective
             if self.is_first_rank or key.split("/")[1] in phase.rows:
@@ -327,7 +327,7 @@ class Probe:
                 self.record.lost.append(key)
                 continue
             ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
-            self.record.lost += [f"{key} of expert {id}" for id in ids if id != parallel.EMPTY_ROW]
+            self.record.lost += [f"{key} of expert {id}" for id in ids if id != ownership.EMPTY_ROW]
 
 
 def plain(tensor: Tensor) -> Tensor:

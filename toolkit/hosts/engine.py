@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.parallel import ownership
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
+from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
-from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
-from toolkit.checkpoint.tensor_files import unwrapped
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -73,7 +73,7 @@ class ExpertParallel:
         self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
         self.planner, self.replan_every, self.guarded = planner, replan_every, guarded
         self.planner_options, self.spare_slots, self._place = planner_options, spare_slots, placement
-        self.groups = ShardGroups()
+        self.groups = ExpertGroups()
         self.stacks: dict[str, ExpertStack] = {}
         """The experts of each layer, by the layer's name; their `placement` says where each one lives."""
         self.replanner: Replanner | None = None
@@ -100,7 +100,7 @@ class ExpertParallel:
                 f"model {type(model).__name__} has no experts that are stacked tensors: give the module that holds "
                 "them num_experts, and a forward of (hidden, expert ids, weights)."
             )
-        self.groups = make_shard_groups(self._fitting_ep_size(layers))
+        self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         self._refuse_other_optimizers(optimizer)
         owned = self.expert_parameters()
@@ -193,12 +193,12 @@ class ExpertParallel:
         Each incoming gradient is the sum over the shard group's batches, hence 1 / ep_size; the mean over replicas
         and the sum over copies may be taken again when a loop synchronises more than once before a step.
         """
-        replicas = self.groups.replica_group
+        replicas = self.groups.expert_dp_group
 
         def complete(parameter: Tensor) -> None:
             if not self.accelerator.sync_gradients or parameter.grad is None:
                 return
-            ownership.gather_copied_gradients([parameter])
+            ownership.sum_replica_gradients([parameter])
             if replicas is not None:
                 dist.all_reduce(parameter.grad, group=replicas)
                 parameter.grad.div_(dist.get_world_size(replicas))
@@ -232,7 +232,7 @@ class ExpertParallel:
 
     def _after_step(self) -> None:
         self.steps += 1
-        ownership.refresh_copies(self.expert_parameters())
+        ownership.refresh_replicas(self.expert_parameters())
         if self._meter is not None:
             self._meter.fold_when_many()
         if self.replanner is not None:

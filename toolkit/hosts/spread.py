@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import compute_rows, has_stacked_parameters
 from toolkit.moe.layer import MoE
-from toolkit.placement.placement import ExpertPlacement, dealt_out, with_spare_slots
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups
+from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to where the layer's experts live at first."""
@@ -26,7 +26,7 @@ PlacementOf = Callable[[str, int, int], ExpertPlacement]
 
 def spread_experts(
     model: nn.Module,
-    groups: ShardGroups,
+    groups: ExpertGroups,
     *,
     spare_slots: int = 0,
     by_turns: bool = False,
@@ -41,7 +41,7 @@ def spread_experts(
     for name, module in find_experts(model).items():
         experts, ranks = num_experts(module), groups.ep_size
         if placement is None:
-            place = dealt_out(experts, ranks, spare_slots=spare_slots, by_turns=by_turns)
+            place = initial_placement(experts, ranks, spare_slots=spare_slots, by_turns=by_turns)
         else:
             place = with_spare_slots(placement(name, experts, ranks), spare_slots)
         if place.num_experts != experts:

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UserError
-from toolkit.placement.guard import MigrationGuard, Prices
-from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.lab.traces import Trace
 from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
-from toolkit.placement.placement import ExpertPlacement, dealt_out
+from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.placement import ExpertPlacement, initial_placement
 from toolkit.placement.planners import planner_named
 from toolkit.placement.planners.registry import Planner
 from toolkit.placement.replay import Replay, replay, worst_span
-from toolkit.lab.traces import Trace
 from toolkit.placement.traffic import migration_cost
 from toolkit.placement.workloads import WORKLOADS, Sizes
 
@@ -67,8 +67,8 @@ class Rules:
     bytes_per_second: float = 25e9
     """Of one rank's link, each way: 200 Gbit/s."""
 
-    def prices(self, case: Case, layer: int) -> Prices:
-        return Prices(
+    def cost_model(self, case: Case, layer: int) -> CostModel:
+        return CostModel(
             seconds_per_row=self.seconds_per_row,
             bytes_per_second=self.bytes_per_second,
             weight_bytes=case.weight_bytes[layer],
@@ -121,12 +121,12 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     if steps <= every:
         raise UserError(f"--every {every}: {case.name} has {steps} steps; take fewer.")
     spare = rules.spare_slots or int(name in REPLICATING)
-    start = dealt_out(experts, ranks, spare_slots=spare, by_turns=rules.by_turns)
+    start = initial_placement(experts, ranks, spare_slots=spare, by_turns=rules.by_turns)
     seconds: list[float] = []
     runs = []
     for layer in range(layers):
         planner = None if name == STAY else _timed(_planner(name, case, layer, rules), seconds)
-        guard = MigrationGuard(rules.prices(case, layer)) if guarded else None
+        guard = MigrationGuard(rules.cost_model(case, layer)) if guarded else None
         runs.append(replay(load_TLSE[:, layer].sum(1), start, planner, every=every, guard=guard))
     window = _window(load_TLSE, runs, every)
     nodes = [rank // (rules.ranks_per_node or ranks) for rank in range(ranks)]
@@ -138,7 +138,9 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         for layer, run in enumerate(runs)
         for old, new in zip(run.placements, run.placements[1:], strict=False)
     ]
-    worst = [worst_span(load_TLSE[:, layer].sum(1), run, rules.prices(case, layer)) for layer, run in enumerate(runs)]
+    worst = [
+        worst_span(load_TLSE[:, layer].sum(1), run, rules.cost_model(case, layer)) for layer, run in enumerate(runs)
+    ]
     replicas = name in REPLICATING
     bounds = [
         lower_bound(load_E, placement, replicas=replicas, search=_nodes(load_E))

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.recompute import decide
-from toolkit.parallel.ownership import ShardGroups
+from toolkit.parallel.ownership import ExpertGroups
+from toolkit.placement.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class SlotOrder:
 
     rows_per_slot: Tensor
     """(S): how many copies each slot gets."""
-    copy_N: Tensor
+    assignment_N: Tensor
     """Which copy stands at each place of the sorted order; copies of one slot stay in token order."""
     token_N: Tensor
     """Which token stands there."""
     place_TK: Tensor
-    """Where each copy stands; the inverse permutation of `copy_N`."""
+    """Where each copy stands; the inverse permutation of `assignment_N`."""
     kept_TK: Tensor | None = None
     """bool: which copies go anywhere; None where all do."""
 
@@ -40,7 +40,7 @@ class SlotOrder:
         """The first `rows` places, those of kept copies; a dropped copy points to place 0, and weighs nothing."""
         assert self.kept_TK is not None
         place_TK = self.place_TK.where(self.kept_TK, 0)
-        return replace(self, copy_N=self.copy_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
+        return replace(self, assignment_N=self.assignment_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,15 @@ def sort_by_slot(slots_TK: Tensor, num_slots: int, kept_TK: Tensor | None = None
         order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
         return replace(order, rows_per_slot=order.rows_per_slot[:num_slots], kept_TK=kept_TK)
     slot_N, top_k = slots_TK.flatten(), slots_TK.shape[1]
-    copy_N = slot_N.argsort(stable=True)
-    place_N = torch.empty_like(copy_N).scatter_(0, copy_N, torch.arange(len(copy_N), device=copy_N.device))
+    assignment_N = slot_N.argsort(stable=True)
+    place_N = torch.empty_like(assignment_N).scatter_(
+        0, assignment_N, torch.arange(len(assignment_N), device=assignment_N.device)
+    )
     # Not bincount: on a GPU it asks for the largest value first, which is a host sync.
     rows_per_slot = slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, torch.ones_like(slot_N))
-    return SlotOrder(rows_per_slot, copy_N, copy_N // top_k if top_k > 1 else copy_N, place_N.view(slots_TK.shape))
+    return SlotOrder(
+        rows_per_slot, assignment_N, assignment_N // top_k if top_k > 1 else assignment_N, place_N.view(slots_TK.shape)
+    )
 
 
 def _sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
@@ -140,15 +144,15 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, order: SlotOrder) -> Tensor:
-        ctx.save_for_backward(rows_ND, weights_TK, order.copy_N, order.token_N, order.place_TK, order.kept_TK)
+        ctx.save_for_backward(rows_ND, weights_TK, order.assignment_N, order.token_N, order.place_TK, order.kept_TK)
         if order.kept_TK is not None:
             weights_TK = weights_TK * order.kept_TK
         return _sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, weights_TK, copy_N, token_N, place_TK, kept_TK = ctx.saved_tensors
-        grad_TD, weights_N = grads[0].contiguous(), weights_TK.flatten().index_select(0, copy_N)
+        rows_ND, weights_TK, assignment_N, token_N, place_TK, kept_TK = ctx.saved_tensors
+        grad_TD, weights_N = grads[0].contiguous(), weights_TK.flatten().index_select(0, assignment_N)
         if not len(rows_ND):
             return rows_ND, torch.zeros_like(weights_TK), None
         if rows_ND.dtype == weights_TK.dtype:
@@ -236,7 +240,7 @@ class AllToAllDispatcher:
     n copies to copy (rank + i) mod n, so that the split is even and the same whenever it is made.
     """
 
-    def __init__(self, placement: ExpertPlacement, groups: ShardGroups):
+    def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
         self.groups = groups
         self.place(placement)
 
@@ -246,22 +250,22 @@ class AllToAllDispatcher:
             raise ValueError(f"a placement on {placement.ranks} rank(s) for shard groups of {self.groups.ep_size}")
         here = self.groups.ep_rank
         self.placement, self.stride, self.slots = placement, placement.stride, len(placement.slots[here])
-        self.slots_EC, self.copies_E = placement.slots_of_experts(), placement.num_copies()
+        self.slots_EC, self.replicas_E = placement.slots_of_experts(), placement.num_replicas()
         # Empty slots, which never get a row, count for expert 0.
         self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)
         if placement.has_replicas:
             for expert in range(placement.num_experts):
-                if own := placement.copy_on(expert, here):
-                    self.slots_EC[expert, 0], self.copies_E[expert] = here * self.stride + own.slot, 1
+                if own := placement.replica_on(expert, here):
+                    self.slots_EC[expert, 0], self.replicas_E[expert] = here * self.stride + own.slot, 1
 
     def slots_of(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
         """The global slot that each routed copy goes to."""
         if self.slots_EC.shape[1] == 1:
             return self.slots_EC[expert_ids_TK, 0]
-        by_expert = sort_by_slot(expert_ids_TK, len(self.copies_E), kept_TK)
+        by_expert = sort_by_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
         first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
         turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
-        return self.slots_EC[expert_ids_TK, turn_TK % self.copies_E[expert_ids_TK]]
+        return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
     def dispatch(
         self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
@@ -269,16 +273,14 @@ class AllToAllDispatcher:
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
         exchange = plan.exchange
         assert exchange is not None
-        rows = _AllToAll.apply(
-            _Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.shard_group
-        )
-        return _Permute.apply(rows, exchange.order.copy_N, exchange.order.place_TK.flatten()), plan
+        rows = _AllToAll.apply(_Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.ep_group)
+        return _Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
 
     def plan(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
         """Who sends how much to whom. A collective of the shard group."""
-        peers, group, device = self.groups.ep_size, self.groups.shard_group, expert_ids_TK.device
+        peers, group, device = self.groups.ep_size, self.groups.ep_group, expert_ids_TK.device
         if self.expert_of_slot.device != device:
-            self.slots_EC, self.copies_E = self.slots_EC.to(device), self.copies_E.to(device)
+            self.slots_EC, self.replicas_E = self.slots_EC.to(device), self.replicas_E.to(device)
             self.expert_of_slot = self.expert_of_slot.to(device)
         # Every rank counts as many slots as the one that has most, so that all exchange equally many counts.
         order = sort_by_slot(self.slots_of(expert_ids_TK, kept_TK), peers * self.stride, kept_TK)
@@ -301,11 +303,11 @@ class AllToAllDispatcher:
         )
 
     def _load(self, rows_per_slot: Tensor) -> Tensor:
-        return torch.zeros_like(self.copies_E).index_add_(0, self.expert_of_slot, rows_per_slot)
+        return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
         exchange = plan.exchange
         assert exchange is not None
-        rows = _Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.copy_N)
-        rows = _AllToAll.apply(rows, exchange.received, exchange.sent, self.groups.shard_group)
+        rows = _Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
+        rows = _AllToAll.apply(rows, exchange.received, exchange.sent, self.groups.ep_group)
         return _WeightedSum.apply(rows, weights_TK, plan.order)

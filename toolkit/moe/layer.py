@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
-from toolkit.moe.lifecycle.router import SeatedRouter
-from toolkit.placement.placement import ExpertPlacement, dealt_out
+from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups
+from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.placement.placement import ExpertPlacement, initial_placement
 
 
 class MoE(nn.Module):
@@ -109,11 +109,11 @@ def make_moe(
     num_experts: int,
     top_k: int,
     *,
-    groups: ShardGroups | None = None,
+    groups: ExpertGroups | None = None,
     placement: ExpertPlacement | None = None,
     spare_slots: int = 0,
     by_turns: bool = False,
-    seats: int | None = None,
+    logical_ids: int | None = None,
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
@@ -130,21 +130,21 @@ def make_moe(
     `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
     hidden activations (selective), or the whole layer. `router` takes the options of `router_type`.
 
-    With `seats` there is room for so many experts, of which `num_experts` live at first: see `toolkit.moe.lifecycle`.
+    With `logical_ids` there is room for so many experts, of which `num_experts` live at first: see `toolkit.moe.lifecycle`.
     Seats are always dealt out by turns, so that ranks have equally many living experts.
     """
-    groups = groups or ShardGroups()
-    living = num_experts
-    if seats is not None:
-        num_experts, router_type, router = seats, SeatedRouter, {"living": living, **router}
+    groups = groups or ExpertGroups()
+    active = num_experts
+    if logical_ids is not None:
+        num_experts, router_type, router = logical_ids, DynamicRouter, {"active": active, **router}
         by_turns = True
-    placement = placement or dealt_out(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=by_turns)
+    placement = placement or initial_placement(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=by_turns)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(
         dim,
         hidden_dim,
-        expert_ids=[id if id < living else EMPTY_ROW for id in placement.experts_on(groups.ep_rank)],
+        expert_ids=[id if id < active else EMPTY_ROW for id in placement.experts_on(groups.ep_rank)],
         activation=activation,
         recompute=recompute == "selective",
         seed=seed,
@@ -165,7 +165,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def describe_experts(model: nn.Module, groups: ShardGroups) -> dict[str, Any]:
+def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
     """Facts about the mixture for a run's record: how experts are spread, and where each one lives."""
     stacks = expert_stacks(model)
     placement = {

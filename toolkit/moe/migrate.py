@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
+from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
 from toolkit.placement.placement import ExpertPlacement, Place, moves, owner_moves
 from toolkit.placement.rounds import Round, Transfer, schedule
-from toolkit.moe.stack import ExpertStack
 from toolkit.placement.traffic import MigrationCost
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups
-from toolkit.checkpoint.tensor_files import unwrapped
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
 
     It also is the collective that NCCL wants before the first exchange in which not all ranks take part.
     """
-    group = stack.groups.shard_group
+    group = stack.groups.ep_group
     if group is None:
         return
     layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]
@@ -160,7 +160,7 @@ class _Payload:
 
     tensors: list[Tensor]
     rounds: list[Round]
-    groups: ShardGroups
+    groups: ExpertGroups
     buffer: list[Tensor] = field(default_factory=list)
     """One row of each tensor, once needed."""
     sends: int = 0
@@ -220,7 +220,7 @@ class _Payload:
         return self.buffer
 
     def _operation(self, op: Callable[..., Any], row: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(op, row, group=self.groups.shard_group, group_peer=peer)
+        return dist.P2POp(op, row, group=self.groups.ep_group, group_peer=peer)
 
 
 def _copy(goal: list[Tensor], origin: list[Tensor]) -> None:
@@ -245,7 +245,7 @@ def _carry(payloads: list[_Payload]) -> None:
             payload.settle(now)
 
 
-def _total(payloads: list[_Payload], groups: ShardGroups, device: torch.device) -> MigrationCost:
+def _total(payloads: list[_Payload], groups: ExpertGroups, device: torch.device) -> MigrationCost:
     """What all ranks of the shard group counted."""
     weights, states = payloads
     counts_RC = torch.zeros(groups.ep_size, 5, dtype=torch.int64, device=device)
@@ -253,8 +253,8 @@ def _total(payloads: list[_Payload], groups: ShardGroups, device: torch.device) 
     peers = len(weights.receivers | states.receivers)
     counted = [weights.sends, weights.bytes_sent, states.bytes_sent, received, peers]
     counts_RC[groups.ep_rank] = torch.tensor(counted, device=device)
-    if groups.shard_group is not None:
-        dist.all_reduce(counts_RC, group=groups.shard_group)
+    if groups.ep_group is not None:
+        dist.all_reduce(counts_RC, group=groups.ep_group)
     experts, weight_bytes, optimizer_bytes, _, pairs = counts_RC.sum(0).tolist()
     busiest = int(torch.maximum(counts_RC[:, 1] + counts_RC[:, 2], counts_RC[:, 3]).max())
     return MigrationCost(experts, weight_bytes, optimizer_bytes, busiest, pairs)

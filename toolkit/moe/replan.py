@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
+from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
-from toolkit.placement.guard import MigrationGuard, Prices
-from toolkit.placement.imbalance import rank_imbalance, shares
 from toolkit.moe.migrate import MigrationReport, migrate
+from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.placement.cost_model import measured_cost_model, state_bytes
+from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.imbalance import rank_imbalance, shares
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.plan import plan_layer
 from toolkit.placement.planners.registry import planner_named
-from toolkit.placement.cost_model import measured_prices, state_bytes
-from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import sum_over_ranks
-from toolkit.checkpoint.tensor_files import unwrapped
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -111,7 +111,7 @@ class Replanner:
         statistics = self._statistics()
         loads = self._window()
         if self.guarded:
-            self._set_prices(loads, optimizer)
+            self._set_cost_model(loads, optimizer)
         for (name, stack), load_E, known in zip(self.stacks.items(), loads, statistics, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
@@ -171,7 +171,7 @@ class Replanner:
         per_step = counts.cpu().double() / (self.every * groups)
         return list(per_step.split([stack.num_experts for stack in stacks]))
 
-    def _set_prices(self, loads: list[Tensor], optimizer: Optimizer) -> None:
+    def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:
         """Have the guards reckon with the median step of this window, that of the slowest rank. A collective."""
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
@@ -187,12 +187,12 @@ class Replanner:
             float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
         )
         for (name, stack), most in zip(self.stacks.items(), optimizer_bytes, strict=True):
-            prices = measured_prices(stack.parameters.values(), None, step_seconds=seconds, rows=rows)
-            prices = replace(prices, optimizer_bytes=int(most))
+            cost_model = measured_cost_model(stack.parameters.values(), None, step_seconds=seconds, rows=rows)
+            cost_model = replace(cost_model, optimizer_bytes=int(most))
             if name in self.guards:
-                self.guards[name].prices = prices
+                self.guards[name].cost_model = cost_model
             else:
-                self.guards[name] = MigrationGuard(prices)
+                self.guards[name] = MigrationGuard(cost_model)
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold. A collective."""
@@ -228,8 +228,8 @@ class Replanner:
             if saved != stack.placement:
                 migrate(stack, saved, optimizer)
             if self.guarded and name in state["guards"]:
-                # Prices come with the next window, before the guard is asked anything.
-                self.guards[name] = MigrationGuard(Prices(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
+                # CostModel come with the next window, before the guard is asked anything.
+                self.guards[name] = MigrationGuard(CostModel(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
                 self.guards[name].load_state_dict(state["guards"][name])
 
 

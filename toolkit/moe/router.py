@@ -125,8 +125,8 @@ class TopKRouter(nn.Module):
     def choose(self, scores_TE: Tensor) -> Tensor:
         """(T, K): the experts of each token, best first."""
         if self.force_balanced:
-            copies_N = torch.arange(len(scores_TE) * self.top_k, device=scores_TE.device)
-            return (copies_N % self.num_experts).view(-1, self.top_k)
+            assignments_N = torch.arange(len(scores_TE) * self.top_k, device=scores_TE.device)
+            return (assignments_N % self.num_experts).view(-1, self.top_k)
         if self.bias is not None:
             scores_TE = scores_TE + self.bias
         if self.top_k_groups < self.expert_groups:

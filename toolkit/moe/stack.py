@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
+from toolkit.parallel.ownership import ExpertGroups, mark_owned
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.parallel.ownership import ShardGroups, mark_sharded
 
 
-def make_dispatcher(placement: ExpertPlacement, groups: ShardGroups) -> TokenDispatcher:
+def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
     """The dispatcher for experts on the ranks of `groups`."""
     return LocalDispatcher(placement) if groups.ep_size == 1 else AllToAllDispatcher(placement, groups)
 
@@ -23,7 +23,7 @@ class ExpertStack:
     Our `MoE` has one, and so has every foreign module that the engine prepares, as its `expert_stack`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ShardGroups):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
         self.parameters, self.groups = dict(parameters), groups
         self.dispatcher = make_dispatcher(placement, groups)
         # Not buffers: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
@@ -97,7 +97,7 @@ class ExpertStack:
     def _mark(self) -> None:
         placement, here = self.placement, self.groups.ep_rank
         for parameter in self.parameters.values():
-            mark_sharded(
+            mark_owned(
                 parameter,
                 row_ids=placement.slots[here],
                 groups=self.groups,

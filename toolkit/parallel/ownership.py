@@ -7,9 +7,9 @@ of experts: it sees parameters whose *rows* have owners.
 | what DDP or Accelerate does                                | what is done here                                       |
 |------------------------------------------------------------|---------------------------------------------------------|
 | overwrites every rank's parameters with those of rank 0    | `prepare` puts owned parameters on DDP's ignore list    |
-| averages gradients over ranks                              | `average_sharded_gradients`: rows already hold the sum  |
+| averages gradients over ranks                              | `average_owned_gradients`: rows already hold the sum  |
 |                                                            | over their group's batches, so add replicas, divide by W|
-| keeps equal parameters equal                               | `refresh_copies`: a row with several copies has one     |
+| keeps equal parameters equal                               | `refresh_replicas`: a row with several copies has one     |
 |                                                            | owner, who gets their gradients, steps, and sends it    |
 | clips by the norm of local gradients                       | `clip_grad_norm_`: copied part once, owned part summed  |
 | saves rank 0's model and optimizer                         | `toolkit.checkpoint.checkpoint` saves each row under its stable id |
@@ -41,7 +41,7 @@ EMPTY_ROW = -1
 
 
 @dataclass(frozen=True)
-class ShardGroups:
+class ExpertGroups:
     """One world, two views: `ep_size` neighbouring ranks share one set of rows, and the sets are copies of each other.
 
     With 4 ranks and `ep_size` 2, ranks {0, 1} and {2, 3} are shard groups, {0, 2} and {1, 3} replica groups.
@@ -51,13 +51,13 @@ class ShardGroups:
     """Ranks that together hold every row once."""
     ep_rank: int = 0
     """This rank's place in its shard group."""
-    shard_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
     """The ranks of this shard group; None where there is only this one."""
-    replica_group: dist.ProcessGroup | None = None
+    expert_dp_group: dist.ProcessGroup | None = None
     """The ranks that hold the same rows as this one; None where there is only this one."""
 
 
-def make_shard_groups(ep_size: int) -> ShardGroups:
+def make_expert_groups(ep_size: int) -> ExpertGroups:
     """Split the world into shard groups of `ep_size` neighbours. A collective: every rank calls it.
 
     Raises UserError when `ep_size` does not divide the number of processes.
@@ -69,20 +69,20 @@ def make_shard_groups(ep_size: int) -> ShardGroups:
             f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
         )
     if world == 1:
-        return ShardGroups()
+        return ExpertGroups()
     rank = dist.get_rank()
-    shard_group = replica_group = None
+    ep_group = expert_dp_group = None
     for first in range(0, world, ep_size):
         ranks = list(range(first, first + ep_size))
         group = dist.new_group(ranks)
         if rank in ranks and ep_size > 1:
-            shard_group = group
+            ep_group = group
     for place in range(ep_size):
         ranks = list(range(place, world, ep_size))
         group = dist.new_group(ranks)
         if rank in ranks and len(ranks) > 1:
-            replica_group = group
-    return ShardGroups(ep_size, rank % ep_size, shard_group, replica_group)
+            expert_dp_group = group
+    return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Ownership:
     """What is attached to an owned parameter."""
 
     row_ids: tuple[int, ...]
     """The stable id of what each row along dimension 0 holds, or `EMPTY_ROW`."""
-    groups: ShardGroups
+    groups: ExpertGroups
     rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
     """The row ids of every rank of the shard group, where some ranks have copies of others' rows; else None."""
 
@@ -135,11 +135,11 @@ class Sharding:
         return borrowed, lent
 
 
-def mark_sharded(
+def mark_owned(
     parameter: nn.Parameter,
     *,
     row_ids: Sequence[int],
-    groups: ShardGroups,
+    groups: ExpertGroups,
     rows_of_ranks: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Declare that the rows of `parameter` belong to this rank (and its replicas) under the stable ids `row_ids`.
@@ -149,18 +149,18 @@ def mark_sharded(
     if len(row_ids) != parameter.shape[0]:
         raise ValueError(f"{len(row_ids)} row ids for a parameter with {parameter.shape[0]} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
-    parameter.sharding = Sharding(tuple(row_ids), groups, everywhere)  # type: ignore[attr-defined]
+    parameter.ownership = Ownership(tuple(row_ids), groups, everywhere)  # type: ignore[attr-defined]
 
 
-def sharding_of(parameter: Tensor) -> Sharding | None:
+def ownership_of(parameter: Tensor) -> Ownership | None:
     """How `parameter` is owned, or None where every rank has a copy."""
-    return getattr(parameter, "sharding", None)
+    return getattr(parameter, "ownership", None)
 
 
 def is_owned(parameter: Tensor) -> bool:
     """Whether other ranks hold other rows, so that DDP must leave `parameter` alone."""
-    sharding = sharding_of(parameter)
-    return sharding is not None and sharding.groups.ep_size > 1
+    ownership = ownership_of(parameter)
+    return ownership is not None and ownership.groups.ep_size > 1
 
 
 def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -188,7 +188,7 @@ def prepare(
             "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
         )
     if dense == "fsdp2":
-        if not names and accelerator.num_processes > 1 and any(sharding_of(p) for p in model.parameters()):
+        if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
             raise UserError(
                 "--dense-parallel fsdp2 leaves experts with their owners, and with --ep-size 1 every process has all: "
                 "use a larger --ep-size, or --dense-parallel ddp."
@@ -229,7 +229,7 @@ def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None
 
 
 @torch.no_grad()
-def average_sharded_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
+def average_owned_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
     """Make the gradients of owned parameters the mean over all ranks' batches, as DDP's are. A collective.
 
     The backward of the all-to-all already *added up* the contributions of the shard group's batches, where DDP takes
@@ -237,53 +237,53 @@ def average_sharded_gradients(parameters: Sequence[Tensor], world_size: int) -> 
     of batches, which is the world size, never by the number of replicas. Of a row that has copies in the shard group
     the owner gets the sum, and the others zero.
     """
-    gather_copied_gradients(parameters)
+    sum_replica_gradients(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return
     torch._foreach_div_(grads, float(world_size))
-    sharding = sharding_of(parameters[0])
-    if sharding is None or sharding.groups.replica_group is None:
+    ownership = ownership_of(parameters[0])
+    if ownership is None or ownership.groups.expert_dp_group is None:
         return
     flat = torch._utils._flatten_dense_tensors(grads)
-    dist.all_reduce(flat, group=sharding.groups.replica_group)
+    dist.all_reduce(flat, group=ownership.groups.expert_dp_group)
     for grad, summed in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
         grad.copy_(summed)
 
 
 @torch.no_grad()
-def gather_copied_gradients(parameters: Iterable[Tensor]) -> None:
+def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
     """Add the gradients of a row's copies to its owner's, and set those of the others to zero. A collective."""
-    for parameter, sharding in _with_copies(parameters):
+    for parameter, ownership in _with_replicas(parameters):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        borrowed, lent = sharding.copied
-        received = _exchange_rows(grad, borrowed, lent, sharding)
+        borrowed, lent = ownership.copied
+        received = _exchange_rows(grad, borrowed, lent, ownership)
         grad.index_fill_(0, _flat(borrowed, grad), 0)
         parameter.grad = grad.index_add_(0, _flat(lent, grad), received)
 
 
 @torch.no_grad()
-def refresh_copies(parameters: Iterable[Tensor]) -> None:
+def refresh_replicas(parameters: Iterable[Tensor]) -> None:
     """Give the copies of a row the weights that its owner has after its step. A collective."""
-    for parameter, sharding in _with_copies(parameters):
-        borrowed, lent = sharding.copied
-        received = _exchange_rows(parameter.detach(), lent, borrowed, sharding)
+    for parameter, ownership in _with_replicas(parameters):
+        borrowed, lent = ownership.copied
+        received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
         parameter.index_copy_(0, _flat(borrowed, parameter), received)
 
 
-def _with_copies(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Sharding]]:
+def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
     for parameter in parameters:
-        sharding = sharding_of(parameter)
-        if sharding is not None and sharding.rows_of_ranks is not None:
-            yield parameter, sharding
+        ownership = ownership_of(parameter)
+        if ownership is not None and ownership.rows_of_ranks is not None:
+            yield parameter, ownership
 
 
-def _exchange_rows(rows: Tensor, sent: list[list[int]], received: list[list[int]], sharding: Sharding) -> Tensor:
+def _exchange_rows(rows: Tensor, sent: list[list[int]], received: list[list[int]], ownership: Ownership) -> Tensor:
     """Send the rows listed for each rank of the shard group; returns what came, by rank."""
     result = rows.new_empty(sum(map(len, received)), *rows.shape[1:])
     out = rows.index_select(0, _flat(sent, rows))
     sizes = [len(each) for each in received], [len(each) for each in sent]
-    dist.all_to_all_single(result, out, *sizes, group=sharding.groups.shard_group)
+    dist.all_to_all_single(result, out, *sizes, group=ownership.groups.ep_group)
     return result
 
 
@@ -313,13 +313,13 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Ten
         return torch.zeros(())
     norms = torch.stack(torch._foreach_norm(grads))
     if rows or mesh is not None:
-        of_copied, of_rows, of_pieces = norms.square().split([len(copied), len(rows), len(pieces)])
+        of_replicated, of_rows, of_pieces = norms.square().split([len(copied), len(rows), len(pieces)])
         squared_rows, squared_pieces = of_rows.sum(), of_pieces.sum()
         if rows:
-            dist.all_reduce(squared_rows, group=_shard_group(parameters))
+            dist.all_reduce(squared_rows, group=_ep_group(parameters))
         if mesh is not None:
             dist.all_reduce(squared_pieces, group=mesh.get_group())
-        norm = (of_copied.sum() + squared_rows + squared_pieces).sqrt()
+        norm = (of_replicated.sum() + squared_rows + squared_pieces).sqrt()
     else:
         norm = torch.linalg.vector_norm(norms)
     if max_norm is not None:
@@ -331,9 +331,9 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Ten
     return norm
 
 
-def _shard_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
+def _ep_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
     """The group over which the owned ones among `parameters` are spread."""
-    return next(sharding.groups.shard_group for p in parameters if is_owned(p) and (sharding := sharding_of(p)))
+    return next(ownership.groups.ep_group for p in parameters if is_owned(p) and (ownership := ownership_of(p)))
 
 
 @torch.no_grad()
@@ -343,10 +343,10 @@ def replicas_agree(model: nn.Module) -> bool:
         return True
     agree = torch.ones((), device=next(model.parameters()).device)
     for parameter in model.parameters():
-        sharding = sharding_of(parameter)
+        ownership = ownership_of(parameter)
         group = None
-        if sharding is not None and sharding.groups.ep_size > 1:
-            group = sharding.groups.replica_group
+        if ownership is not None and ownership.groups.ep_size > 1:
+            group = ownership.groups.expert_dp_group
             if group is None:
                 continue
         low, high = parameter.detach().clone(), parameter.detach().clone()

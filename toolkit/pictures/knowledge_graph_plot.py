@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.pictures.plots import GREY, INK, palette
 from toolkit.pictures.lifecycle_records import Epoch, LayerState, tell
+from toolkit.pictures.plots import GREY, INK, palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ MOST_CLASSES = 20
 """Classes named in the legend."""
 
 
-def seats_on_circle(states: Sequence[LayerState]) -> dict[int, Point]:
+def places_on_circle(states: Sequence[LayerState]) -> dict[int, Point]:
     """A place for everybody who ever lived in a layer, children beside their parents."""
     nodes = {id: node for state in states for id, node in state.nodes.items()}
     children: dict[int | None, list[int]] = {}
@@ -56,7 +56,7 @@ def draw_knowledge_graph(figure: Figure, epoch: Epoch, places: Mapping[str, Mapp
         _draw_layer(axes, state, points, palette(max(1, num_classes)), first_step=epoch.began)
         name = f"{layer}: " if layer and len(places) > 1 else ""
         axes.set_title(
-            f"{name}epoch {epoch.name}, step {epoch.step:,}, {len(state.living)} living experts\n{_news(epoch, layer)}",
+            f"{name}epoch {epoch.name}, step {epoch.step:,}, {len(state.active)} living experts\n{_news(epoch, layer)}",
             loc="left",
         )
     _add_legend(figure, num_classes)
@@ -104,13 +104,13 @@ def _draw_layer(
         )
     for id, node in state.nodes.items():
         x, y = points[id]
-        if not node["alive"]:
-            gone_now = node["died"] is not None and node["died"] > first_step
+        if not node["active"]:
+            gone_now = node["removed_at"] is not None and node["removed_at"] > first_step
             axes.plot(x, y, marker="x", ms=9 * room + 2, mew=2, color=INK if gone_now else GREY, zorder=3)
             _beside(axes, (x, y), 12, str(id), size=8, color=GREY)
             continue
         colour = colours[node["top_classes"][0]] if _stands_out(node) else PLAIN
-        new = node["born"] > 0 and node["born"] > first_step
+        new = node["created_at"] > 0 and node["created_at"] > first_step
         rim: dict[str, Any] = {"mec": INK if new else "white", "mew": 2.5 if new else 1.2}
         axes.plot(x, y, marker="o", ms=2 * radius[id], color=colour, zorder=3, **rim)
         axes.text(x, y, str(id), ha="center", va="center", size=7 + 4 * room, weight="bold", color="white", zorder=4)
@@ -144,13 +144,13 @@ def _beside(axes: Axes, point: Point, distance: float, text: str, *, size: float
 
 def _edges_to_draw(state: LayerState) -> list[Mapping[str, Any]]:
     """Lineages, and what was measured between the living: of co-activations each expert's strongest."""
-    alive = set(state.living)
+    active = set(state.active)
     lineages = [edge for edge in state.edges if edge["kind"] in ("split", "merge")]
     measured = [edge for edge in state.edges if edge["kind"] not in ("split", "merge")]
-    measured = [edge for edge in measured if {edge["source"], edge["target"]} <= alive]
+    measured = [edge for edge in measured if {edge["source"], edge["target"]} <= active]
     together = [edge for edge in measured if edge["kind"] == "coactivation"]
     strongest: list[Mapping[str, Any]] = []
-    for id in alive:
+    for id in active:
         own = [edge for edge in together if id in (edge["source"], edge["target"])]
         strongest += sorted(own, key=lambda edge: -edge["weight"])[:STRONGEST]
     kept = {(edge["source"], edge["target"]) for edge in strongest}
@@ -163,7 +163,7 @@ def _edges_to_draw(state: LayerState) -> list[Mapping[str, Any]]:
 
 def _radius(node: Mapping[str, Any], room: float) -> float:
     """In points: it grows with the root of the share of traffic."""
-    return room * (11 + 45 * math.sqrt(node["share"])) if node["alive"] else 8 * room
+    return room * (11 + 45 * math.sqrt(node["share"])) if node["active"] else 8 * room
 
 
 def _add_legend(figure: Figure, num_classes: int) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a population, drawn from population.jsonl and metrics.jsonl when a run ends."""
+"""Pictures of a population, drawn from lifecycle.jsonl and metrics.jsonl when a run ends."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.pictures.knowledge_graph_plot import draw_knowledge_graph, seats_on_circle
+from toolkit.pictures.knowledge_graph_plot import draw_knowledge_graph, places_on_circle
+from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_lifecycle
 from toolkit.pictures.plots import GREY, INK, STYLE, TRAIN, draw_loss, palette, step_axis
-from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_population
+from toolkit.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,9 +28,9 @@ MOST_LABELS = 14
 BIRTH, MERGER, SLEEP = "#3ca951", "#ff725c", "#a463f2"
 
 
-def draw_population(folder: Path) -> dict[str, Path]:
-    """Draw what population.jsonl of the run in `folder` tells; returns picture files by name, none without the file."""
-    epochs = read_population(folder)
+def draw_lifecycle(folder: Path) -> dict[str, Path]:
+    """Draw what lifecycle.jsonl of the run in `folder` tells; returns picture files by name, none without the file."""
+    epochs = read_lifecycle(folder)
     if not epochs:
         return {}
     # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
@@ -51,8 +51,8 @@ def draw_population(folder: Path) -> dict[str, Path]:
         draw("training_metrics", lambda figure: _draw_training(figure, folder, epochs))
         draw("expert_activations", lambda figure: _draw_activations(figure, epochs, layers))
         draw("expert_device_distribution", lambda figure: _draw_devices(figure, epochs, layers))
-        draw("population_timeline", lambda figure: _draw_timeline(figure, epochs, layers))
-        places = {layer: seats_on_circle([epoch.layers[layer] for epoch in epochs]) for layer in layers}
+        draw("lifecycle_timeline", lambda figure: _draw_timeline(figure, epochs, layers))
+        places = {layer: places_on_circle([epoch.layers[layer] for epoch in epochs]) for layer in layers}
         for epoch in spread(epochs, MOST_GRAPHS):
             draw(
                 f"{GRAPH}{math.ceil(epoch.number):03d}",
@@ -103,7 +103,7 @@ def _draw_training(figure: Figure, folder: Path, epochs: Sequence[Epoch]) -> Non
 def _draw_activations(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str]) -> None:
     """Which share of the routed copies each expert had in each epoch, and which classes it saw in the last one."""
     last = epochs[-1]
-    tallest = max(len(last.layers[layer].living) for layer in layers)
+    tallest = max(len(last.layers[layer].active) for layer in layers)
     figure.set_size_inches(13, max(4.0, 1.5 + 0.26 * tallest) * len(layers))
     for layer, (shares, classes) in zip(layers, figure.subplots(len(layers), 2, squeeze=False), strict=True):
         states = [epoch.layers[layer] for epoch in epochs]
@@ -128,7 +128,7 @@ def _draw_activations(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[
 
 
 def _draw_classes(figure: Figure, axes: Axes, state: LayerState, title: str) -> None:
-    seen = [id for id in state.living if state.nodes[id]["classes"]]
+    seen = [id for id in state.active if state.nodes[id]["classes"]]
     axes.set_title(title)
     if not seen:
         axes.text(0.5, 0.5, "no classes were recorded", ha="center", va="center", transform=axes.transAxes)
@@ -157,7 +157,7 @@ def _draw_devices(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str]
     from matplotlib.ticker import MaxNLocator
 
     last = epochs[-1]
-    ranks = max(len(last.layers[layer].seats_on_ranks) for layer in layers)
+    ranks = max(len(last.layers[layer].logical_on_ranks) for layer in layers)
     figure.set_size_inches(13, max(3.2, 1.6 + 0.5 * ranks) * len(layers) + 0.5)
     if last.world_size == 1:
         where = f"One process ({last.device}): all experts live on rank 0"
@@ -183,10 +183,10 @@ def _draw_devices(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str]
         if 1 < ranks <= MOST_LABELS:
             counts.set_ylim(top=1.25 * counts.get_ylim()[1])
             counts.legend(loc="upper left", ncols=7, fontsize=8)
-        _draw_seats(places, states[-1], _title(f"Where each lives, epoch {last.name}", layer, layers))
+        _draw_logical_experts(places, states[-1], _title(f"Where each lives, epoch {last.name}", layer, layers))
 
 
-def _draw_seats(axes: Axes, state: LayerState, title: str) -> None:
+def _draw_logical_experts(axes: Axes, state: LayerState, title: str) -> None:
     """A row of boxes per rank: the experts' ids, in the colour of the rank; vacant seats are empty boxes."""
     rows = state.ids_on_ranks
     widest = max(map(len, rows))
@@ -223,30 +223,31 @@ def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str
     for index, layer in enumerate(layers):
         count, lives = grid[2 * index], grid[2 * index + 1]
         nodes = last.layers[layer].nodes
-        ends = {id: last.step if node["died"] is None else node["died"] for id, node in nodes.items()}
-        steps = sorted({0, last.step, *(node["born"] for node in nodes.values()), *ends.values()})
-        alive = [
-            sum(n["born"] <= step and (n["died"] is None or step < n["died"]) for n in nodes.values()) for step in steps
+        ends = {id: last.step if node["removed_at"] is None else node["removed_at"] for id, node in nodes.items()}
+        steps = sorted({0, last.step, *(node["created_at"] for node in nodes.values()), *ends.values()})
+        active = [
+            sum(n["created_at"] <= step and (n["removed_at"] is None or step < n["removed_at"]) for n in nodes.values())
+            for step in steps
         ]
-        count.step(steps, alive, where="post", color=INK, lw=1.6)
-        count.fill_between(steps, alive, step="post", color=TRAIN, alpha=0.15, lw=0)
-        count.set_ylim(0, max(alive) + 1)
+        count.step(steps, active, where="post", color=INK, lw=1.6)
+        count.fill_between(steps, active, step="post", color=TRAIN, alpha=0.15, lw=0)
+        count.set_ylim(0, max(active) + 1)
         count.yaxis.set_major_locator(MaxNLocator(3, integer=True))
         count.set_title(_title("Living experts", layer, layers))
         rows = {id: row for row, id in enumerate(sorted(nodes))}
         for id, node in nodes.items():
             lives.barh(
                 rows[id],
-                ends[id] - node["born"],
-                left=node["born"],
+                ends[id] - node["created_at"],
+                left=node["created_at"],
                 height=0.62,
-                color=TRAIN if node["alive"] else GREY,
+                color=TRAIN if node["active"] else GREY,
             )
             if node["parent"] is not None:
-                _arrow(lives, node["born"], rows[node["parent"]], rows[id], BIRTH)
-            if node["heir"] is not None:
-                _arrow(lives, ends[id], rows[id], rows[node["heir"]], MERGER)
-            elif not node["alive"]:
+                _arrow(lives, node["created_at"], rows[node["parent"]], rows[id], BIRTH)
+            if node["merged_into"] is not None:
+                _arrow(lives, ends[id], rows[id], rows[node["merged_into"]], MERGER)
+            elif not node["active"]:
                 lives.plot(ends[id], rows[id], marker="x", color=INK, ms=7, mew=2)
         for event in (event for epoch in epochs for event in epoch.events_of(layer)):
             if event["kind"] in ("sleep", "undone"):

@@ -1,4 +1,4 @@
-"""population.jsonl: a line per epoch about who lived in each layer, what they saw, and what happened to them.
+"""lifecycle.jsonl: a line per epoch about who lived in each layer, what they saw, and what happened to them.
 
 `toolkit.moe.lifecycle.report` writes it; pictures and the performance summary are drawn from it, so that both can be
 made anew from a run's folder.
@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.tracking.jsonl import read_metrics
 
-POPULATION_FILE = "population.jsonl"
+LIFECYCLE_FILE = "lifecycle.jsonl"
 Node = Mapping[str, Any]
 
 
@@ -26,18 +26,21 @@ class LayerState:
     """The knowledge graph's experts by id, gone ones too."""
     edges: Sequence[Mapping[str, Any]]
     """With `source`, `target`, `kind` and `weight`."""
-    ids_on_seats: Sequence[int | None]
-    seats_on_ranks: Sequence[Sequence[int]]
+    uids_of_logical: Sequence[int | None]
+    logical_on_ranks: Sequence[Sequence[int]]
     """The seat in each slot of each rank; negative where the slot is empty."""
 
     @cached_property
-    def living(self) -> list[int]:
-        return [id for id, node in self.nodes.items() if node["alive"]]
+    def active(self) -> list[int]:
+        return [id for id, node in self.nodes.items() if node["active"]]
 
     @property
     def ids_on_ranks(self) -> list[list[int | None]]:
         """The expert in each slot of each rank; None for a vacant seat or an empty slot."""
-        return [[None if seat < 0 else self.ids_on_seats[seat] for seat in row] for row in self.seats_on_ranks]
+        return [
+            [None if logical_id < 0 else self.uids_of_logical[logical_id] for logical_id in row]
+            for row in self.logical_on_ranks
+        ]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Epoch:
     device: str
     layers: Mapping[str, LayerState]
     events: Sequence[Mapping[str, Any]]
-    """`LifeEvent`s as dictionaries, in order."""
+    """`LifecycleEvent`s as dictionaries, in order."""
 
     @property
     def name(self) -> str:
@@ -67,7 +70,7 @@ class Epoch:
         return [event for event in self.events if event["layer"] in (layer, "")]
 
 
-def read_population(folder: Path) -> list[Epoch]:
+def read_lifecycle(folder: Path) -> list[Epoch]:
     """The epochs of the run in `folder`; none where no population was recorded."""
     return [
         Epoch(
@@ -81,19 +84,19 @@ def read_population(folder: Path) -> list[Epoch]:
                 name: LayerState(
                     nodes={node["id"]: node for node in layer["graph"]["nodes"]},
                     edges=layer["graph"]["edges"],
-                    ids_on_seats=layer["ids_on_seats"],
-                    seats_on_ranks=layer["seats_on_ranks"],
+                    uids_of_logical=layer["uids_of_logical"],
+                    logical_on_ranks=layer["logical_on_ranks"],
                 )
                 for name, layer in line["layers"].items()
             },
             events=line["events"],
         )
-        for line in read_metrics(folder / POPULATION_FILE)
+        for line in read_metrics(folder / LIFECYCLE_FILE)
     ]
 
 
 def tell(event: Mapping[str, Any], layer: LayerState) -> str:
-    """A life event in a few words."""
+    """A lifecycle event in a few words."""
     ids = event["ids"]
     if event["kind"] == "grow":
         parent = layer.nodes[ids[0]]["parent"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_population, tell
+from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
 from toolkit.run.summary import summarise
+from toolkit.tracking.jsonl import read_metrics
 
 MOST_LINES = 200
 """Events, or experts of a layer, that are listed; of more the last ones."""
@@ -16,7 +16,7 @@ MOST_LINES = 200
 
 def performance_summary(results: Mapping[str, Any], folder: Path) -> str | None:
     """The text, or None where the run in `folder` recorded no population."""
-    epochs = read_population(folder)
+    epochs = read_lifecycle(folder)
     if not epochs:
         return None
     parts = [
@@ -54,7 +54,7 @@ def _epochs(epochs: Sequence[Epoch], lines: Sequence[Mapping[str, Any]]) -> str:
             at("eval/loss", epoch.step),
             at("eval/accuracy", epoch.step, percent=True),
             f"{epoch.seconds:.2f}",
-            " ".join(str(len(state.living)) for state in epoch.layers.values()),
+            " ".join(str(len(state.active)) for state in epoch.layers.values()),
             str(len(epoch.events)),
         ]
         for epoch in epochs
@@ -68,12 +68,12 @@ def _experts(epochs: Sequence[Epoch], layer: str) -> str:
     fates = [node["fate"] for node in state.nodes.values()]
     sleeps = sum(event["kind"] == "sleep" for epoch in epochs for event in epoch.events_of(layer))
     undone = sum(event["kind"] == "undone" for epoch in epochs for event in epoch.events_of(layer))
-    born = sum(node["born"] > 0 for node in state.nodes.values())
+    created_at = sum(node["created_at"] > 0 for node in state.nodes.values())
     told = (
-        f"{len(fates) - born} at first, {born} born, {fates.count('merged')} merged, {fates.count('pruned')} pruned; "
-        f"{len(state.living)} live on {len(state.ids_on_seats)} seats; {sleeps} sleeps, {undone} times undone\n"
+        f"{len(fates) - created_at} at first, {created_at} born, {fates.count('merged')} merged, {fates.count('pruned')} pruned; "
+        f"{len(state.active)} live on {len(state.uids_of_logical)} seats; {sleeps} sleeps, {undone} times undone\n"
     )
-    head = ["id", "born", "of", "ended", "fate", "share", "specialisation", "mostly classes", "rank"]
+    head = ["id", "created_at", "of", "ended", "fate", "share", "specialisation", "mostly classes", "rank"]
     rows = [[str(id), *_expert(state.nodes[id])] for id in sorted(state.nodes)[-MOST_LINES:]]
     return told + _table(head, rows)
 
@@ -82,11 +82,11 @@ def _expert(node: Mapping[str, Any]) -> list[str]:
     def known(value: Any) -> str:
         return "" if value is None else f"{value:,}"
 
-    into = f" into {node['heir']}" if node["heir"] is not None else ""
+    into = f" into {node['merged_into']}" if node["merged_into"] is not None else ""
     return [
-        known(node["born"]),
+        known(node["created_at"]),
         known(node["parent"]),
-        known(node["died"]),
+        known(node["removed_at"]),
         node["fate"] + into,
         f"{node['share']:.1%}",
         f"{node['specialisation']:.2f}",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.placement.guard import Prices
+from toolkit.placement.guard import CostModel
 
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed where it is not measured: a network card of 100 Gbit/s, nearly. Within a node links are faster, so that a
@@ -20,7 +20,7 @@ EXPERT_SHARE = 0.5
 rest is attention, loss, optimizer. Half is common in models of this kind; too high a share overrates gains."""
 
 
-def measured_prices(
+def measured_cost_model(
     parameters: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -29,15 +29,15 @@ def measured_prices(
     expert_share: float = EXPERT_SHARE,
     bytes_per_second: float = LINK_BYTES_PER_SECOND,
     seconds_per_migration: float = 0.0,
-) -> Prices:
-    """Prices of one layer with the stacked expert `parameters` (dimension 0: slots).
+) -> CostModel:
+    """CostModel of one layer with the stacked expert `parameters` (dimension 0: slots).
 
     `step_seconds`: the mean of steps that planned nothing. `rows`: routed copies in a step at the busiest rank, summed
     over all MoE layers, so that each row of this layer bears its part of the step. Ranks that decide alike need like
     prices: pass numbers that they agree on.
     """
     stacked = list(parameters)
-    return Prices(
+    return CostModel(
         seconds_per_row=expert_share * step_seconds / max(rows, 1.0),
         bytes_per_second=bytes_per_second,
         weight_bytes=sum(_row_bytes(p) for p in stacked),

@@ -18,7 +18,7 @@ FEWEST_WINDOWS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices:
+class CostModel:
     """What time costs what. Ranks compute at once and send at once, so the busiest one counts."""
 
     seconds_per_row: float
@@ -57,8 +57,16 @@ class MigrationGuard:
     A change must save `margin` times what it costs. It is taken back where it was worse in `patience` windows running.
     """
 
-    def __init__(self, prices: Prices, *, history: int = 20, recent: int = 6, patience: int = 2, margin: float = 1.5):
-        self.prices, self.history, self.recent, self.patience, self.margin = prices, history, recent, patience, margin
+    def __init__(
+        self, cost_model: CostModel, *, history: int = 20, recent: int = 6, patience: int = 2, margin: float = 1.5
+    ):
+        self.cost_model, self.history, self.recent, self.patience, self.margin = (
+            cost_model,
+            history,
+            recent,
+            patience,
+            margin,
+        )
         self._windows: list[NDArray[np.float64]] = []
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
         """Former placements, latest last, with what each would have saved in the last windows."""
@@ -103,10 +111,10 @@ class MigrationGuard:
 
     def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
         """Seconds per step."""
-        return self.prices.step_seconds(load_E, current) - self.prices.step_seconds(load_E, plan)
+        return self.cost_model.step_seconds(load_E, current) - self.cost_model.step_seconds(load_E, plan)
 
     def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:
-        return gain * steps > self.margin * self.prices.migration_seconds(current, plan)
+        return gain * steps > self.margin * self.cost_model.migration_seconds(current, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

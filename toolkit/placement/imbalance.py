@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import Floats
 from toolkit.placement.planners.exact import SearchTooLong, fit
+from toolkit.placement.planners.packing import Floats
 from toolkit.placement.planners.registry import Load, as_floats, checked_load
-from toolkit.placement.planners.replicas import copies_for
+from toolkit.placement.planners.replicas import replicas_for
 
 STEP = 0.0025
 """How finely bounds are searched for, as a part of them."""
@@ -30,7 +30,7 @@ def shares(placement: ExpertPlacement) -> Floats:
     """(E, R): the part of each expert's load that each rank bears, where copies share equally."""
     share_ER = np.zeros((placement.num_experts, placement.ranks))
     for expert in range(placement.num_experts):
-        places = placement.copies(expert)
+        places = placement.replicas(expert)
         share_ER[expert, [place.rank for place in places]] = 1 / len(places)
     return share_ER
 
@@ -86,10 +86,10 @@ def lower_bound(load_E: Load, placement: ExpertPlacement, *, replicas: bool = Fa
     room = np.sort(placement.slots_per_rank)
     mean = float(load.sum()) / len(room)
     if replicas:
-        copies = copies_for(load.tolist(), int(room.sum()) - len(load), int((room > 0).sum()))
+        copies = replicas_for(load.tolist(), int(room.sum()) - len(load), int((room > 0).sum()))
         bound = float((load / copies).max())
     else:
-        bound = _bound_of_one_copy(load, room)
+        bound = _bound_without_replicas(load, room)
     bound = max(bound, mean)
     if search:
         bound = _searched(bound, load, room, int(room.sum()) - len(load) if replicas else 0, search)
@@ -120,7 +120,7 @@ def _searched(bound: float, load: Floats, room: NDArray[np.int64], spare: int, n
     return bound
 
 
-def _bound_of_one_copy(load: Floats, room: NDArray[np.int64]) -> float:
+def _bound_without_replicas(load: Floats, room: NDArray[np.int64]) -> float:
     """The least that the busiest rank can bear. `room` ascends.
 
     For each k, look at the k heaviest experts. Either they live on k ranks: these hold a number of others, because the

@@ -78,25 +78,25 @@ class ExpertPlacement:
         return max(self.slots_per_rank)
 
     @cached_property
-    def _copies(self) -> tuple[tuple[Place, ...], ...]:
-        copies: list[list[Place]] = [[] for _ in range(self.num_experts)]
+    def _replicas(self) -> tuple[tuple[Place, ...], ...]:
+        replicas: list[list[Place]] = [[] for _ in range(self.num_experts)]
         for rank, row in enumerate(self.slots):
             for slot, expert in enumerate(row):
                 if expert != EMPTY_ROW:
-                    copies[expert].append(Place(rank, slot))
-        return tuple(tuple(places) for places in copies)
+                    replicas[expert].append(Place(rank, slot))
+        return tuple(tuple(places) for places in replicas)
 
-    def copies(self, expert: int) -> tuple[Place, ...]:
+    def replicas(self, expert: int) -> tuple[Place, ...]:
         """Where `expert` lives, by rank."""
-        return self._copies[expert]
+        return self._replicas[expert]
 
     def owner(self, expert: int) -> Place:
         """The copy that steps the optimizer: that of the lowest rank."""
-        return self._copies[expert][0]
+        return self._replicas[expert][0]
 
-    def copy_on(self, expert: int, rank: int) -> Place | None:
+    def replica_on(self, expert: int, rank: int) -> Place | None:
         """The copy of `expert` on `rank`, where it has one."""
-        return next((place for place in self._copies[expert] if place.rank == rank), None)
+        return next((place for place in self._replicas[expert] if place.rank == rank), None)
 
     def experts_on(self, rank: int) -> list[int]:
         """The expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
@@ -104,7 +104,7 @@ class ExpertPlacement:
 
     @property
     def has_replicas(self) -> bool:
-        return any(len(places) > 1 for places in self._copies)
+        return any(len(places) > 1 for places in self._replicas)
 
     @property
     def empty_slots(self) -> int:
@@ -113,17 +113,17 @@ class ExpertPlacement:
     @property
     def slot_of_expert(self) -> tuple[int, ...]:
         """The global slot of each expert's owner."""
-        return tuple(rank * self.stride + slot for (rank, slot), *_ in self._copies)
+        return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
 
     def slots_of_experts(self) -> Tensor:
         """int64 (E, most copies): the global slots of each expert's copies by rank, then `EMPTY_ROW`."""
-        width = max(len(places) for places in self._copies)
-        rows = [[rank * self.stride + slot for rank, slot in places] for places in self._copies]
+        width = max(len(places) for places in self._replicas)
+        rows = [[rank * self.stride + slot for rank, slot in places] for places in self._replicas]
         return torch.tensor([row + [EMPTY_ROW] * (width - len(row)) for row in rows])
 
-    def num_copies(self) -> Tensor:
+    def num_replicas(self) -> Tensor:
         """int64 (E)."""
-        return torch.tensor([len(places) for places in self._copies])
+        return torch.tensor([len(places) for places in self._replicas])
 
     def expert_of_slot(self) -> Tensor:
         """int64 (ranks, stride): the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer slots."""
@@ -190,7 +190,7 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
     return ExpertPlacement(tuple(rows))
 
 
-def dealt_out(num_experts: int, ranks: int, *, spare_slots: int = 0, by_turns: bool = False) -> ExpertPlacement:
+def initial_placement(num_experts: int, ranks: int, *, spare_slots: int = 0, by_turns: bool = False) -> ExpertPlacement:
     """Consecutive blocks as equal as can be, or one expert to each rank by turns; and `spare_slots` empty slots more
     on each rank."""
     if by_turns:
@@ -237,7 +237,7 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
         for slot, expert in enumerate(row):
             if expert == EMPTY_ROW or expert >= old.num_experts or before[slot : slot + 1] == (expert,):
                 continue
-            source = old.copy_on(expert, rank) or old.owner(expert)
+            source = old.replica_on(expert, rank) or old.owner(expert)
             found.append(Move(expert, *source, rank, slot))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.placement.guard import MigrationGuard, Prices
+from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import max_over_mean, shares
 from toolkit.placement.placement import ExpertPlacement, moves
 from toolkit.placement.plan import plan_layer
@@ -59,12 +59,12 @@ def replay(
     return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)
 
 
-def worst_span(load_TE: NDArray[Any], run: Replay, prices: Prices) -> float:
+def worst_span(load_TE: NDArray[Any], run: Replay, cost_model: CostModel) -> float:
     """Seconds with plans over seconds without, in the worst span of two plans: migrations are included, and without
     plans what was in force before the two stays. At most 1 where planning was never worse than doing nothing."""
 
     def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
-        return float((loads @ shares(placement)).max(1).sum()) * prices.seconds_per_row
+        return float((loads @ shares(placement)).max(1).sum()) * cost_model.seconds_per_row
 
     worst = 0.0
     for before, first, second, start in zip(
@@ -72,6 +72,6 @@ def worst_span(load_TE: NDArray[Any], run: Replay, prices: Prices) -> float:
     ):
         span_TE = load_TE[start : start + 2 * run.every]
         spent = compute(span_TE[: run.every], first) + compute(span_TE[run.every :], second)
-        spent += prices.migration_seconds(before, first) + prices.migration_seconds(first, second)
+        spent += cost_model.migration_seconds(before, first) + cost_model.migration_seconds(first, second)
         worst = max(worst, spent / compute(span_TE, before))
     return worst

@@ -34,7 +34,7 @@ def rows_per_slot(
     if not placement.has_replicas:
         return rows
     for expert in range(placement.num_experts):
-        places = placement.copies(expert)
+        places = placement.replicas(expert)
         if len(places) == 1:
             continue
         slots = [rank * placement.stride + slot for rank, slot in places]

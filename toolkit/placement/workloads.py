@@ -36,11 +36,11 @@ class Sizes:
         return max(1, self.experts // self.ranks)
 
 
-def _draw(sizes: Sizes, weights: Floats, copies_S: Ints | None = None) -> Ints:
+def _draw(sizes: Sizes, weights: Floats, replicas_S: Ints | None = None) -> Ints:
     """Copies by `weights`, which broadcast to (steps, S, E), from as many as each source has."""
     shape = (sizes.steps, sizes.ranks, sizes.experts)
     weights = np.broadcast_to(weights, shape)
-    copies = np.full(sizes.ranks, sizes.copies) if copies_S is None else copies_S
+    copies = np.full(sizes.ranks, sizes.copies) if replicas_S is None else replicas_S
     rng = np.random.default_rng(sizes.seed)
     return rng.multinomial(np.broadcast_to(copies, shape[:2]), weights / weights.sum(-1, keepdims=True))
 

@@ -28,16 +28,16 @@ from filelock import FileLock
 
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.seeding import derive_seed
-from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
-from toolkit.tracking.guard import GuardedTracker
-from toolkit.tracking.jsonl import MetricsFile
+from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.pictures.performance import performance_summary
 from toolkit.pictures.plots import draw_plots
-from toolkit.pictures.lifecycle_plots import draw_population, for_trackers
+from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
 from toolkit.run.provenance import code_snapshot, git_revision, versions
-from toolkit.tracking.secrets import mask
 from toolkit.run.summary import summarise
+from toolkit.seeding import derive_seed
+from toolkit.tracking.guard import GuardedTracker
+from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.secrets import mask
 from toolkit.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class Run:
                 classes=self.facts.get("classes", ()),
                 test_examples=self.facts.get("test_examples"),
             )
-            pictures |= draw_population(self.folder)
+            pictures |= draw_lifecycle(self.folder)
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.say(f"no plots ({type(error).__name__}: {error})")
             return

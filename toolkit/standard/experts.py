@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.domains.continual.replay import Remember
+from toolkit.config.experts import DynamicRunConfig, MoERunConfig
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.config.experts import LivingRunConfig, MoERunConfig
+from toolkit.domains.continual.replay import Remember
+from toolkit.lab.traces import TraceRecorder
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
-from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.lifecycle.callback import Lifecycle
-from toolkit.moe.lifecycle.report import PopulationReport
 from toolkit.moe.lifecycle.probe import ScoresSamples
+from toolkit.moe.lifecycle.report import LifecycleReport
+from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
-from toolkit.lab.traces import TraceRecorder
 
 if TYPE_CHECKING:
     from toolkit.data.table import TensorTable
@@ -34,9 +34,9 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
     ]
 
 
-def life_callbacks(
+def lifecycle_callbacks(
     model: nn.Module,
-    config: LivingRunConfig,
+    config: DynamicRunConfig,
     penalty: RouterPenalty,
     task: ScoresSamples,
     table: TensorTable,
@@ -46,19 +46,23 @@ def life_callbacks(
     """A memory of `table`, the lives of experts, and the report on them, where `config` has room for more experts."""
     if config.max_experts is None:
         return []
-    memory = ReplayMemory(table, config.life.memory_size, seed=config.seed)
-    life = Lifecycle(
+    memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
+    lifecycle = Lifecycle(
         model,
         task,
         memory,
-        config.life,
+        config.lifecycle,
         min_experts=config.min_experts,
         balance=WholeStepBalance(penalty),
         seed=config.seed,
     )
-    report = PopulationReport(
-        model, num_classes=num_classes, life=life, edge_decay=config.life.edge_decay, edge_floor=config.life.edge_floor
+    report = LifecycleReport(
+        model,
+        num_classes=num_classes,
+        lifecycle=lifecycle,
+        edge_decay=config.lifecycle.edge_decay,
+        edge_floor=config.lifecycle.edge_floor,
     )
-    if config.life.graph:
-        life.knowledge = report
-    return [Remember(memory), life, report]
+    if config.lifecycle.graph:
+        lifecycle.knowledge = report
+    return [Remember(memory), lifecycle, report]

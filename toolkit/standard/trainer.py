@@ -8,13 +8,13 @@ from functools import partial
 from torch import nn
 
 from toolkit.batch_size import accumulation_steps
-from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
+from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.optim import build_optimizer

@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.launch import STOP_SIGNALS
-from toolkit.sweep.grid import Cell, Recipe
 from toolkit.run.summary import duration
+from toolkit.sweep.grid import Cell, Recipe
 
 POLL_S = 0.05
 

@@ -23,7 +23,7 @@ from toolkit.errors import UserError
 from toolkit.tracking.guard import Backend, GuardedTracker
 from toolkit.tracking.secrets import mask_text
 
-METRIC_GROUPS = ("train", "eval", "moe", "life", "drift", "perf")
+METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
 PROBE_S = 2.0
 """How long a W&B server may take to answer before the run stays offline, in seconds."""
 

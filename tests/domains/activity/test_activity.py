@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.domains.activity.layouts import UCI_LABELS, codes, uci_signal, write_hmp, write_uci_har
 from tests.data.test_sources import REVISION
+from tests.domains.activity.layouts import UCI_LABELS, codes, uci_signal, write_hmp, write_uci_har
 from toolkit.domains.activity.activity import ActivityData, load_activity
 from toolkit.domains.activity.activity_sources import UCI_HAR_REPO, Trial, cut, generate_trials
 from toolkit.errors import UserError

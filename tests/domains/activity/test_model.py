@@ -7,8 +7,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from toolkit.errors import UserError
 from toolkit.domains.activity.model import WindowClassifier, WindowEncoder, load_encoder, view_channels
+from toolkit.errors import UserError
 
 MEAN, STD = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 8.0])
 

@@ -8,8 +8,8 @@ from sklearn.metrics import confusion_matrix, f1_score
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.metrics import MetricSums
 from toolkit.domains.activity.voting import VotedClassification, class_weights, macro_f1, vote
+from toolkit.metrics import MetricSums
 
 CLASSES, VIEWS = 4, 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from toolkit.domains.autoencoder.relaxed_vae import RelaxedVAE
 from toolkit.domains.autoencoder.relaxed_bound import RelaxedBound
+from toolkit.domains.autoencoder.relaxed_vae import RelaxedVAE
 
 
 def model() -> RelaxedVAE:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toolkit.domains.autoencoder.semi_supervised import LabelledOnly, SemiSupervised, evidence_bound
 from toolkit.domains.autoencoder.vae import SemiSupervisedVAE
-from toolkit.domains.autoencoder.semi_supervised import LabelledOnly, SemiSupervised
-from toolkit.domains.autoencoder.semi_supervised import evidence_bound
 
 
 def batch(count: int = 12) -> dict[str, torch.Tensor]:

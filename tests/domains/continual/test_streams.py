@@ -5,10 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.table import TensorTable
 from toolkit.data.batches import TrainBatches
 from toolkit.data.images import ImageData
-from toolkit.domains.continual.streams import TaskOrder, TaskStream, permuted_stream, rotate, rotated_stream, split_stream
+from toolkit.data.table import TensorTable
+from toolkit.domains.continual.streams import (
+    TaskOrder,
+    TaskStream,
+    permuted_stream,
+    rotate,
+    rotated_stream,
+    split_stream,
+)
 from toolkit.errors import UserError
 
 

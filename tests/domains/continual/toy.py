@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
-from toolkit.domains.continual.drift import DriftWatch
-from toolkit.domains.continual.replay import Remember, Replay
-from toolkit.data.replay_memory import ReplayMemory
-from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
 from toolkit.data.images import ImageData
-from toolkit.domains.continual.streams import TaskStream, rotated_stream, split_stream
+from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
+from toolkit.domains.continual.drift import DriftWatch
+from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
+from toolkit.domains.continual.replay import Remember, Replay
+from toolkit.domains.continual.streams import TaskStream, rotated_stream, split_stream
+from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
 
 
 def images(count: int, seed: int) -> TensorTable:

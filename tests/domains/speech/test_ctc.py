@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.helpers import run_distributed
+from toolkit.domains.speech.ctc import CTC, count_errors
+from toolkit.domains.speech.decoding import Lexicon, beam_search, best_path, log_probability
 from toolkit.errors import UserError
 from toolkit.metrics import MetricSums
-from toolkit.domains.speech.ctc import CTC
-from toolkit.domains.speech.ctc import count_errors
-from toolkit.domains.speech.decoding import Lexicon, beam_search, best_path, log_probability
 
 TEXT, BLANK = "AB ", 3
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.domains.speech.model import AttentionEncoder, MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
+from toolkit.domains.speech.model import (
+    AttentionEncoder,
+    MemoryEncoder,
+    SpeechClassifier,
+    SpeechRecogniser,
+    Standardise,
+)
 
 BANDS, OUTPUTS = 6, 5
 

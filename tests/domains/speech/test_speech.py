@@ -12,10 +12,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from toolkit.domains.speech.audio import LogMel, encode_wav
 from toolkit.domains.speech.characters import Characters
-from toolkit.domains.speech.audio import LogMel
 from toolkit.domains.speech.speech import SpeechData, load_speech
-from toolkit.domains.speech.audio import encode_wav
 from toolkit.errors import UserError
 
 RATE = 8000

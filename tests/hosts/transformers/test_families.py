@@ -18,9 +18,15 @@ from tests.equality import assert_equal_rows
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
-from toolkit.hosts.transformers import GlobalRouterPenalty, causal_lm, experts_modules, save_pretrained, use_toolkit_kernel
+from toolkit.hosts.transformers import (
+    GlobalRouterPenalty,
+    causal_lm,
+    experts_modules,
+    save_pretrained,
+    use_toolkit_kernel,
+)
+from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.parallel.ownership import EMPTY_ROW, sharding_of
 
 STEPS, SAMPLES = 3, 8
 ORDER = (5, 0, 7, 2, 6, 1, 4, 3)
@@ -46,10 +52,10 @@ def place(name: str, ranks: int) -> ExpertPlacement:
 
 def by_expert(name: str, parameter: nn.Parameter, value: Tensor) -> dict[str, Tensor]:
     """`value`, a parameter or its gradient, under names that do not depend on where experts live."""
-    sharding = sharding_of(parameter)
-    if sharding is None:
+    ownership = ownership_of(parameter)
+    if ownership is None:
         return {f"{name}/{row}": each.clone() for row, each in enumerate(value)} if _is_stacked(name) else {name: value}
-    held = zip(sharding.row_ids, sharding.owns, value, strict=True)
+    held = zip(ownership.row_ids, ownership.owns, value, strict=True)
     return {f"{name}/{row_id}": each.clone() for row_id, owned, each in held if owned}
 
 

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
-from toolkit.hosts.transformers import PlacedExperts, causal_lm, place_experts, placed_experts, replan_callback, use_toolkit_ep
+from toolkit.hosts.transformers import (
+    PlacedExperts,
+    causal_lm,
+    place_experts,
+    placed_experts,
+    replan_callback,
+    use_toolkit_ep,
+)
 from toolkit.placement.placement import ExpertPlacement
 
 STEPS, SAMPLES = 4, 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config
+from toolkit.hosts.foreign import slots_of_rows
 from toolkit.hosts.transformers import causal_lm, experts_modules, use_toolkit_kernel
 from toolkit.moe.feed_forward import GroupedFeedForward
-from toolkit.hosts.foreign import slots_of_rows
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 

@@ -11,10 +11,18 @@ from torch.nn import functional as F
 from tests.helpers import run_distributed
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import UserError
-from toolkit.hosts.transformers import causal_lm, describe_language_model, experts_modules, export_language_model, language_model_config, sample_tokens, use_toolkit_kernel
-from toolkit.placement.placement import ExpertPlacement
 from toolkit.hosts.spread import spread_experts
-from toolkit.parallel.ownership import make_shard_groups
+from toolkit.hosts.transformers import (
+    causal_lm,
+    describe_language_model,
+    experts_modules,
+    export_language_model,
+    language_model_config,
+    sample_tokens,
+    use_toolkit_kernel,
+)
+from toolkit.parallel.ownership import make_expert_groups
+from toolkit.placement.placement import ExpertPlacement
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "dim": 32, "layers": 2, "heads": 4, "context": 64}
 MIXTURE: dict[str, Any] = {"experts": 6, "top_k": 2, "expert_hidden_size": 24}
@@ -90,7 +98,7 @@ def export_on_two(folder: Any) -> tuple[Any, Any, Any]:
     tokens = torch.randint(256, (2, 20))
     alone = model(input_ids=tokens).logits.detach()
     order = ExpertPlacement(((5, 0, 3, 1), (4, 2)))
-    spread_experts(model, make_shard_groups(2), placement=lambda *_: order)
+    spread_experts(model, make_expert_groups(2), placement=lambda *_: order)
     texts = sample_tokens(model, tokens[:, :4], length=8)
     export_language_model(model, folder, tokenizer=ByteTokenizer(), facts=FACTS, samples=["one\ntwo", "three"])
     return tokens.numpy(), alone.numpy(), texts.numpy()

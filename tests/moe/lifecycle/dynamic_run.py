@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.domains.continual.replay import Remember
-from toolkit.data.replay_memory import ReplayMemory
+from toolkit.config.experts import DynamicRunConfig, LifecycleConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
+from toolkit.domains.continual.replay import Remember
 from toolkit.domains.continual.streams import TaskOrder
-from toolkit.config.experts import LifeConfig, LivingRunConfig
-from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.lifecycle.callback import Lifecycle
-from toolkit.moe.lifecycle.report import PopulationReport
+from toolkit.moe.lifecycle.report import LifecycleReport
+from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
 from toolkit.schedules import constant
 
 DIM, CLASSES, TASKS, PER_TASK, BATCH, EPOCHS_PER_TASK = 6, 4, 2, 120, 12, 5
 STEPS = TASKS * EPOCHS_PER_TASK * PER_TASK // BATCH
 
-EVENTFUL = LifeConfig(
+EVENTFUL = LifecycleConfig(
     check_every=3,
     check_samples=36,
     cooldown_checks=4,
@@ -47,11 +47,11 @@ EVENTFUL = LifeConfig(
 """In 100 steps: growths, merges, prunes, at least five sleeps, and something undone."""
 
 
-class LivingModel(nn.Module):
-    def __init__(self, groups: ShardGroups, experts: int, seats: int):
+class DynamicModel(nn.Module):
+    def __init__(self, groups: ExpertGroups, experts: int, logical_ids: int):
         super().__init__()
         self.stem = nn.Linear(DIM, 10)
-        self.moe = tk.make_moe(10, 7, experts, 2, groups=groups, seats=seats)
+        self.moe = tk.make_moe(10, 7, experts, 2, groups=groups, logical_ids=logical_ids)
         self.head = nn.Linear(10, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class LivingModel(nn.Module):
         return self.head(h + self.moe(h))
 
 
-def living_table() -> TensorTable:
+def dynamic_table() -> TensorTable:
     """Two tasks: four clouds each, those of the second elsewhere and with other labels."""
     draws = torch.Generator().manual_seed(3)
     label = torch.arange(TASKS * PER_TASK) % CLASSES
@@ -69,23 +69,23 @@ def living_table() -> TensorTable:
     return TensorTable(input=centres[task, (label + task) % CLASSES] + 0.6 * noise, label=label, task=task)
 
 
-def living_config(folder: Path, *, life: LifeConfig = EVENTFUL, **settings: Any) -> LivingRunConfig:
+def dynamic_config(folder: Path, *, lifecycle: LifecycleConfig = EVENTFUL, **settings: Any) -> DynamicRunConfig:
     settings = {"experts": 3, "max_experts": 8, "batch_size": BATCH, "lr": 0.01, "log_every": 4} | settings
-    return LivingRunConfig(run_dir=folder, tracker="none", cpu=True, life=life, **settings)
+    return DynamicRunConfig(run_dir=folder, tracker="none", cpu=True, lifecycle=lifecycle, **settings)
 
 
 @contextmanager
-def living_trainer(
-    config: LivingRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = (), reported: bool = False
+def dynamic_trainer(
+    config: DynamicRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = (), reported: bool = False
 ) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
-    with tk.start_run("living", config) as run:
+    with tk.start_run("active", config) as run:
         torch.manual_seed(0)
-        model = LivingModel(make_shard_groups(ep_size), config.experts, config.seats).double()
-        table, where = living_table(), {"rank": run.rank, "world_size": run.world_size}
+        model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_ids).double()
+        table, where = dynamic_table(), {"rank": run.rank, "world_size": run.world_size}
         penalty = tk.RouterPenalty(model, balance_weight=0.001)
         task, balance = tk.Classification(penalty=penalty), tk.WholeStepBalance(penalty)
-        memory = ReplayMemory(table, config.life.memory_size, seed=config.seed)
-        life = Lifecycle(model, task, memory, config.life, min_experts=config.min_experts, balance=balance)
+        memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
+        lifecycle = Lifecycle(model, task, memory, config.lifecycle, min_experts=config.min_experts, balance=balance)
         order = TaskOrder(
             sizes=(PER_TASK,) * TASKS, batch_size=BATCH, seed=config.seed, epochs_per_task=EPOCHS_PER_TASK
         )
@@ -110,17 +110,17 @@ def living_trainer(
                     balance,
                     ExpertLoad(model),
                     Remember(memory, every=2),
-                    life,
-                    *([PopulationReport(model, num_classes=CLASSES, life=life)] if reported else []),
+                    lifecycle,
+                    *([LifecycleReport(model, num_classes=CLASSES, lifecycle=lifecycle)] if reported else []),
                     tk.Evaluation(EvalBatches(table, batch_size=50, **where)),
                     tk.Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
                     *callbacks,
                 ],
             ),
-            life,
+            lifecycle,
         )
 
 
-def history_of(life: Lifecycle) -> list[tuple[int, str, tuple[int, ...]]]:
+def history_of(lifecycle: Lifecycle) -> list[tuple[int, str, tuple[int, ...]]]:
     """What happened to whom at which step."""
-    return [(event.step, event.kind, event.ids) for event in life.history]
+    return [(event.step, event.kind, event.ids) for event in lifecycle.history]

@@ -9,47 +9,49 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
-from toolkit.moe.lifecycle.roster import LifeEvent, Population
+from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 
 STEPS_PER_EPOCH = 100
 
 
-def eventful() -> list[tuple[int, Population, list[LifeEvent]]]:
+def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
     """(step, population, what happened since the last one) at the end of four epochs."""
-    first = Population.initial(4, 8)
+    first = ExpertRoster.initial(4, 8)
     second = first.grow(4, step=120, parent=1).grow(5, step=150)
     third = second.merge(3, into=2, step=230)
     fourth = third.prune(5, step=310).grow(3, step=390, parent=4)
     return [
         (100, first, []),
-        (200, second, [LifeEvent(120, "moe", "grow", (4, 1)), LifeEvent(150, "moe", "grow", (5,))]),
-        (300, third, [LifeEvent(230, "moe", "sleep", ()), LifeEvent(230, "moe", "merge", (2, 3))]),
+        (200, second, [LifecycleEvent(120, "moe", "grow", (4, 1)), LifecycleEvent(150, "moe", "grow", (5,))]),
+        (300, third, [LifecycleEvent(230, "moe", "sleep", ()), LifecycleEvent(230, "moe", "merge", (2, 3))]),
         (
             400,
             fourth,
             [
-                LifeEvent(310, "moe", "prune", (5,)),
-                LifeEvent(360, "", "undone", (), {"tried": ["replay"], "before": 0.1, "after": 0.2}),
-                LifeEvent(390, "moe", "grow", (6, 4)),
+                LifecycleEvent(310, "moe", "prune", (5,)),
+                LifecycleEvent(360, "", "undone", (), {"tried": ["replay"], "before": 0.1, "after": 0.2}),
+                LifecycleEvent(390, "moe", "grow", (6, 4)),
             ],
         ),
     ]
 
 
 def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
-    """population.jsonl and metrics.jsonl of that life, on one process or on several."""
+    """lifecycle.jsonl and metrics.jsonl of that lifecycle, on one process or on several."""
     draws = np.random.default_rng(0)
     graph, lines, began = KnowledgeGraph(), [], 0
-    for step, population, events in eventful():
-        graph.observe_population(population, step=step)
+    for step, roster, events in eventful():
+        graph.observe_roster(roster, step=step)
         graph.decay()
-        ids = [member.id for member in population.living]
+        ids = [record.id for record in roster.active]
         together = draws.integers(0, 300, (len(ids), len(ids)))
         together = together + together.T
         seen = draws.integers(1, 60, (len(ids), classes)) + 900 * (draws.random((len(ids), classes)) < 0.15)
         np.fill_diagonal(together, seen.sum(1))
-        seats = population.seats // ranks
-        graph.observe_routing(ids, together, seen, {member.id: member.seat // seats for member in population.living})
+        logical_ids = roster.logical_ids // ranks
+        graph.observe_routing(
+            ids, together, seen, {record.id: record.logical_id // logical_ids for record in roster.active}
+        )
         graph.observe_similarity({(0, ids[-1]): Similarity(0.7, 0.8)})
         lines.append(
             {
@@ -62,15 +64,15 @@ def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
                 "layers": {
                     "moe": {
                         "graph": graph.node_link(),
-                        "ids_on_seats": population.id_on_seat,
-                        "seats_on_ranks": [list(range(r * seats, (r + 1) * seats)) for r in range(ranks)],
+                        "uids_of_logical": roster.uid_at,
+                        "logical_on_ranks": [list(range(r * logical_ids, (r + 1) * logical_ids)) for r in range(ranks)],
                     }
                 },
                 "events": [asdict(event) for event in events],
             }
         )
         began = step
-    (folder / "population.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [
         {"step": s, "train/loss": 2.0 / s**0.5, "train/accuracy": 1 - 0.5 / s**0.4, "perf/step_time_ms": 2.0}
         | ({"eval/loss": 2.2 / s**0.5, "eval/accuracy": 1 - 0.6 / s**0.4} if s % STEPS_PER_EPOCH == 0 else {})

@@ -1,4 +1,4 @@
-"""A whole life, on any number of ranks: the same things happen to the same experts, and a stop changes nothing."""
+"""A whole lifecycle, on any number of ranks: the same things happen to the same experts, and a stop changes nothing."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ import torch.distributed as dist
 
 from tests.equality import relative_difference
 from tests.helpers import run_distributed
-from tests.moe.lifecycle.dynamic_run import EVENTFUL, history_of, living_config, living_trainer
+from tests.moe.lifecycle.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.tracking.jsonl import read_metrics
 
-Life = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
+Lifecycles = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
 
 
-def live(folder: Path, ep_size: int, settings: dict[str, Any]) -> Life:
+def live(folder: Path, ep_size: int, settings: dict[str, Any]) -> Lifecycles:
     """History, losses line by line, and results."""
-    config = living_config(folder, **settings)
-    with living_trainer(config, ep_size=ep_size) as (trainer, life):
+    config = dynamic_config(folder, **settings)
+    with dynamic_trainer(config, ep_size=ep_size) as (trainer, lifecycle):
         results = trainer.fit()
-        assert_in_bounds(life, config.min_experts)
+        assert_in_bounds(lifecycle, config.min_experts)
     if dist.is_initialized():
         dist.barrier()
-    return history_of(life), [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")], results
+    return history_of(lifecycle), [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")], results
 
 
-def assert_in_bounds(life: Lifecycle, fewest: int) -> None:
-    for name, layer in life.layers.items():
-        population = life.populations[name]
-        assert fewest <= len(population) <= population.seats
-        taken = {member.seat for member in population.living}
-        assert {seat for seat in range(population.seats) if layer.router.living_E[seat]} == taken
-        for seat in range(population.seats):
-            place = layer.placement.owner(seat)
+def assert_in_bounds(lifecycle: Lifecycle, fewest: int) -> None:
+    for name, layer in lifecycle.layers.items():
+        roster = lifecycle.rosters[name]
+        assert fewest <= len(roster) <= roster.logical_ids
+        taken = {record.logical_id for record in roster.active}
+        assert {logical_id for logical_id in range(roster.logical_ids) if layer.router.active_E[logical_id]} == taken
+        for logical_id in range(roster.logical_ids):
+            place = layer.placement.owner(logical_id)
             if place.rank == layer.expert_stack.groups.ep_rank:
-                assert bool(layer.experts.up[place.slot].any()) == (seat in taken)
+                assert bool(layer.experts.up[place.slot].any()) == (logical_id in taken)
         per_rank = [len(taken & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
-        assert max(per_rank) - min(per_rank) <= 1 or life.history[-1].kind != "sleep"
+        assert max(per_rank) - min(per_rank) <= 1 or lifecycle.history[-1].kind != "sleep"
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Life:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Lifecycles:
     """On one process, without a stop."""
     return run_distributed(live, 1, tmp_path_factory.mktemp("alone") / "run", 1, {})[0]
 
 
-def test_a_life_is_eventful(alone: Life) -> None:
+def test_a_life_is_eventful(alone: Lifecycles) -> None:
     history, _, results = alone
     kinds = [kind for _, kind, _ in history]
     assert kinds.count("sleep") >= 5
     assert {"grow", "merge", "prune", "undone"} <= set(kinds)
-    born = [ids[0] for _, kind, ids in history if kind == "grow"]
-    assert born == sorted(set(born)) == list(range(3, 3 + len(born)))
+    created_at = [ids[0] for _, kind, ids in history if kind == "grow"]
+    assert created_at == sorted(set(created_at)) == list(range(3, 3 + len(created_at)))
     assert all(step >= 50 for step, kind, _ in history if kind == "grow"), "before the data shifted"
     assert results["life_sleep"] == kinds.count("sleep")
 
 
 @pytest.mark.parametrize(("world", "ep_size", "accumulation"), [(2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1)])
 def test_on_any_number_of_ranks_the_same_happens_and_is_learned(
-    tmp_path: Path, alone: Life, world: int, ep_size: int, accumulation: int
+    tmp_path: Path, alone: Lifecycles, world: int, ep_size: int, accumulation: int
 ) -> None:
     settings = {"gradient_accumulation_steps": accumulation}
     for history, losses, results in run_distributed(live, world, tmp_path / "run", ep_size, settings):
@@ -72,7 +72,7 @@ def test_on_any_number_of_ranks_the_same_happens_and_is_learned(
         assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
 
 
-def test_it_continues_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Life) -> None:
+def test_it_continues_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Lifecycles) -> None:
     """Ranks and shard groups change at every stop, and there is a stop after every event."""
     folder, worlds = tmp_path / "run", [(2, 2), (1, 1), (4, 2), (4, 4), (2, 1)]
     stops = sorted({step for step, _, _ in alone[0]} | {20, 55})
@@ -85,7 +85,7 @@ def test_it_continues_between_any_two_events_on_another_number_of_ranks(tmp_path
 
 
 def live_until(folder: Path, ep_size: int, stop: int) -> None:
-    with living_trainer(living_config(folder), ep_size=ep_size) as (trainer, _):
+    with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, _):
         trainer.max_steps = stop
         trainer.fit()
     if dist.is_initialized():
@@ -101,24 +101,26 @@ def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mechanism", ["grow", "merge", "prune", "sleep"])
 def test_each_mechanism_can_be_left_out(tmp_path: Path, mechanism: str) -> None:
-    life = replace(EVENTFUL, **{mechanism: False})
-    history, _, _ = run_distributed(live, 1, tmp_path / "run", 1, {"life": life})[0]
+    lifecycle = replace(EVENTFUL, **{mechanism: False})
+    history, _, _ = run_distributed(live, 1, tmp_path / "run", 1, {"lifecycle": lifecycle})[0]
     assert mechanism not in {kind for _, kind, _ in history}
 
 
 def test_what_is_undone_leaves_no_trace(tmp_path: Path) -> None:
     """A replay that wrecks the model is taken back whole: weights, moments, router and the sums of the line."""
-    life = replace(EVENTFUL, grow=False, merge=False, prune=False)
-    wrecking = replace(life, replay_lr=10.0, undo_above=0.0)
-    history, losses, results = run_distributed(live, 1, tmp_path / "wrecked", 1, {"life": wrecking})[0]
+    lifecycle = replace(EVENTFUL, grow=False, merge=False, prune=False)
+    wrecking = replace(lifecycle, replay_lr=10.0, undo_above=0.0)
+    history, losses, results = run_distributed(live, 1, tmp_path / "wrecked", 1, {"lifecycle": wrecking})[0]
     assert [kind for _, kind, _ in history].count("undone") >= 5
-    _, expected, without = run_distributed(live, 1, tmp_path / "without", 1, {"life": replace(life, replay_steps=0)})[0]
+    _, expected, without = run_distributed(
+        live, 1, tmp_path / "without", 1, {"lifecycle": replace(lifecycle, replay_steps=0)}
+    )[0]
     assert losses == expected
     assert results["test_loss"] == without["test_loss"]
 
 
 def test_a_fresh_newborn_takes_over_as_well(tmp_path: Path) -> None:
-    life = replace(EVENTFUL, newborn="fresh")
-    history, _, results = run_distributed(live, 2, tmp_path / "run", 2, {"life": life})[0]
+    lifecycle = replace(EVENTFUL, new_expert="fresh")
+    history, _, results = run_distributed(live, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
     assert "grow" in {kind for _, kind, _ in history}
     assert results["test_accuracy"] > 0.5

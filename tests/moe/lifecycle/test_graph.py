@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity, specialisation, top_classes
-from toolkit.moe.lifecycle.roster import Population
+from toolkit.moe.lifecycle.roster import ExpertRoster
 from toolkit.placement.placement import contiguous
 from toolkit.placement.planners import planner_named
 
@@ -19,7 +19,7 @@ CLASSES = np.array([[100, 0], [50, 50], [100, 300]])
 
 def known(experts: int = 3, **settings: float) -> KnowledgeGraph:
     graph = KnowledgeGraph(**settings)
-    graph.observe_population(Population.initial(experts, experts), step=10)
+    graph.observe_roster(ExpertRoster.initial(experts, experts), step=10)
     return graph
 
 
@@ -54,19 +54,19 @@ def test_counts_become_shares_and_coactivation():
 
 
 def test_lineage_goes_from_parent_to_child_and_from_who_ended_to_the_heir():
-    population = Population.initial(2, 4).grow(2, step=20, parent=1).merge(0, into=2, step=30)
+    roster = ExpertRoster.initial(2, 4).grow(2, step=20, parent=1).merge(0, into=2, step=30)
     graph = KnowledgeGraph()
-    graph.observe_population(population, step=50)
+    graph.observe_roster(roster, step=50)
     assert set(graph.graph.edges(keys=True)) == {(1, 2, "split"), (0, 2, "merge")}
     nodes = graph.graph.nodes
     assert [nodes[id]["age"] for id in range(3)] == [30, 50, 30]
-    assert (nodes[0]["alive"], nodes[0]["fate"], nodes[0]["rank"]) == (False, "merged", None)
-    assert graph.living == [1, 2]
+    assert (nodes[0]["active"], nodes[0]["fate"], nodes[0]["rank"]) == (False, "merged", None)
+    assert graph.active == [1, 2]
 
 
 def test_what_is_not_measured_again_fades_and_is_forgotten_but_a_lineage_stays():
     graph = KnowledgeGraph(edge_decay=0.5, edge_floor=0.1)
-    graph.observe_population(Population.initial(2, 3).grow(2, step=1, parent=0), step=1)
+    graph.observe_roster(ExpertRoster.initial(2, 3).grow(2, step=1, parent=0), step=1)
     graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
     assert graph.weight("similarity", 0, 1) == 0.4
     graph.decay()
@@ -97,8 +97,8 @@ def test_candidates_for_a_merger_are_alike_and_seldom_fire_together():
     graph.observe_routing((0, 1, 2, 3), together)
     assert graph.merge_candidates(0.8) == [(1, 2)]
     assert graph.merge_candidates(0.8, most_together=1.0) == [(1, 2), (0, 1)]
-    ended = Population.initial(4, 4).prune(2, step=20)
-    graph.observe_population(ended, step=20)
+    ended = ExpertRoster.initial(4, 4).prune(2, step=20)
+    graph.observe_roster(ended, step=20)
     assert graph.merge_candidates(0.8, most_together=1.0) == [(0, 1)]
 
 
@@ -132,7 +132,7 @@ def test_the_planner_affinity_takes_what_the_graph_says():
 
 def test_the_files_load_back_in_networkx(tmp_path):
     graph = KnowledgeGraph()
-    graph.observe_population(Population.initial(3, 4).grow(3, step=5, parent=1).merge(0, into=2, step=7), step=9)
+    graph.observe_roster(ExpertRoster.initial(3, 4).grow(3, step=5, parent=1).merge(0, into=2, step=7), step=9)
     graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {1: 0, 2: 1})
     graph.observe_similarity({(1, 2): Similarity(0.7, 0.8)})
     text, xml = graph.save(tmp_path / "knowledge_graph")

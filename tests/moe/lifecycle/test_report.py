@@ -11,9 +11,9 @@ import pytest
 
 import toolkit as tk
 from tests.helpers import run_distributed
-from tests.moe.lifecycle.dynamic_run import living_config, living_trainer
+from tests.moe.lifecycle.dynamic_run import dynamic_config, dynamic_trainer
+from toolkit.pictures.lifecycle_records import read_lifecycle
 from toolkit.tracking.jsonl import read_metrics
-from toolkit.pictures.lifecycle_records import read_population
 
 STEPS = 62
 """The second task begins after 50."""
@@ -26,8 +26,8 @@ class Fails(tk.Callback):
 
 
 def train(folder: Path, *callbacks: tk.Callback, ep_size: int = 1) -> None:
-    config = living_config(folder, max_steps=STEPS, checkpoint=tk.CheckpointConfig(every_steps=52))
-    with living_trainer(config, ep_size=ep_size, callbacks=callbacks, reported=True) as (trainer, _):
+    config = dynamic_config(folder, max_steps=STEPS, checkpoint=tk.CheckpointConfig(every_steps=52))
+    with dynamic_trainer(config, ep_size=ep_size, callbacks=callbacks, reported=True) as (trainer, _):
         trainer.fit()
 
 
@@ -36,8 +36,8 @@ def train_on_two(folder: Path) -> None:
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
-    """population.jsonl without what two runs never share."""
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "population.jsonl")]
+    """lifecycle.jsonl without what two runs never share."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "lifecycle.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_record_tells_what_happened_and_who_saw_what(whole):
-    (epoch,) = read_population(whole)
+    (epoch,) = read_lifecycle(whole)
     assert epoch.step == STEPS
     assert epoch.seconds > 0
     assert {"grow", "sleep"} <= {event["kind"] for event in epoch.events}
     state = epoch.layers["moe"]
-    assert [id for id in state.ids_on_seats if id is not None] == sorted(
-        state.living, key=lambda id: state.nodes[id]["seat"]
+    assert [id for id in state.uids_of_logical if id is not None] == sorted(
+        state.active, key=lambda id: state.nodes[id]["logical_id"]
     )
     assert sum(node["share"] for node in state.nodes.values()) == pytest.approx(1)
     assert all(sum(node["classes"]) == pytest.approx(1, abs=1e-3) for node in state.nodes.values() if node["share"])
@@ -83,10 +83,10 @@ def test_two_processes_leave_the_same_record_but_for_places(whole, tmp_path):
     for line in (alone[0], both[0]):
         line.pop("world_size")
         layer = line["layers"]["moe"]
-        layer.pop("seats_on_ranks")
-        layer.pop("ids_on_seats")
+        layer.pop("logical_on_ranks")
+        layer.pop("uids_of_logical")
         for node in layer["graph"]["nodes"]:
-            node.pop("rank"), node.pop("seat")
+            node.pop("rank"), node.pop("logical_id")
         for event in line["events"]:
             event["detail"] = {k: v for k, v in event["detail"].items() if isinstance(v, (str, list))}
     assert both == alone

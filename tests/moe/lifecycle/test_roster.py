@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.moe.lifecycle.roster import Population
+from toolkit.moe.lifecycle.roster import ExpertRoster
 
 
-def a_life(draws: random.Random, seats: int, events: int) -> list[Population]:
+def a_history(draws: random.Random, logical_ids: int, events: int) -> list[ExpertRoster]:
     """A random history, one population after another."""
-    populations = [Population.initial(draws.randint(1, seats), seats)]
+    rosters = [ExpertRoster.initial(draws.randint(1, logical_ids), logical_ids)]
     for step in range(1, events + 1):
-        now = populations[-1]
-        ids = [member.id for member in now.living]
+        now = rosters[-1]
+        ids = [record.id for record in now.active]
         choices = ["grow"] if now.vacant else []
         choices += ["merge", "prune"] if len(now) > 1 else []
         if not choices:
@@ -29,32 +29,34 @@ def a_life(draws: random.Random, seats: int, events: int) -> list[Population]:
                 now = now.merge(ends, into=into, step=step)
             case _:
                 now = now.prune(draws.choice(ids), step=step)
-        populations.append(now)
-    return populations
+        rosters.append(now)
+    return rosters
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), seats=st.integers(1, 9))
-def test_ids_never_return_and_seats_are_never_shared(seed: int, seats: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), logical_ids=st.integers(1, 9))
+def test_ids_never_return_and_seats_are_never_shared(seed: int, logical_ids: int) -> None:
     gone: set[int] = set()
-    for before, after in zip((life := a_life(random.Random(seed), seats, 30)), life[1:], strict=False):
-        gone |= {member.id for member in before.members} - {member.id for member in before.living}
-        assert not gone & {member.id for member in after.living}
-        assert 1 <= len(after) <= seats
-        assert len(after.vacant) + len(after) == seats
+    for before, after in zip(
+        (lifecycle := a_history(random.Random(seed), logical_ids, 30)), lifecycle[1:], strict=False
+    ):
+        gone |= {record.id for record in before.records} - {record.id for record in before.active}
+        assert not gone & {record.id for record in after.active}
+        assert 1 <= len(after) <= logical_ids
+        assert len(after.vacant) + len(after) == logical_ids
         assert abs(len(after) - len(before)) == 1
-        assert all(after.seat_of(member.id) == member.seat for member in after.living)
+        assert all(after.logical_id_of(record.id) == record.logical_id for record in after.active)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=20)
 def test_a_population_survives_json(seed: int) -> None:
-    population = a_life(random.Random(seed), 6, 20)[-1]
-    assert Population.from_dict(population.to_dict()) == population
+    roster = a_history(random.Random(seed), 6, 20)[-1]
+    assert ExpertRoster.from_dict(roster.to_dict()) == roster
 
 
 def test_what_cannot_happen_is_refused() -> None:
-    two = Population.initial(2, 3)
+    two = ExpertRoster.initial(2, 3)
     with pytest.raises(ValueError, match="seat 1 is not vacant"):
         two.grow(1, step=1)
     with pytest.raises(ValueError, match="expert 5 does not live"):
@@ -67,4 +69,4 @@ def test_what_cannot_happen_is_refused() -> None:
     with pytest.raises(ValueError, match="is the last one"):
         one.prune(1, step=2)
     with pytest.raises(ValueError, match="two living experts on one seat"):
-        Population.initial(2, 3, sitting=(1, 1))
+        ExpertRoster.initial(2, 3, sitting=(1, 1))

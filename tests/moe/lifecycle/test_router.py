@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from toolkit.moe.lifecycle.router import SeatedRouter
+from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.router import TopKRouter
 
 DIM, SEATS, LIVING = 5, 10, 4
 
 
-def make_router(seed: int, **options: object) -> SeatedRouter:
+def make_router(seed: int, **options: object) -> DynamicRouter:
     torch.manual_seed(seed)
-    router = SeatedRouter(DIM, SEATS, 2, living=LIVING, **options)
+    router = DynamicRouter(DIM, SEATS, 2, active=LIVING, **options)
     router.weight.data[:LIVING] = torch.randn(LIVING, DIM)
     return router
 
 
-def families(ids_TK: Tensor, family_of_seat: list[int]) -> Tensor:
-    return torch.tensor(family_of_seat)[ids_TK]
+def families(ids_TK: Tensor, family_of_logical: list[int]) -> Tensor:
+    return torch.tensor(family_of_logical)[ids_TK]
 
 
 @settings(max_examples=60)
@@ -40,28 +40,28 @@ def test_however_experts_are_split_and_end_a_token_keeps_its_families_and_weight
     before = router(x_TD)
     family = list(range(SEATS))
     for _ in range(14):
-        living = router.living_E.nonzero().flatten().tolist()
-        vacant = (~router.living_E).nonzero().flatten().tolist()
-        ends = [seat for seat in living if sum(family[other] == family[seat] for other in living) > 1]
+        active = router.active_E.nonzero().flatten().tolist()
+        vacant = (~router.active_E).nonzero().flatten().tolist()
+        ends = [logical_id for logical_id in active if sum(family[other] == family[logical_id] for other in active) > 1]
         if vacant and (not ends or draws.random() < 0.6):
-            seat, beside = draws.choice(vacant), draws.choice(living)
-            router.seat(seat, beside=beside)
+            logical_id, beside = draws.choice(vacant), draws.choice(active)
+            router.logical_id(logical_id, beside=beside)
             direction_D = torch.randn(DIM)
-            router.divide(seat, beside, direction_D, float(direction_D @ x_TD[draws.randrange(64)]))
-            family[seat] = family[beside]
+            router.divide(logical_id, beside, direction_D, float(direction_D @ x_TD[draws.randrange(64)]))
+            family[logical_id] = family[beside]
         elif ends:
             router.vacate(draws.choice(ends))
         after = router(x_TD)
         assert torch.equal(families(after.expert_ids_TK, family), before.expert_ids_TK)
         torch.testing.assert_close(after.weights_TK, before.weights_TK)
-        assert router.living_E[after.expert_ids_TK].all()
-        assert int(router.num_choices) == int(router.living_E.sum())
+        assert router.active_E[after.expert_ids_TK].all()
+        assert int(router.num_choices) == int(router.active_E.sum())
 
 
 def test_a_split_gives_each_half_its_side() -> None:
     router = make_router(0)
     direction_D = torch.tensor([1.0, 0, 0, 0, 0])
-    router.seat(7, beside=1)
+    router.logical_id(7, beside=1)
     router.divide(7, 1, direction_D, 0.25)
     x_TD = torch.randn(200, DIM)
     open_TE = router.open_TE(x_TD)
@@ -73,7 +73,7 @@ def test_a_split_gives_each_half_its_side() -> None:
 
 def test_with_all_seats_taken_it_routes_like_a_plain_router() -> None:
     torch.manual_seed(0)
-    seated, plain = SeatedRouter(DIM, 6, 2, living=6), TopKRouter(DIM, 6, 2)
+    seated, plain = DynamicRouter(DIM, 6, 2, active=6), TopKRouter(DIM, 6, 2)
     plain.load_state_dict({"weight": seated.weight})
     x_TD = torch.randn(50, DIM)
     mine, theirs = seated(x_TD), plain(x_TD)
@@ -93,11 +93,11 @@ def test_vacant_seats_get_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"living": 1}, "living=1 must lie between top_k=2"),
-        ({"living": 4, "force_balanced": True}, "cannot be force_balanced"),
-        ({"living": 4, "expert_groups": 2, "top_k_groups": 2}, "no expert_groups"),
+        ({"active": 1}, "living=1 must lie between top_k=2"),
+        ({"active": 4, "force_balanced": True}, "cannot be force_balanced"),
+        ({"active": 4, "expert_groups": 2, "top_k_groups": 2}, "no expert_groups"),
     ],
 )
 def test_options_that_make_no_sense_with_vacant_seats_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SeatedRouter(DIM, 6, 2, **options)
+        DynamicRouter(DIM, 6, 2, **options)

@@ -8,20 +8,20 @@ import torch.distributed as dist
 import toolkit as tk
 from tests.helpers import run_distributed
 from toolkit.moe.layer import moe_layers
-from toolkit.moe.lifecycle import routing_statistics as census
-from toolkit.moe.lifecycle.routing_statistics import Counts, RoutingCensus
-from toolkit.parallel.ownership import make_shard_groups
+from toolkit.moe.lifecycle import routing_statistics as statistics
+from toolkit.moe.lifecycle.routing_statistics import Counts, RoutingStatistics
+from toolkit.parallel.ownership import make_expert_groups
 
 DIM, EXPERTS, CLASSES = 6, 4, 3
 
 
 def model(ep_size: int = 1) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(tk.make_moe(DIM, 5, EXPERTS, 2, groups=make_shard_groups(ep_size)))
+    return torch.nn.Sequential(tk.make_moe(DIM, 5, EXPERTS, 2, groups=make_expert_groups(ep_size)))
 
 
-def counting(net: torch.nn.Module, ids=(0, 1, 2, 3)) -> RoutingCensus:
-    return RoutingCensus(net, num_classes=CLASSES, ids_on_seats=lambda layer: ids)  # noqa: ARG005
+def counting(net: torch.nn.Module, ids=(0, 1, 2, 3)) -> RoutingStatistics:
+    return RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=lambda layer: ids)  # noqa: ARG005
 
 
 def batch(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ def test_only_training_forwards_of_a_step_are_counted():
 
 def test_counts_follow_ids_when_a_seat_changes_hands():
     net, seating = model(), [(0, 1, 2, 3)]
-    count = RoutingCensus(net, num_classes=CLASSES, ids_on_seats=lambda layer: seating[-1])  # noqa: ARG005
+    count = RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=lambda layer: seating[-1])  # noqa: ARG005
     x, labels = batch(20, 1)
     for ids in ((0, 1, 2, 3), (0, 1, 9, 3)):
         seating.append(ids)
@@ -98,7 +98,7 @@ def test_tokens_of_a_sequence_share_its_class_and_no_class_is_no_column():
 def test_many_forwards_are_added_up_and_their_state_continues(monkeypatch):
     whole, net = {}, model()
     for most in (1000, 3):
-        monkeypatch.setattr(census, "MOST_WAITING", most)
+        monkeypatch.setattr(statistics, "MOST_WAITING", most)
         count = counting(net)
         for seed in range(8):
             if seed == 5 and most == 3:

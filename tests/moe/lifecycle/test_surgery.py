@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from tests.helpers import run_distributed
-from toolkit.parallel import ownership
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.lifecycle.alignment import reordered
-from toolkit.moe.lifecycle.plans import Grow, Merge, Prune, free_seat
-from toolkit.moe.lifecycle.roster import Population
-from toolkit.moe.lifecycle.router import SeatedRouter
+from toolkit.moe.lifecycle.plans import Grow, Merge, Prune, free_logical_id
+from toolkit.moe.lifecycle.roster import ExpertRoster
+from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.surgery import Divider, Surgeon
+from toolkit.parallel import ownership
+from toolkit.parallel.ownership import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.parallel.ownership import make_shard_groups
 
 DIM, HIDDEN, SEATS, LIVING, TOKENS = 6, 5, 8, 4, 48
 WORLDS = [1, 2, 4]
@@ -31,7 +31,7 @@ def a_trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
     """After two steps, so that every expert has moments of its own."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     torch.manual_seed(seed)
-    layer = make_moe(DIM, HIDDEN, LIVING, 2, groups=make_shard_groups(world), seats=SEATS, bias_balancing=True)
+    layer = make_moe(DIM, HIDDEN, LIVING, 2, groups=make_expert_groups(world), logical_ids=SEATS, bias_balancing=True)
     layer.router.weight.data[:LIVING] = torch.randn(LIVING, DIM)
     owned = ownership.owned(layer.parameters())
     optimizer = AdamW(layer.parameters(), lr=0.01, fused=True)
@@ -39,10 +39,10 @@ def a_trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
         layer(tokens(1)[rank::world]).square().sum().backward()
         if world > 1:
             dist.all_reduce(layer.router.weight.grad)
-        ownership.average_sharded_gradients(owned, 1)
+        ownership.average_owned_gradients(owned, 1)
         optimizer.step()
         optimizer.zero_grad()
-    return layer, Surgeon(layer, Population.initial(LIVING, SEATS), optimizer, seed=seed), optimizer
+    return layer, Surgeon(layer, ExpertRoster.initial(LIVING, SEATS), optimizer, seed=seed), optimizer
 
 
 def tokens(seed: int = 9) -> Tensor:
@@ -59,12 +59,12 @@ def outputs(layer: MoE) -> Tensor:
 def rows_of(surgeon: Surgeon, optimizer: AdamW) -> dict[int, dict[str, Tensor]]:
     """Weights and moments by expert id, those of the router included."""
     rows, router, found = ExpertRows(surgeon.layer.expert_stack, optimizer), surgeon.router, {}
-    for member in surgeon.population.living:
+    for record in surgeon.roster.active:
         state = optimizer.state[router.weight]
-        found[member.id] = {
-            **rows.fetch(member.seat),
-            "router": router.weight.data[member.seat].clone(),
-            **{f"router.{key}": state[key][member.seat].clone() for key in ("exp_avg", "exp_avg_sq")},
+        found[record.id] = {
+            **rows.fetch(record.logical_id),
+            "router": router.weight.data[record.logical_id].clone(),
+            **{f"router.{key}": state[key][record.logical_id].clone() for key in ("exp_avg", "exp_avg_sq")},
         }
     return found
 
@@ -86,22 +86,22 @@ def assert_replicated(layer: MoE) -> None:
 
 def splits_in_a_row(seed: int) -> float:
     draws, (layer, surgeon, optimizer) = random.Random(seed), a_trained_layer(seed)
-    assert isinstance(layer.router, SeatedRouter)
+    assert isinstance(layer.router, DynamicRouter)
     before, worst = outputs(layer), 0.0
-    while (seat := free_seat(surgeon.population, layer.placement)) is not None:
-        parent = draws.choice(surgeon.population.living)
+    while (logical_id := free_logical_id(surgeon.roster, layer.placement)) is not None:
+        parent = draws.choice(surgeon.roster.active)
         known = rows_of(surgeon, optimizer)
-        surgeon.carry_out(Grow(parent.id, seat, False, {}), step=3, divider=a_divider(draws))
-        after, born = rows_of(surgeon, optimizer), surgeon.population.members[-1].id
+        surgeon.carry_out(Grow(parent.id, logical_id, False, {}), step=3, divider=a_divider(draws))
+        after, created_at = rows_of(surgeon, optimizer), surgeon.roster.records[-1].id
         for name, value in known[parent.id].items():
-            assert torch.equal(after[born][name], value), f"the newborn's {name}"
+            assert torch.equal(after[created_at][name], value), f"the newborn's {name}"
         for id, values in known.items():
             assert all(torch.equal(after[id][name], value) for name, value in values.items()), id
         worst = max(worst, float((outputs(layer) - before).abs().max()))
         assert_replicated(layer)
-    sits = {member.seat for member in surgeon.population.living}
-    living = [len(sits & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
-    assert max(living) == min(living)
+    sits = {record.logical_id for record in surgeon.roster.active}
+    active = [len(sits & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
+    assert max(active) == min(active)
     return worst
 
 
@@ -111,15 +111,18 @@ def test_splits_change_no_output_and_moments_go_along(world: int) -> None:
         assert worst < 1e-6
 
 
-def a_merger_of_twins(seed: int) -> tuple[float, Population]:
+def a_merger_of_twins(seed: int) -> tuple[float, ExpertRoster]:
     """A half is scrambled, which changes nothing it says, and merged with its other half."""
     draws, (layer, surgeon, optimizer) = random.Random(seed), a_trained_layer(seed)
-    seat = free_seat(surgeon.population, layer.placement)
-    assert seat is not None
-    surgeon.carry_out(Grow(1, seat, False, {}), step=3, divider=a_divider(draws))
+    logical_id = free_logical_id(surgeon.roster, layer.placement)
+    assert logical_id is not None
+    surgeon.carry_out(Grow(1, logical_id, False, {}), step=3, divider=a_divider(draws))
     before = outputs(layer)
     rows = ExpertRows(layer.expert_stack, optimizer)
-    rows.write(seat, reordered(rows.fetch(seat), torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(seed))))
+    rows.write(
+        logical_id,
+        reordered(rows.fetch(logical_id), torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(seed))),
+    )
     scrambled = outputs(layer)
     assert float((scrambled - before).abs().max()) < 1e-5
     known = rows_of(surgeon, optimizer)
@@ -130,21 +133,21 @@ def a_merger_of_twins(seed: int) -> tuple[float, Population]:
         if not name.startswith("router."):
             torch.testing.assert_close(after[1][name], value, rtol=1e-5, atol=1e-7, msg=f"the heir's {name}")
     assert 4 not in after
-    assert not any(t[layer.placement.owner(seat).slot].any() for t in _here(layer, seat))
-    return float((outputs(layer) - scrambled).abs().max()), surgeon.population
+    assert not any(t[layer.placement.owner(logical_id).slot].any() for t in _here(layer, logical_id))
+    return float((outputs(layer) - scrambled).abs().max()), surgeon.roster
 
 
-def _here(layer: MoE, seat: int) -> list[Tensor]:
-    on_this_rank = layer.placement.owner(seat).rank == layer.expert_stack.groups.ep_rank
+def _here(layer: MoE, logical_id: int) -> list[Tensor]:
+    on_this_rank = layer.placement.owner(logical_id).rank == layer.expert_stack.groups.ep_rank
     return [layer.experts.up, layer.experts.down] if on_this_rank else []
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_merging_two_equal_but_permuted_experts_changes_next_to_nothing(world: int) -> None:
-    for change, population in run_distributed(a_merger_of_twins, world, 2):
+    for change, roster in run_distributed(a_merger_of_twins, world, 2):
         assert change < 1e-5
-        assert [member.id for member in population.living] == [0, 1, 2, 3]
-        assert population.members[4].heir == 1
+        assert [record.id for record in roster.active] == [0, 1, 2, 3]
+        assert roster.records[4].merged_into == 1
 
 
 def an_end_without_mourners() -> tuple[float, bool, bool]:
@@ -171,19 +174,21 @@ def test_pruning_an_expert_that_nobody_uses_changes_nothing(world: int) -> None:
 
 def a_fresh_birth() -> dict[str, Tensor]:
     layer, surgeon, optimizer = a_trained_layer()
-    seat = free_seat(surgeon.population, layer.placement)
-    assert seat is not None
-    surgeon.carry_out(Grow(1, seat, True, {}), step=3, divider=Divider(torch.ones(DIM), 0.0))
+    logical_id = free_logical_id(surgeon.roster, layer.placement)
+    assert logical_id is not None
+    surgeon.carry_out(Grow(1, logical_id, True, {}), step=3, divider=Divider(torch.ones(DIM), 0.0))
     return rows_of(surgeon, optimizer)[4]
 
 
 def test_a_fresh_expert_is_what_it_would_have_been_from_the_start() -> None:
     expected = make_moe(DIM, HIDDEN, SEATS, 2).experts
     for world in (1, 2):
-        for born in run_distributed(a_fresh_birth, world):
-            assert torch.equal(born["up"], expected.up[4])
-            assert torch.equal(born["down"], expected.down[4])
-            assert not any(born[f"{name}.{key}"].any() for name in ("up", "down") for key in ("exp_avg", "exp_avg_sq"))
+        for created_at in run_distributed(a_fresh_birth, world):
+            assert torch.equal(created_at["up"], expected.up[4])
+            assert torch.equal(created_at["down"], expected.down[4])
+            assert not any(
+                created_at[f"{name}.{key}"].any() for name in ("up", "down") for key in ("exp_avg", "exp_avg_sq")
+            )
 
 
 def test_experts_that_have_copies_are_refused() -> None:
@@ -195,7 +200,7 @@ def test_experts_that_have_copies_are_refused() -> None:
 
 def test_a_layer_without_seats_is_refused() -> None:
     with pytest.raises(ValueError, match="no seats"):
-        Surgeon(make_moe(DIM, HIDDEN, 2, 1), Population.initial(2, 2), None)
+        Surgeon(make_moe(DIM, HIDDEN, 2, 1), ExpertRoster.initial(2, 2), None)
 
 
 def test_gradients_of_the_step_before_are_dropped() -> None:

@@ -17,21 +17,29 @@ from toolkit.callbacks.base import Callback
 from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.lab.traces import TraceRecorder, read_trace
 from toolkit.moe import dispatch
-from toolkit.moe.layer import make_moe
 from toolkit.moe.dispatch import sort_by_slot
+from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.load.forwards import ForwardLoads
-from toolkit.placement.imbalance import rank_imbalance
-from toolkit.moe.load.metrics import RowBytes, Window, balance_metrics, count, expert_metrics, replica_metrics, traffic_metrics
-from toolkit.placement.placement import ExpertPlacement, contiguous
+from toolkit.moe.load.metrics import (
+    RowBytes,
+    Window,
+    balance_metrics,
+    count,
+    expert_metrics,
+    replica_metrics,
+    traffic_metrics,
+)
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import crossings
-from toolkit.lab.traces import TraceRecorder, read_trace
-from toolkit.placement.traffic import Traffic, migration_cost, traffic
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import EMPTY_ROW, ShardGroups, make_shard_groups
+from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups
+from toolkit.placement.imbalance import rank_imbalance
+from toolkit.placement.placement import ExpertPlacement, contiguous
+from toolkit.placement.traffic import Traffic, migration_cost, traffic
 from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
@@ -60,7 +68,7 @@ def place(name: str, ranks: int) -> ExpertPlacement:
 
 
 class TwoMixtures(nn.Module):
-    def __init__(self, groups: ShardGroups, placement: ExpertPlacement, recompute: bool):
+    def __init__(self, groups: ExpertGroups, placement: ExpertPlacement, recompute: bool):
         super().__init__()
         layers = [make_moe(DIM, 4, EXPERTS, 2, groups=groups, placement=placement, seed=seed) for seed in (1, 2)]
         self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
@@ -116,7 +124,7 @@ def train(folder: Path, ep_size: int, accumulation: int, placement: str, planner
         gradient_accumulation_steps=accumulation,
     )
     with start_run("metered", config) as run:
-        groups = make_shard_groups(ep_size)
+        groups = make_expert_groups(ep_size)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)

@@ -4,4 +4,13 @@ from toolkit.domains.activity.activity import ActivityData, load_activity
 from toolkit.domains.activity.model import WindowClassifier, WindowEncoder, load_encoder, view_channels
 from toolkit.domains.activity.voting import VotedClassification, class_weights
 
-__all__ = ["ActivityData", "VotedClassification", "WindowClassifier", "WindowEncoder", "class_weights", "load_activity", "load_encoder", "view_channels"]
+__all__ = [
+    "ActivityData",
+    "VotedClassification",
+    "WindowClassifier",
+    "WindowEncoder",
+    "class_weights",
+    "load_activity",
+    "load_encoder",
+    "view_channels",
+]

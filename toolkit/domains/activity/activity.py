@@ -12,11 +12,19 @@ import torch
 from torch import Tensor
 
 from toolkit.config.run import require
-from toolkit.domains.activity.activity_sources import HMP_RATE_HZ, UCI_HAR_RATE_HZ, UCI_HAR_STEPS, ActivityFiles, Name, locate, read_windows
 from toolkit.data.cache import cached_columns
 from toolkit.data.images import Agree
 from toolkit.data.sources import NotFoundHere
 from toolkit.data.table import TensorTable
+from toolkit.domains.activity.activity_sources import (
+    HMP_RATE_HZ,
+    UCI_HAR_RATE_HZ,
+    UCI_HAR_STEPS,
+    ActivityFiles,
+    Name,
+    locate,
+    read_windows,
+)
 from toolkit.errors import UserError
 
 TITLES = "The wrist accelerometer set hmp and UCI-HAR"

@@ -12,9 +12,9 @@ from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
+from toolkit.data.batches import EvalBatches, Order, TrainBatches
 from toolkit.domains.continual.classification import ClassificationWithinTasks
 from toolkit.domains.continual.evaluation import TaskEvaluation
-from toolkit.data.batches import EvalBatches, Order, TrainBatches
 from toolkit.domains.continual.streams import TaskOrder, TaskStream
 from toolkit.optim import build_optimizer
 from toolkit.run.run import Run

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.domains.speech.decoding import Lexicon, beam_search, best_path
 from toolkit.errors import UserError
 from toolkit.task import Batch, Loss
-from toolkit.domains.speech.decoding import Lexicon, beam_search, best_path
 
 
 class CTC:

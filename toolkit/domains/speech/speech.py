@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.domains.speech import speech_sources as sources
-from toolkit.domains.speech.audio import LogMel, resample
 from toolkit.data.cache import cached_columns
-from toolkit.domains.speech.characters import Characters, min_frames
 from toolkit.data.images import Agree
 from toolkit.data.ragged import RaggedColumn, RaggedTable
+from toolkit.domains.speech import speech_sources as sources
+from toolkit.domains.speech.audio import LogMel, resample
+from toolkit.domains.speech.characters import Characters, min_frames
 from toolkit.domains.speech.speech_sources import NotHere, Source, Utterance
 from toolkit.errors import UserError
 

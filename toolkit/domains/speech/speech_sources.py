@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit.data.parquet import first_line, read_columns
 from toolkit.domains.speech.audio import decode
 from toolkit.domains.speech.characters import without_tags
-from toolkit.data.parquet import first_line, read_columns
 from toolkit.errors import UserError
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -18,8 +18,8 @@ from torch import nn
 
 from toolkit.domains.speech.audio import LogMel
 from toolkit.domains.speech.characters import Characters
-from toolkit.errors import UserError
 from toolkit.domains.speech.model import MemoryEncoder, SpeechRecogniser, Standardise, States
+from toolkit.errors import UserError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

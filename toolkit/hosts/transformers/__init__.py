@@ -3,7 +3,13 @@ not to be imported."""
 
 from toolkit.hosts.transformers.anatomy import GlobalRouterPenalty, RouterWatch, experts_modules, routers
 from toolkit.hosts.transformers.build import causal_lm
-from toolkit.hosts.transformers.host import PlacedExperts, place_experts, placed_experts, replan_callback, use_toolkit_ep
+from toolkit.hosts.transformers.host import (
+    PlacedExperts,
+    place_experts,
+    placed_experts,
+    replan_callback,
+    use_toolkit_ep,
+)
 from toolkit.hosts.transformers.kernel import use_toolkit_kernel
 from toolkit.hosts.transformers.model_card import export_language_model
 from toolkit.hosts.transformers.sampling import sample_tokens

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
-from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.hosts.foreign import compute_rows
+from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.migrate import MigrationReport, migrate
+from toolkit.moe.recompute import recomputing
+from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.ownership import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.plan import plan_layer
 from toolkit.placement.planners import Planner
-from toolkit.moe.recompute import recomputing
-from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ShardGroups
-from toolkit.checkpoint.tensor_files import unwrapped
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -54,7 +54,7 @@ class PlacedExperts:
         ranks = ep_mesh.size()
         self.experts, self.experts_forward = experts, experts.forward
         self.slots = int(experts.num_experts)  # type: ignore[arg-type]
-        groups = ShardGroups(ranks, ep_mesh.get_local_rank(), ep_mesh.get_group())
+        groups = ExpertGroups(ranks, ep_mesh.get_local_rank(), ep_mesh.get_group())
         self.dispatcher = AllToAllDispatcher(contiguous(self.slots * ranks, ranks), groups)
         self.load_E = torch.zeros(self.slots * ranks, dtype=torch.int64)
         """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
@@ -122,7 +122,7 @@ class _Storage:
             )
         self._place_of = {int(rank): divmod(index, placement.ranks) for index, rank in enumerate(ranks_GP.flatten())}
         self._cuts = len(ranks_GP)
-        groups = ShardGroups(world, dist.get_rank(), dist.group.WORLD)
+        groups = ExpertGroups(world, dist.get_rank(), dist.group.WORLD)
         local = {name: nn.Parameter(_local(value)) for name, value in self.sharded.items()}
         self.stack = ExpertStack(local, self.layout(placement), groups)
 

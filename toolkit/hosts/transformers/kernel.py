@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from toolkit.hosts.foreign import slots_of_rows
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.feed_forward import GroupedFeedForward
-from toolkit.hosts.foreign import slots_of_rows
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.placement.placement import contiguous
 

@@ -65,13 +65,13 @@ def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None
     rows = parameter.detach().index_select(0, torch.tensor(here, dtype=torch.int64, device=parameter.device))
     if rank > 0:
         if here:
-            dist.send(rows, group=groups.shard_group, group_dst=0)
+            dist.send(rows, group=groups.ep_group, group_dst=0)
         return None
     whole = torch.empty(placement.num_experts, *parameter.shape[1:], dtype=parameter.dtype)
     for peer, held in enumerate(owned):
         if peer > 0 and held:
             rows = parameter.new_empty(len(held), *parameter.shape[1:])
-            dist.recv(rows, group=groups.shard_group, group_src=peer)
+            dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
             whole[[expert for _, expert in held]] = rows.cpu()
     return whole

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.config.experts import LifeConfig
+from toolkit.config.experts import LifecycleConfig
 from toolkit.metrics import MetricSums
 from toolkit.moe.balance import LoadSince, WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
@@ -25,11 +25,11 @@ from toolkit.moe.lifecycle.alignment import similarity
 from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
 from toolkit.moe.lifecycle.graph import KnowledgeGraph
 from toolkit.moe.lifecycle.plans import Merge, Plan, Prune, plan_growth, plan_merges, plan_places, plan_prunes
-from toolkit.moe.lifecycle.roster import EventKind, LifeEvent, Population
-from toolkit.moe.lifecycle.router import SeatedRouter
+from toolkit.moe.lifecycle.probe import Probe, ScoresSamples, output_distances, probe_samples
+from toolkit.moe.lifecycle.roster import EventKind, ExpertRoster, LifecycleEvent
+from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.sleep import SleepSchedule, Snapshot
-from toolkit.moe.lifecycle.probe import ScoresSamples, Sounding, output_distances, sound
 from toolkit.moe.lifecycle.surgery import Surgeon
 from toolkit.moe.migrate import migrate
 from toolkit.placement.placement import ExpertPlacement
@@ -59,7 +59,7 @@ class Knowledge(Protocol):
 class Lifecycle(Callback):
     """Grows experts when the data are no longer covered; in sleep replays, merges, prunes and evens out ranks.
 
-    Acts on the layers of `model` that were made with `seats`, and is idle where there are none. `task` scores samples
+    Acts on the layers of `model` that were made with `logical_ids`, and is idle where there are none. `task` scores samples
     one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.domains.continual.Remember`).
 
     With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps. Given
@@ -68,8 +68,8 @@ class Lifecycle(Callback):
     Whatever sleep does is measured before and after, on the latest samples and on remembered ones, and undone where the
     loss rose by more than `config.undo_above`.
 
-    Records on each line of metrics `life/experts` (living, mean over layers), and the last readings of
-    `life/uncovered`, `life/loss_before_sleep` and `life/loss_after_sleep`; leaves in the run's results how many
+    Records on each line of metrics `lifecycle/experts` (living, mean over layers), and the last readings of
+    `lifecycle/uncovered`, `lifecycle/loss_before_sleep` and `lifecycle/loss_after_sleep`; leaves in the run's results how many
     experts live and were born, merged and pruned, and how often it slept.
     """
 
@@ -78,21 +78,21 @@ class Lifecycle(Callback):
         model: nn.Module,
         task: ScoresSamples,
         memory: ReplayMemory,
-        config: LifeConfig,
+        config: LifecycleConfig,
         *,
         min_experts: int,
         balance: WholeStepBalance | None = None,
         seed: int = 0,
     ):
         self.layers: dict[str, MoE] = {
-            name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, SeatedRouter)
+            name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, DynamicRouter)
         }
         self.task, self.memory, self.config, self.min_experts, self.seed = task, memory, config, min_experts, seed
         self.balance = balance
         self.knowledge: Knowledge | None = None
-        """To be asked whom to spare and whom to move: `PopulationReport` is one."""
-        self.populations = {name: _initial(layer) for name, layer in self.layers.items()}
-        self.history: list[LifeEvent] = []
+        """To be asked whom to spare and whom to move: `LifecycleReport` is one."""
+        self.rosters = {name: _initial(layer) for name, layer in self.layers.items()}
+        self.history: list[LifecycleEvent] = []
         self.likeness: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
         """By layer, of pairs of experts that the last sleep compared closely: distance of outputs, and similarity of
         aligned weights."""
@@ -102,10 +102,10 @@ class Lifecycle(Callback):
         self.schedule = SleepSchedule(
             config.sleep_every, config.min_sleep_every, config.max_sleep_every, config.adaptive_sleep
         )
-        self._initial = max((len(population) for population in self.populations.values()), default=1)
+        self._initial = max((len(roster) for roster in self.rosters.values()), default=1)
         self.next_sleep = self.schedule.steps(self._initial, self._initial)
         self._since = LoadSince(list(self.layers.values()))
-        self._traffic = {name: [0] * population.seats for name, population in self.populations.items()}
+        self._traffic = {name: [0] * roster.logical_ids for name, roster in self.rosters.items()}
         """Routed copies per seat since the last sleep, over all ranks."""
         self._readings: dict[str, float] = {}
         self._routers_known = False
@@ -136,26 +136,26 @@ class Lifecycle(Callback):
             self.sleep(trainer)
             self.seconds["sleep"] += time.perf_counter() - began
         if trainer.at_log_step:
-            living = [len(population) for population in self.populations.values()]
-            trainer.record("life/experts", sum(living) / len(living))
+            active = [len(roster) for roster in self.rosters.values()]
+            trainer.record("lifecycle/experts", sum(active) / len(active))
             for name, value in self._readings.items():
-                trainer.record(f"life/{name}", value)
+                trainer.record(f"lifecycle/{name}", value)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if not self.layers:
             return
         counts = {f"life_{kind}": sum(event.kind == kind for event in self.history) for kind in _COUNTED}
-        living = max(len(population) for population in self.populations.values())
-        trainer.results |= {"experts_living": living, **counts}
+        active = max(len(roster) for roster in self.rosters.values())
+        trainer.results |= {"active_experts": active, **counts}
 
     # --- awake --------------------------------------------------------------------------------------------------
 
     def look(self, trainer: Trainer) -> None:
         """See how well the coming samples are covered, and grow where they no longer are."""
         rows = self._coming(trainer, self.config.check_samples)
-        sounding = sound(trainer, self.task, list(self.layers.values()), rows)
-        self._readings["uncovered"] = sounding.uncovered
-        lack = self.alarm.observe(sounding.uncovered, sounding.samples)
+        probe = probe_samples(trainer, self.task, list(self.layers.values()), rows)
+        self._readings["uncovered"] = probe.uncovered
+        lack = self.alarm.observe(probe.uncovered, probe.samples)
         if lack is not None:
             self.grow(trainer, lack)
 
@@ -164,20 +164,20 @@ class Lifecycle(Callback):
         step, layers = trainer.state.step, list(self.layers.values())
         rows = self._with_remembered(trainer, self._coming(trainer, MEASURED), "grow")
         for _ in range(self.config.growths_at_once if lack == "shift" else 1):
-            sounding = sound(trainer, self.task, layers, rows)
+            probe = probe_samples(trainer, self.task, layers, rows)
             for index, (name, layer) in enumerate(self.layers.items()):
-                population, fresh = self.populations[name], self.config.newborn == "fresh"
-                by_seat = sounding.responsibility(index, population.seats).tolist()
-                uncovered = {member.id: by_seat[member.seat] for member in population.living}
-                plan = plan_growth(population, layer.placement, uncovered, fresh=fresh)
+                roster, fresh = self.rosters[name], self.config.new_expert == "fresh"
+                by_logical_id = probe.responsibility(index, roster.logical_ids).tolist()
+                uncovered = {record.id: by_logical_id[record.logical_id] for record in roster.active}
+                plan = plan_growth(roster, layer.placement, uncovered, fresh=fresh)
                 if plan is None:
                     continue
-                divider = sounding.divider(index, population.seat_of(plan.parent))
+                divider = probe.divider(index, roster.logical_id_of(plan.parent))
                 surgeon = self._surgeon(trainer, name)
-                self.populations[name] = surgeon.carry_out(plan, step=step, divider=divider)
-                born = self.populations[name].members[-1].id
-                rank = layer.placement.owner(plan.seat).rank
-                self._note(step, name, "grow", (born, plan.parent), lack=lack, rank=rank, **plan.why)
+                self.rosters[name] = surgeon.carry_out(plan, step=step, divider=divider)
+                created_at = self.rosters[name].records[-1].id
+                rank = layer.placement.owner(plan.logical_id).rank
+                self._note(step, name, "grow", (created_at, plan.parent), lack=lack, rank=rank, **plan.why)
 
     # --- asleep -------------------------------------------------------------------------------------------------
 
@@ -188,24 +188,24 @@ class Lifecycle(Callback):
         if self.knowledge is not None:
             self.knowledge.observe(step)
         rows = self._with_remembered(trainer, self._recent(trainer, MEASURED), "sleep")
-        before = loss = self._sound(trainer, rows).loss
+        before = loss = self._probe_samples(trainer, rows).loss
         if self.config.replay_steps and len(self.memory):
             loss = self._attempt(trainer, rows, loss, "", partial(self._replay, trainer))
         for name in self.layers:
             for plan in self._endings(trainer, name, rows):
                 loss = self._attempt(trainer, rows, loss, name, partial(self._end, trainer, name, plan))
         for name, layer in self.layers.items():
-            population, graph = self.populations[name], self._graph(name)
-            together_SS = None if graph is None else graph.affinity(population.id_on_seat)
-            places = plan_places(population, layer.placement, together_SS)
+            roster, graph = self.rosters[name], self._graph(name)
+            together_SS = None if graph is None else graph.affinity(roster.uid_at)
+            places = plan_places(roster, layer.placement, together_SS)
             if places != layer.placement:
                 migrate(layer.expert_stack, places, trainer.optimizer)
         self._readings |= {"loss_before_sleep": before, "loss_after_sleep": loss}
         changes = [event.kind for event in self.history[events:]]
         self._note(step, "", "sleep", (), before=before, after=loss, changes=changes)
-        self._traffic = {name: [0] * population.seats for name, population in self.populations.items()}
-        living = max(len(population) for population in self.populations.values())
-        self.next_sleep = step + self.schedule.steps(living, self._initial)
+        self._traffic = {name: [0] * roster.logical_ids for name, roster in self.rosters.items()}
+        active = max(len(roster) for roster in self.rosters.values())
+        self.next_sleep = step + self.schedule.steps(active, self._initial)
 
     def _replay(self, trainer: Trainer) -> None:
         """Learn from remembered samples and their labels, at the replay's own learning rate."""
@@ -222,14 +222,14 @@ class Lifecycle(Callback):
 
     def _endings(self, trainer: Trainer, name: str, rows: Tensor) -> list[Plan]:
         """Whom to merge and whom to prune."""
-        population, config = self.populations[name], self.config
-        traffic = {member.id: float(self._traffic[name][member.seat]) for member in population.living}
+        roster, config = self.rosters[name], self.config
+        traffic = {record.id: float(self._traffic[name][record.logical_id]) for record in roster.active}
         merges: list[Merge] = []
         if config.merge:
             distance, alike = self._compare(trainer, name, rows)
             self.likeness[name] = {pair: (distance[pair], value) for pair, value in alike.items()}
             merges = plan_merges(
-                population,
+                roster,
                 distance,
                 alike,
                 traffic,
@@ -240,7 +240,7 @@ class Lifecycle(Callback):
         prunes: list[Prune] = []
         if config.prune:
             prunes = plan_prunes(
-                population,
+                roster,
                 traffic,
                 step=trainer.state.step,
                 below=config.prune_below,
@@ -255,20 +255,20 @@ class Lifecycle(Callback):
     ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
         """By pair of ids of those who may be merged: how differently two experts answer; and of those that answer
         alike, whether their weights are alike as well."""
-        layer, living = self.layers[name], self.populations[name].older_than(self.config.min_age, trainer.state.step)
-        if len(living) < 2:
+        layer, active = self.layers[name], self.rosters[name].older_than(self.config.min_age, trainer.state.step)
+        if len(active) < 2:
             return {}, {}
-        view = sound(trainer, self.task, [layer], rows).views[0]
-        far_LL = output_distances(layer, view.x_TD, [member.seat for member in living]).tolist()
-        pairs = list(combinations(range(len(living)), 2))
-        distance = {(living[a].id, living[b].id): far_LL[a][b] for a, b in pairs}
+        view = probe_samples(trainer, self.task, [layer], rows).views[0]
+        far_LL = output_distances(layer, view.x_TD, [record.logical_id for record in active]).tolist()
+        pairs = list(combinations(range(len(active)), 2))
+        distance = {(active[a].id, active[b].id): far_LL[a][b] for a, b in pairs}
         expert_rows, alike = ExpertRows(layer.expert_stack, None), {}
         for a, b in pairs:
             if far_LL[a][b] <= self.config.merge_distance and not self._wanted_together(
-                name, living[a].id, living[b].id
+                name, active[a].id, active[b].id
             ):
-                mine, other = expert_rows.fetch(living[a].seat), expert_rows.fetch(living[b].seat)
-                alike[living[a].id, living[b].id] = similarity(mine, other)
+                mine, other = expert_rows.fetch(active[a].logical_id), expert_rows.fetch(active[b].logical_id)
+                alike[active[a].id, active[b].id] = similarity(mine, other)
         return distance, alike
 
     def _graph(self, name: str) -> KnowledgeGraph | None:
@@ -279,7 +279,7 @@ class Lifecycle(Callback):
         return graph is not None and graph.wanted_together(a, b)
 
     def _end(self, trainer: Trainer, name: str, plan: Plan) -> None:
-        self.populations[name] = self._surgeon(trainer, name).carry_out(plan, step=trainer.state.step)
+        self.rosters[name] = self._surgeon(trainer, name).carry_out(plan, step=trainer.state.step)
         if isinstance(plan, Merge):
             self._note(trainer.state.step, name, "merge", (plan.into, plan.id), **plan.why)
         elif isinstance(plan, Prune):
@@ -287,15 +287,15 @@ class Lifecycle(Callback):
 
     def _attempt(self, trainer: Trainer, rows: Tensor, loss: float, layer: str, change: Callable[[], None]) -> float:
         """Make a change and keep it unless it raises the loss by more than is tolerated; returns the loss after it."""
-        populations, events = dict(self.populations), len(self.history)
+        rosters, events = dict(self.rosters), len(self.history)
         snapshot = Snapshot(trainer.raw_model, trainer.optimizer)
         change()
-        after = self._sound(trainer, rows).loss
+        after = self._probe_samples(trainer, rows).loss
         if after <= loss * (1 + self.config.undo_above):
             return after
         snapshot.restore()
         self._refresh_routers()
-        self.populations = populations
+        self.rosters = rosters
         tried = [str(event.kind) for event in self.history[events:]] or ["replay"]
         ids = tuple(id for event in self.history[events:] for id in event.ids)
         del self.history[events:]
@@ -304,14 +304,14 @@ class Lifecycle(Callback):
 
     def _refresh_routers(self) -> None:
         for layer in self.layers.values():
-            assert isinstance(layer.router, SeatedRouter)
+            assert isinstance(layer.router, DynamicRouter)
             layer.router.refresh()
         self._routers_known = True
 
     # --- parts --------------------------------------------------------------------------------------------------
 
-    def _sound(self, trainer: Trainer, rows: Tensor) -> Sounding:
-        return sound(trainer, self.task, [], rows)
+    def _probe_samples(self, trainer: Trainer, rows: Tensor) -> Probe:
+        return probe_samples(trainer, self.task, [], rows)
 
     def _coming(self, trainer: Trainer, samples: int) -> Tensor:
         """The rows of the steps to come."""
@@ -330,7 +330,7 @@ class Lifecycle(Callback):
         return torch.cat([rows, self.memory.draw(len(rows), purpose, trainer.state.step)])
 
     def _surgeon(self, trainer: Trainer, name: str) -> Surgeon:
-        return Surgeon(self.layers[name], self.populations[name], trainer.optimizer, seed=self.seed)
+        return Surgeon(self.layers[name], self.rosters[name], trainer.optimizer, seed=self.seed)
 
     def _count_traffic(self) -> None:
         """A collective."""
@@ -338,7 +338,7 @@ class Lifecycle(Callback):
             self._traffic[name] = [a + b for a, b in zip(self._traffic[name], load_E, strict=True)]
 
     def _note(self, step: int, layer: str, kind: EventKind, ids: tuple[int, ...], **detail: Any) -> None:
-        self.history.append(LifeEvent(step, layer, kind, ids, detail))
+        self.history.append(LifecycleEvent(step, layer, kind, ids, detail))
 
     def state_dict(self) -> dict[str, Any]:
         """A collective."""
@@ -346,7 +346,7 @@ class Lifecycle(Callback):
             return {}
         self._count_traffic()
         return {
-            "populations": {name: population.to_dict() for name, population in self.populations.items()},
+            "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
             "placements": {name: layer.placement.to_dict() for name, layer in self.layers.items()},
             "history": [asdict(event) for event in self.history],
             "alarm": self.alarm.state_dict(),
@@ -358,9 +358,9 @@ class Lifecycle(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.layers:
             return
-        self.populations = {name: Population.from_dict(saved) for name, saved in state["populations"].items()}
+        self.rosters = {name: ExpertRoster.from_dict(saved) for name, saved in state["rosters"].items()}
         self._placements, self._routers_known = state["placements"], False
-        self.history = [LifeEvent(**{**event, "ids": tuple(event["ids"])}) for event in state["history"]]
+        self.history = [LifecycleEvent(**{**event, "ids": tuple(event["ids"])}) for event in state["history"]]
         self.alarm.load_state_dict(state["alarm"])
         self.next_sleep, self._readings = state["next_sleep"], dict(state["readings"])
         self._since.take()
@@ -379,6 +379,6 @@ def _first(batches: Iterator[Tensor], samples: int) -> Tensor:
     return rows[:samples]
 
 
-def _initial(layer: MoE) -> Population:
-    assert isinstance(layer.router, SeatedRouter)
-    return Population.initial(int(layer.router.living_E.sum()), layer.placement.num_experts)
+def _initial(layer: MoE) -> ExpertRoster:
+    assert isinstance(layer.router, DynamicRouter)
+    return ExpertRoster.initial(int(layer.router.active_E.sum()), layer.placement.num_experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-EVEN_ODDS = 0.6931471805599453
+HALF_PROBABILITY = 0.6931471805599453
 """-ln 1/2: a sample whose loss in nats is higher is not covered."""
 
 Lack = Literal["shift", "plateau"]

@@ -1,7 +1,7 @@
 """What is known of a layer's experts and of how they relate: a networkx graph that pictures and planners ask.
 
     graph = KnowledgeGraph()
-    graph.observe_population(population, step=900)          who lives, who came from whom
+    graph.observe_roster(population, step=900)          who lives, who came from whom
     graph.decay()                                           what is not measured again fades
     graph.observe_routing(ids, together_EE, classes_EC)     traffic, specialisation, who fires with whom
     graph.observe_similarity({(0, 3): Similarity(weights=0.9, outputs=0.97)})
@@ -22,7 +22,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.moe.lifecycle.roster import Population
+from toolkit.moe.lifecycle.roster import ExpertRoster
 
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 LINEAGE = ("split", "merge")
@@ -52,7 +52,7 @@ class Neighbour(NamedTuple):
 class KnowledgeGraph:
     """Experts as nodes under their ids, gone ones too; typed, weighted edges between them.
 
-    Nodes have `alive`, `fate`, `seat`, `rank`, `born`, `died`, `age` (steps), `parent`, `heir`, and of the last period
+    Nodes have `active`, `fate`, `logical_id`, `rank`, `created_at`, `removed_at`, `age` (steps), `parent`, `merged_into`, and of the last period
     `share` (of routed copies), `classes` (fractions of what it saw), `top_classes` and `specialisation`. Edges have a
     `kind` and a `weight` from 0 to 1:
 
@@ -71,30 +71,30 @@ class KnowledgeGraph:
 
     # --- what is observed -------------------------------------------------------------------------------------
 
-    def observe_population(self, population: Population, *, step: int) -> None:
+    def observe_roster(self, roster: ExpertRoster, *, step: int) -> None:
         """Take up births, ends and ages as of `step`."""
-        for member in population.members:
-            unknown = {} if member.id in self.graph else dict(UNSEEN)
-            alive = member.fate == "alive"
+        for record in roster.records:
+            unknown = {} if record.id in self.graph else dict(UNSEEN)
+            active = record.fate == "active"
             self.graph.add_node(
-                member.id,
+                record.id,
                 **unknown,
-                alive=alive,
-                fate=member.fate,
-                seat=member.seat,
-                born=member.born,
-                died=member.died,
-                age=(step if member.died is None else member.died) - member.born,
-                parent=member.parent,
-                heir=member.heir,
+                active=active,
+                fate=record.fate,
+                logical_id=record.logical_id,
+                created_at=record.created_at,
+                removed_at=record.removed_at,
+                age=(step if record.removed_at is None else record.removed_at) - record.created_at,
+                parent=record.parent,
+                merged_into=record.merged_into,
             )
-            if not alive:
-                self.graph.nodes[member.id]["rank"] = None
-        for member in population.members:
-            if member.parent is not None and not self.graph.has_edge(member.parent, member.id, "split"):
-                self._link("split", member.parent, member.id, 1.0)
-            if member.heir is not None and not self.graph.has_edge(member.id, member.heir, "merge"):
-                self._link("merge", member.id, member.heir, 1.0)
+            if not active:
+                self.graph.nodes[record.id]["rank"] = None
+        for record in roster.records:
+            if record.parent is not None and not self.graph.has_edge(record.parent, record.id, "split"):
+                self._link("split", record.parent, record.id, 1.0)
+            if record.merged_into is not None and not self.graph.has_edge(record.id, record.merged_into, "merge"):
+                self._link("merge", record.id, record.merged_into, 1.0)
 
     def observe_routing(
         self,
@@ -157,8 +157,8 @@ class KnowledgeGraph:
     # --- what others ask --------------------------------------------------------------------------------------
 
     @property
-    def living(self) -> list[int]:
-        return sorted(id for id, node in self.graph.nodes.items() if node["alive"])
+    def active(self) -> list[int]:
+        return sorted(id for id, node in self.graph.nodes.items() if node["active"])
 
     def weight(self, kind: EdgeKind, a: int, b: int) -> float:
         """Of the edge of `kind` between two experts, or from a to b for a lineage; 0 where there is none."""
@@ -179,11 +179,11 @@ class KnowledgeGraph:
         Pairs with a co-activation above `most_together` are left out: tokens that ask for both get an average of two
         opinions there, which one expert cannot give.
         """
-        alive = set(self.living)
+        active = set(self.active)
         pairs = [
             (a, b)
             for a, b, kind, weight in self.graph.edges(keys=True, data="weight")
-            if kind == "similarity" and weight >= threshold and {a, b} <= alive
+            if kind == "similarity" and weight >= threshold and {a, b} <= active
         ]
         pairs = [pair for pair in pairs if not self.wanted_together(*pair, most_together=most_together)]
         return sorted(pairs, key=lambda pair: (-self.weight("similarity", *pair), pair))
@@ -197,11 +197,13 @@ class KnowledgeGraph:
 
         `ids` names the expert on each seat, None a vacant one, whose row is zero. Zero diagonal.
         """
-        seat_of = {id: seat for seat, id in enumerate(ids) if id is not None}
+        logical_id_of = {id: logical_id for logical_id, id in enumerate(ids) if id is not None}
         together_SS = np.zeros((len(ids), len(ids)))
         for a, b, kind, tokens in self.graph.edges(keys=True, data="tokens"):
-            if kind == "coactivation" and a in seat_of and b in seat_of:
-                together_SS[seat_of[a], seat_of[b]] = together_SS[seat_of[b], seat_of[a]] = tokens
+            if kind == "coactivation" and a in logical_id_of and b in logical_id_of:
+                together_SS[logical_id_of[a], logical_id_of[b]] = together_SS[logical_id_of[b], logical_id_of[a]] = (
+                    tokens
+                )
         return together_SS
 
     # --- files and checkpoints --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.moe.lifecycle.roster import Population
+from toolkit.moe.lifecycle.roster import ExpertRoster
 from toolkit.placement.placement import ExpertPlacement
 
 
@@ -22,7 +22,7 @@ class Grow:
     """A new expert that takes over half of `parent`'s tokens: as its copy, or untrained (`fresh`)."""
 
     parent: int
-    seat: int
+    logical_id: int
     fresh: bool
     why: Mapping[str, float]
 
@@ -49,18 +49,22 @@ class Prune:
 Plan: TypeAlias = Grow | Merge | Prune
 
 
-def free_seat(population: Population, placement: ExpertPlacement) -> int | None:
+def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:
     """The vacant seat on the rank that has the fewest living experts, ties to the lowest rank and seat; None if full.
 
     Seats have one place each.
     """
-    rank_of_seat = [placement.owner(seat).rank for seat in range(population.seats)]
-    living = np.bincount([rank_of_seat[member.seat] for member in population.living], minlength=placement.ranks)
-    return min(population.vacant, key=lambda seat: (living[rank_of_seat[seat]], rank_of_seat[seat], seat), default=None)
+    rank_of_logical = [placement.owner(logical_id).rank for logical_id in range(roster.logical_ids)]
+    active = np.bincount([rank_of_logical[record.logical_id] for record in roster.active], minlength=placement.ranks)
+    return min(
+        roster.vacant,
+        key=lambda logical_id: (active[rank_of_logical[logical_id]], rank_of_logical[logical_id], logical_id),
+        default=None,
+    )
 
 
 def plan_places(
-    population: Population, placement: ExpertPlacement, together_SS: NDArray[np.float64] | None = None
+    roster: ExpertRoster, placement: ExpertPlacement, together_SS: NDArray[np.float64] | None = None
 ) -> ExpertPlacement:
     """`placement` with as few exchanges of living experts for vacant seats as make the numbers of living experts per
     rank differ by one at most, or as little as the slots allow.
@@ -69,36 +73,40 @@ def plan_places(
     how many tokens went to both of two seats.
     """
     slots = [list(row) for row in placement.slots]
-    sits = {member.seat for member in population.living}
-    together_SS = np.zeros((population.seats, population.seats)) if together_SS is None else together_SS
+    sits = {record.logical_id for record in roster.active}
+    together_SS = np.zeros((roster.logical_ids, roster.logical_ids)) if together_SS is None else together_SS
     while True:
-        living = [[seat for seat in row if seat in sits] for row in slots]
-        room = [rank for rank, row in enumerate(slots) if len(living[rank]) < sum(seat >= 0 for seat in row)]
-        full = max(range(len(slots)), key=lambda rank: (len(living[rank]), -rank))
-        if not room or len(living[full]) - len(living[least := min(room, key=lambda r: (len(living[r]), r))]) < 2:
+        active = [[logical_id for logical_id in row if logical_id in sits] for row in slots]
+        room = [
+            rank for rank, row in enumerate(slots) if len(active[rank]) < sum(logical_id >= 0 for logical_id in row)
+        ]
+        full = max(range(len(slots)), key=lambda rank: (len(active[rank]), -rank))
+        if not room or len(active[full]) - len(active[least := min(room, key=lambda r: (len(active[r]), r))]) < 2:
             return ExpertPlacement(tuple(tuple(row) for row in slots))
-        loss = together_SS[:, living[full]].sum(1) - together_SS[:, living[least]].sum(1)
-        moves = min(living[full], key=lambda seat: (loss[seat], -seat))
+        loss = together_SS[:, active[full]].sum(1) - together_SS[:, active[least]].sum(1)
+        moves = min(active[full], key=lambda logical_id: (loss[logical_id], -logical_id))
         leaves = slots[full].index(moves)
-        enters = next(slot for slot, seat in enumerate(slots[least]) if seat >= 0 and seat not in sits)
+        enters = next(
+            slot for slot, logical_id in enumerate(slots[least]) if logical_id >= 0 and logical_id not in sits
+        )
         slots[full][leaves], slots[least][enters] = slots[least][enters], slots[full][leaves]
 
 
 def plan_growth(
-    population: Population, placement: ExpertPlacement, uncovered: Mapping[int, float], *, fresh: bool = False
+    roster: ExpertRoster, placement: ExpertPlacement, uncovered: Mapping[int, float], *, fresh: bool = False
 ) -> Grow | None:
     """Halve the living expert with the greatest `uncovered` weight (by id: how many tokens that the model gets wrong
     it is responsible for), ties to the lowest id; None where no seat is free or nothing is uncovered."""
-    seat = free_seat(population, placement)
-    living = {member.id: uncovered.get(member.id, 0.0) for member in population.living}
-    parent = max(living, key=lambda id: (living[id], -id))
-    if seat is None or living[parent] <= 0:
+    logical_id = free_logical_id(roster, placement)
+    active = {record.id: uncovered.get(record.id, 0.0) for record in roster.active}
+    parent = max(active, key=lambda id: (active[id], -id))
+    if logical_id is None or active[parent] <= 0:
         return None
-    return Grow(parent, seat, fresh, {"uncovered": living[parent]})
+    return Grow(parent, logical_id, fresh, {"uncovered": active[parent]})
 
 
 def plan_merges(
-    population: Population,
+    roster: ExpertRoster,
     distance: Mapping[tuple[int, int], float],
     similarity: Mapping[tuple[int, int], float],
     traffic: Mapping[int, float],
@@ -120,18 +128,18 @@ def plan_merges(
     plans: list[Merge] = []
     paired: set[int] = set()
     for apart, a, b in close:
-        if {a, b} & paired or len(population) - len(plans) <= min_experts:
+        if {a, b} & paired or len(roster) - len(plans) <= min_experts:
             continue
-        heir, ends = sorted((a, b), key=lambda id: (-traffic[id], id))
+        merged_into, ends = sorted((a, b), key=lambda id: (-traffic[id], id))
         total = traffic[a] + traffic[b]
         why = {"distance": apart, "similarity": similarity[a, b]}
-        plans.append(Merge(ends, heir, traffic[heir] / total if total else 0.5, why))
+        plans.append(Merge(ends, merged_into, traffic[merged_into] / total if total else 0.5, why))
         paired |= {a, b}
     return plans
 
 
 def plan_prunes(
-    population: Population,
+    roster: ExpertRoster,
     traffic: Mapping[int, float],
     *,
     step: int,
@@ -145,11 +153,11 @@ def plan_prunes(
     total = sum(traffic.values())
     if not total:
         return []
-    share = {member.id: traffic.get(member.id, 0.0) * len(population) / total for member in population.living}
+    share = {record.id: traffic.get(record.id, 0.0) * len(roster) / total for record in roster.active}
     idle = sorted(
-        (share[member.id], member.id)
-        for member in population.older_than(min_age, step)
-        if share[member.id] < below and member.id not in spared
+        (share[record.id], record.id)
+        for record in roster.older_than(min_age, step)
+        if share[record.id] < below and record.id not in spared
     )
-    allowed = max(0, len(population) - min_experts)
+    allowed = max(0, len(roster) - min_experts)
     return [Prune(id, {"share_of_even": used}) for used, id in idle[:allowed]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.moe.layer import MoE
-from toolkit.moe.lifecycle.coverage import EVEN_ODDS
+from toolkit.moe.lifecycle.coverage import HALF_PROBABILITY
 from toolkit.moe.lifecycle.surgery import Divider
 from toolkit.parallel.ownership import sum_over_ranks
 
@@ -42,7 +42,7 @@ class LayerView:
 
 
 @dataclass(frozen=True)
-class Sounding:
+class Probe:
     """The model on some rows of the table."""
 
     losses_T: Tensor
@@ -53,16 +53,16 @@ class Sounding:
     loss: float
     """Mean over all ranks' samples, in nats."""
     uncovered: float
-    """Fraction of all ranks' samples with a loss above `EVEN_ODDS`."""
+    """Fraction of all ranks' samples with a loss above `HALF_PROBABILITY`."""
 
-    def responsibility(self, layer: int, seats: int) -> Tensor:
+    def responsibility(self, layer: int, logical_ids: int) -> Tensor:
         """float64 (E): the routing weight that uncovered tokens gave each seat, over all ranks. A collective."""
         view = self.views[layer]
-        weights_TK = view.weights_TK.double() * (self.losses_T > EVEN_ODDS).unsqueeze(1)
-        total_E = weights_TK.new_zeros(seats).scatter_add_(0, view.expert_ids_TK.flatten(), weights_TK.flatten())
+        weights_TK = view.weights_TK.double() * (self.losses_T > HALF_PROBABILITY).unsqueeze(1)
+        total_E = weights_TK.new_zeros(logical_ids).scatter_add_(0, view.expert_ids_TK.flatten(), weights_TK.flatten())
         return sum_over_ranks(total_E)
 
-    def divider(self, layer: int, seat: int) -> Divider:
+    def divider(self, layer: int, logical_id: int) -> Divider:
         """What best tells the uncovered tokens of a seat from its covered ones by their means: the plane half-way
         between these. A collective.
 
@@ -70,9 +70,9 @@ class Sounding:
         the coordinate in which they vary most.
         """
         view = self.views[layer]
-        of_seat_T = (view.expert_ids_TK == seat).any(1)
-        uncovered_T = self.losses_T > EVEN_ODDS
-        masks = torch.stack([of_seat_T & uncovered_T, of_seat_T & ~uncovered_T]).double()
+        of_logical_T = (view.expert_ids_TK == logical_id).any(1)
+        uncovered_T = self.losses_T > HALF_PROBABILITY
+        masks = torch.stack([of_logical_T & uncovered_T, of_logical_T & ~uncovered_T]).double()
         x_TD = view.x_TD.double()
         sums = torch.cat([masks @ x_TD, masks @ x_TD.square(), masks.sum(1, keepdim=True).expand(2, x_TD.shape[1])])
         total = sum_over_ranks(sums)
@@ -90,7 +90,7 @@ class Sounding:
 
 
 @torch.no_grad()
-def sound(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], rows: Tensor) -> Sounding:
+def probe_samples(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], rows: Tensor) -> Probe:
     """Send `rows` of the training table, the same on all ranks, through the model as it is. A collective."""
     captured: list[list[LayerView]] = [[] for _ in layers]
 
@@ -109,23 +109,23 @@ def sound(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], rows: Te
         with trainer.autocast():
             losses_N = task.sample_losses(model, batch).double()
     model.train()
-    summed = torch.stack([losses_N.sum(), (losses_N > EVEN_ODDS).double().sum()])
+    summed = torch.stack([losses_N.sum(), (losses_N > HALF_PROBABILITY).double().sum()])
     loss, uncovered = sum_over_ranks(summed).tolist()
     seen = tuple(first for first, *_ in captured)
     per_sample = len(seen[0].x_TD) // len(losses_N) if len(losses_N) and seen else 1
     losses_T = losses_N.repeat_interleave(per_sample)
-    return Sounding(losses_T, seen, len(rows), loss / len(rows), uncovered / len(rows))
+    return Probe(losses_T, seen, len(rows), loss / len(rows), uncovered / len(rows))
 
 
 @torch.no_grad()
-def output_distances(layer: MoE, x_TD: Tensor, seats: Sequence[int]) -> Tensor:
-    """float64 (L, L): how differently the experts on `seats` answer all ranks' tokens. A collective.
+def output_distances(layer: MoE, x_TD: Tensor, logical_ids: Sequence[int]) -> Tensor:
+    """float64 (L, L): how differently the experts on `logical_ids` answer all ranks' tokens. A collective.
 
     |f - g| / sqrt(|f|^2 + |g|^2), with norms over tokens: 0 for the same answers, 1 for unrelated ones.
     """
     dispatcher, answers = layer.expert_stack.dispatcher, []
-    for seat in seats:
-        ids_T1 = torch.full((len(x_TD), 1), seat, device=x_TD.device)
+    for logical_id in logical_ids:
+        ids_T1 = torch.full((len(x_TD), 1), logical_id, device=x_TD.device)
         rows, plan = dispatcher.dispatch(x_TD, ids_T1)
         rows = layer.experts(rows, plan.rows_per_slot)
         answers.append(dispatcher.combine(rows, plan, x_TD.new_ones(len(x_TD), 1)).double().flatten())

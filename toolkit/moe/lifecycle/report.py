@@ -11,27 +11,27 @@ from torch import nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
-from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingCensus
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
-from toolkit.moe.lifecycle.roster import LifeEvent, Population
+from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
+from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingStatistics
+from toolkit.pictures.lifecycle_records import LIFECYCLE_FILE, graph_stem
 from toolkit.tracking.jsonl import MetricsFile
-from toolkit.pictures.lifecycle_records import POPULATION_FILE, graph_stem
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
     from toolkit.trainer import Trainer
 
 
-class Life(Protocol):
+class Lifecycles(Protocol):
     """What is asked of whoever changes populations."""
 
     @property
-    def populations(self) -> Mapping[str, Population]:
+    def rosters(self) -> Mapping[str, ExpertRoster]:
         """By layer."""
         ...
 
     @property
-    def history(self) -> Sequence[LifeEvent]: ...
+    def history(self) -> Sequence[LifecycleEvent]: ...
 
     @property
     def likeness(self) -> Mapping[str, Mapping[tuple[int, int], tuple[float, float]]]:
@@ -39,20 +39,21 @@ class Life(Protocol):
         ...
 
 
-class FixedLife:
+class StaticRosters:
     """Layers in which nobody is born and nobody dies: every expert sits on the seat of its own id."""
 
     def __init__(self, model: nn.Module):
-        self.populations: Mapping[str, Population] = {
-            name: Population.initial(len(layer.load_E), len(layer.load_E)) for name, layer in moe_layers(model).items()
+        self.rosters: Mapping[str, ExpertRoster] = {
+            name: ExpertRoster.initial(len(layer.load_E), len(layer.load_E))
+            for name, layer in moe_layers(model).items()
         }
-        self.history: Sequence[LifeEvent] = ()
+        self.history: Sequence[LifecycleEvent] = ()
         self.likeness: Mapping[str, Mapping[tuple[int, int], tuple[float, float]]] = {}
 
 
-class PopulationReport(Callback):
+class LifecycleReport(Callback):
     """Each epoch: takes up what was routed where in `graphs`, one `KnowledgeGraph` per layer, equal on all ranks, and
-    writes a line of population.jsonl and the graphs' JSON and GraphML files. Pictures are drawn when the run ends.
+    writes a line of lifecycle.jsonl and the graphs' JSON and GraphML files. Pictures are drawn when the run ends.
 
     `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over living experts
     weighted by traffic. To be put behind the callbacks that change populations. Ordinary steps pay for a few
@@ -64,32 +65,32 @@ class PopulationReport(Callback):
         model: nn.Module,
         *,
         num_classes: int,
-        life: Life | None = None,
+        lifecycle: Lifecycles | None = None,
         label: str = "label",
         edge_decay: float = 0.99,
         edge_floor: float = 0.1,
     ):
         self.layers, self.label = moe_layers(model), label
-        self.life: Life = life or FixedLife(model)
+        self.lifecycle: Lifecycles = lifecycle or StaticRosters(model)
         self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
-        self.census = RoutingCensus(model, num_classes=num_classes, ids_on_seats=self._ids_on_seats)
+        self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
         self._events_heard = self._events_told = 0
         self._last_step = 0
         self._seconds = 0.0
         self._clock: float | None = None
         self._file: MetricsFile | None = None
 
-    def _ids_on_seats(self, layer: str) -> Ids:
-        return self.life.populations[layer].id_on_seat
+    def _uids_of_logical(self, layer: str) -> Ids:
+        return self.lifecycle.rosters[layer].uid_at
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         self._clock = self._clock or time.perf_counter()
-        self.census.begin_step(batch.get(self.label) for batch in micro_batches)
+        self.statistics.begin_step(batch.get(self.label) for batch in micro_batches)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.census.end_step()
+        self.statistics.end_step()
         step = trainer.state.step
-        if len(self.life.history) != self._events_heard:
+        if len(self.lifecycle.history) != self._events_heard:
             self._hear(step)
         if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
             self._close_epoch(trainer)
@@ -102,20 +103,20 @@ class PopulationReport(Callback):
 
     def _hear(self, step: int) -> None:
         """Take up what a sleep found out: it is known until the next one, but not kept in checkpoints."""
-        news = self.life.history[self._events_heard :]
-        self._events_heard = len(self.life.history)
+        news = self.lifecycle.history[self._events_heard :]
+        self._events_heard = len(self.lifecycle.history)
         if any(event.kind == "sleep" for event in news):
-            for name, pairs in self.life.likeness.items():
-                self.graphs[name].observe_population(self.life.populations[name], step=step)
+            for name, pairs in self.lifecycle.likeness.items():
+                self.graphs[name].observe_roster(self.lifecycle.rosters[name], step=step)
                 self.graphs[name].observe_similarity(
                     {pair: Similarity(weights=weights, outputs=1 - apart) for pair, (apart, weights) in pairs.items()}
                 )
 
     def observe(self, step: int) -> None:
         """Have the graphs take up what was routed where since they last did. A collective."""
-        counts = self.census.take()
+        counts = self.statistics.take()
         for name, graph in self.graphs.items():
-            observe(graph, self.life.populations[name], counts[name], self.layers[name], step=step)
+            observe(graph, self.lifecycle.rosters[name], counts[name], self.layers[name], step=step)
 
     def _close_epoch(self, trainer: Trainer) -> None:
         """A collective."""
@@ -126,19 +127,19 @@ class PopulationReport(Callback):
             trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
         if trainer.run.is_main:
             self._write(trainer, seconds)
-        self._events_told, self._last_step = len(self.life.history), step
+        self._events_told, self._last_step = len(self.lifecycle.history), step
 
     def _write(self, trainer: Trainer, seconds: float) -> None:
         folder, step = trainer.run.folder, trainer.state.step
         if self._file is None:
-            self._file = MetricsFile(folder / POPULATION_FILE)
+            self._file = MetricsFile(folder / LIFECYCLE_FILE)
         layers = {}
         for name, graph in self.graphs.items():
             placement = self.layers[name].placement
             layers[name] = {
                 "graph": graph.node_link(),
-                "ids_on_seats": self._ids_on_seats(name),
-                "seats_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
+                "uids_of_logical": self._uids_of_logical(name),
+                "logical_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
             }
             graph.save(folder / graph_stem(name, list(self.graphs)))
         self._file.append(
@@ -150,7 +151,7 @@ class PopulationReport(Callback):
                 "world_size": trainer.run.world_size,
                 "device": trainer.run.device.type,
                 "layers": layers,
-                "events": [asdict(event) for event in self.life.history[self._events_told :]],
+                "events": [asdict(event) for event in self.lifecycle.history[self._events_told :]],
             },
         )
 
@@ -167,7 +168,7 @@ class PopulationReport(Callback):
         """A collective."""
         return {
             "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
-            "census": self.census.state_dict(),
+            "statistics": self.statistics.state_dict(),
             "events_heard": self._events_heard,
             "events_told": self._events_told,
             "last_step": self._last_step,
@@ -177,21 +178,21 @@ class PopulationReport(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, graph in self.graphs.items():
             graph.load_state_dict(state["graphs"][name])
-        self.census.load_state_dict(state["census"])
+        self.statistics.load_state_dict(state["statistics"])
         self._events_heard, self._events_told = state["events_heard"], state["events_told"]
         self._last_step, self._seconds = state["last_step"], state["seconds"]
 
 
-def observe(graph: KnowledgeGraph, population: Population, counts: Counts, layer: MoE, *, step: int) -> None:
+def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: Counts, layer: MoE, *, step: int) -> None:
     """Let an epoch or the time since the last sleep pass in `graph`, and take up what was counted in it."""
-    graph.observe_population(population, step=step)
+    graph.observe_roster(roster, step=step)
     graph.decay()
-    rank_of = {member.id: layer.placement.owner(member.seat).rank for member in population.living}
+    rank_of = {record.id: layer.placement.owner(record.logical_id).rank for record in roster.active}
     graph.observe_routing(counts.ids, counts.together_EE, counts.classes_EC, rank_of)
 
 
 def mean_specialisation(graph: KnowledgeGraph) -> float:
     """Over living experts, weighted by their share of traffic."""
-    nodes = [node for node in graph.graph.nodes.values() if node["alive"]]
+    nodes = [node for node in graph.graph.nodes.values() if node["active"]]
     total = sum(node["share"] for node in nodes)
     return sum(node["share"] * node["specialisation"] for node in nodes) / total if total else 0.0

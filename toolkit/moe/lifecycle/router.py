@@ -12,7 +12,7 @@ from toolkit.moe.router import TopKRouter
 NOBODY = -1
 
 
-class SeatedRouter(TopKRouter):
+class DynamicRouter(TopKRouter):
     """Chooses among the experts that live; a row of `weight` for every seat, so that growth changes no shape.
 
     Where an expert was split, the two halves take turns: a *divider*, a half-space of the router's input, says which of
@@ -21,21 +21,21 @@ class SeatedRouter(TopKRouter):
     else about its routing changes either. Splits nest: the halves of a half keep to its side.
     """
 
-    living_E: Tensor
+    active_E: Tensor
     divider_ED: Tensor
     threshold_E: Tensor
     turns_EE: Tensor
     split_from_E: Tensor
 
-    def __init__(self, dim: int, num_experts: int, top_k: int, *, living: int, **options: Any):
+    def __init__(self, dim: int, num_experts: int, top_k: int, *, active: int, **options: Any):
         super().__init__(dim, num_experts, top_k, **options)
         if self.expert_groups > 1 or self.force_balanced:
             raise ValueError("a router with vacant seats has no expert_groups and cannot be force_balanced")
-        if not top_k <= living <= num_experts:
-            raise ValueError(f"living={living} must lie between top_k={top_k} and num_experts={num_experts}")
+        if not top_k <= active <= num_experts:
+            raise ValueError(f"living={active} must lie between top_k={top_k} and num_experts={num_experts}")
         with torch.no_grad():
-            self.weight[living:] = 0
-        self.register_buffer("living_E", torch.arange(num_experts) < living)
+            self.weight[active:] = 0
+        self.register_buffer("active_E", torch.arange(num_experts) < active)
         # A token is beyond divider s where divider_s . x > threshold_s.
         self.register_buffer("divider_ED", torch.zeros(num_experts, dim))
         self.register_buffer("threshold_E", torch.zeros(num_experts))
@@ -48,13 +48,13 @@ class SeatedRouter(TopKRouter):
     def refresh(self) -> None:
         """Take note of what the buffers say. Until this is called any seat may be vacant and any turn limited, which
         is always right and a little slower; who writes to the buffers calls it afterwards. Waits for the device."""
-        self.has_vacant, self.has_turns = not bool(self.living_E.all()), bool(self.turns_EE.any())
+        self.has_vacant, self.has_turns = not bool(self.active_E.all()), bool(self.turns_EE.any())
 
     def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         logits_TE, scores_TE = super().scores(x_TD)
         if not self.has_vacant and not self.has_turns:
             return logits_TE, scores_TE
-        open_TE = self.open_TE(x_TD) if self.has_turns else self.living_E
+        open_TE = self.open_TE(x_TD) if self.has_turns else self.active_E
         logits_TE = logits_TE.masked_fill(~open_TE, -torch.inf)
         return logits_TE, logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
 
@@ -64,7 +64,7 @@ class SeatedRouter(TopKRouter):
         with torch.autocast(x_TD.device.type, enabled=False):
             side_TE = torch.where(x_TD.to(self.divider_ED.dtype) @ self.divider_ED.T > self.threshold_E, 1.0, -1.0)
             agrees_TE = side_TE.to(self.turns_EE.dtype) @ self.turns_EE == self.turns_EE.abs().sum(0)
-        return agrees_TE & self.living_E
+        return agrees_TE & self.active_E
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         # A bias could lift what is closed, whose score is zero, above what is open.
@@ -73,48 +73,51 @@ class SeatedRouter(TopKRouter):
     @property
     def num_choices(self) -> Tensor:
         """int64 scalar: the experts that live."""
-        return self.living_E.sum()
+        return self.active_E.sum()
 
     # --- what the lifecycle does, between two steps -----------------------------------------------------------
 
     @torch.no_grad()
-    def seat(self, seat: int, *, beside: int | None = None) -> None:
-        """Let an expert sit down on the vacant `seat`, with the row of `beside` or a row of zeros."""
-        self.living_E[seat] = True
-        self.weight[seat] = 0 if beside is None else self.weight[beside]
+    def logical_id(self, logical_id: int, *, beside: int | None = None) -> None:
+        """Let an expert sit down on the vacant `logical_id`, with the row of `beside` or a row of zeros."""
+        self.active_E[logical_id] = True
+        self.weight[logical_id] = 0 if beside is None else self.weight[beside]
         if self.bias is not None:
-            self.bias[seat] = 0 if beside is None else self.bias[beside]
+            self.bias[logical_id] = 0 if beside is None else self.bias[beside]
         self.refresh()
 
     @torch.no_grad()
-    def divide(self, seat: int, beside: int, divider_D: Tensor, threshold: float) -> None:
-        """Have the new expert on `seat` take over from the one on `beside` what lies beyond the divider."""
-        self.divider_ED[seat], self.threshold_E[seat] = divider_D.to(self.divider_ED), threshold
-        self.turns_EE[:, seat] = self.turns_EE[:, beside]
-        self.turns_EE[seat, seat], self.turns_EE[seat, beside] = 1, -1
-        self.split_from_E[seat] = beside
+    def divide(self, logical_id: int, beside: int, divider_D: Tensor, threshold: float) -> None:
+        """Have the new expert on `logical_id` take over from the one on `beside` what lies beyond the divider."""
+        self.divider_ED[logical_id], self.threshold_E[logical_id] = divider_D.to(self.divider_ED), threshold
+        self.turns_EE[:, logical_id] = self.turns_EE[:, beside]
+        self.turns_EE[logical_id, logical_id], self.turns_EE[logical_id, beside] = 1, -1
+        self.split_from_E[logical_id] = beside
         self.refresh()
 
     @torch.no_grad()
-    def vacate(self, seat: int) -> None:
-        """Clear `seat`. Its tokens fall to the last expert that was split from it, else to the one it was split from,
+    def vacate(self, logical_id: int) -> None:
+        """Clear `logical_id`. Its tokens fall to the last expert that was split from it, else to the one it was split from,
         where these live, and to whichever comes next in a token's order of preference otherwise."""
-        halves = self.halves_of(seat)
+        halves = self.halves_of(logical_id)
         if halves:
-            heir = halves[-1]
-            self.split_from_E[halves] = heir
-            self.split_from_E[heir] = self.split_from_E[seat]
-            self.divider_ED[heir], self.threshold_E[heir] = self.divider_ED[seat], self.threshold_E[seat]
-            self.turns_EE[heir] = self.turns_EE[seat]
-        self.turns_EE[seat], self.divider_ED[seat], self.threshold_E[seat] = 0, 0, 0
-        self.turns_EE[:, seat] = 0
-        self.split_from_E[seat] = NOBODY
-        self.living_E[seat] = False
-        self.weight[seat] = 0
+            merged_into = halves[-1]
+            self.split_from_E[halves] = merged_into
+            self.split_from_E[merged_into] = self.split_from_E[logical_id]
+            self.divider_ED[merged_into], self.threshold_E[merged_into] = (
+                self.divider_ED[logical_id],
+                self.threshold_E[logical_id],
+            )
+            self.turns_EE[merged_into] = self.turns_EE[logical_id]
+        self.turns_EE[logical_id], self.divider_ED[logical_id], self.threshold_E[logical_id] = 0, 0, 0
+        self.turns_EE[:, logical_id] = 0
+        self.split_from_E[logical_id] = NOBODY
+        self.active_E[logical_id] = False
+        self.weight[logical_id] = 0
         self.refresh()
 
-    def halves_of(self, seat: int) -> list[int]:
-        """The seats that were split from `seat` and still take turns with it, in the order of these splits."""
-        halves = (self.split_from_E == seat).nonzero().flatten().tolist()
+    def halves_of(self, logical_id: int) -> list[int]:
+        """The seats that were split from `logical_id` and still take turns with it, in the order of these splits."""
+        halves = (self.split_from_E == logical_id).nonzero().flatten().tolist()
         # A later half keeps to the side that the earlier ones left.
         return sorted(halves, key=lambda half: int((self.turns_EE[halves, half] == -1).sum()))

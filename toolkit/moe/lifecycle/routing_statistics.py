@@ -37,11 +37,11 @@ class Counts:
         return cls((), np.zeros((0, 0), dtype=np.int64), np.zeros((0, classes), dtype=np.int64))
 
     @classmethod
-    def of_seats(cls, ids: Ids, together_SS: NDArray[np.int64], classes_SC: NDArray[np.int64]) -> Counts:
+    def of_logical_ids(cls, ids: Ids, together_SS: NDArray[np.int64], classes_SC: NDArray[np.int64]) -> Counts:
         """Counts by seat, under the ids that sat there. A vacant seat is chosen by nobody."""
-        seats = [seat for seat, id in enumerate(ids) if id is not None]
+        logical_ids = [logical_id for logical_id, id in enumerate(ids) if id is not None]
         sitting = tuple(id for id in ids if id is not None)
-        return cls(sitting, together_SS[np.ix_(seats, seats)], classes_SC[seats])
+        return cls(sitting, together_SS[np.ix_(logical_ids, logical_ids)], classes_SC[logical_ids])
 
     def __add__(self, other: Counts) -> Counts:
         ids = tuple(sorted({*self.ids, *other.ids}))
@@ -71,18 +71,18 @@ class _Note(NamedTuple):
     labels: Tensor | None
 
 
-class RoutingCensus:
+class RoutingStatistics:
     """Listens to the training forwards of a model's `MoE` layers between `begin_step` and `end_step`.
 
     A forward only leaves references behind; tensors are added up every `MOST_WAITING` forwards, and reach the host in
-    `take`. What sits on a layer's seats is asked of `ids_on_seats` at every forward, so counts follow ids when a seat
+    `take`. What sits on a layer's seats is asked of `uids_of_logical` at every forward, so counts follow ids when a seat
     gets another expert. Forwards without gradients or without a micro-batch of their own, such as a sleep's, are not
     counted, nor are those that a recomputation repeats.
     """
 
-    def __init__(self, model: nn.Module, *, num_classes: int, ids_on_seats: Callable[[str], Ids]):
+    def __init__(self, model: nn.Module, *, num_classes: int, uids_of_logical: Callable[[str], Ids]):
         self.layers = moe_layers(model)
-        self.num_classes, self.ids_on_seats = num_classes, ids_on_seats
+        self.num_classes, self.uids_of_logical = num_classes, uids_of_logical
         self._labels: Sequence[Tensor | None] = ()
         self._forwards = dict.fromkeys(self.layers, 0)
         self._seen = {name: layer.load_E for name, layer in self.layers.items()}
@@ -113,27 +113,27 @@ class RoutingCensus:
         if place >= len(self._labels) or layer.routing is None:
             return
         routing, notes = layer.routing, self._notes[name]
-        notes.append(_Note(self.ids_on_seats(name), routing.expert_ids_TK, routing.kept_TK, self._labels[place]))
+        notes.append(_Note(self.uids_of_logical(name), routing.expert_ids_TK, routing.kept_TK, self._labels[place]))
         if len(notes) >= MOST_WAITING:
             self._fold(name)
 
     def _fold(self, name: str) -> None:
         """Add what waits to the sums on the device, one (S, S + C) table for each seating."""
         notes, self._notes[name] = self._notes[name], []
-        seats, classes = len(self.layers[name].load_E), self.num_classes
+        logical_ids, classes = len(self.layers[name].load_E), self.num_classes
         for ids, group in itertools.groupby(notes, key=lambda note: note.ids):
             forwards = list(group)
             experts_TK = torch.cat([note.experts_TK for note in forwards])
             kept_TK = torch.cat([_kept(note) for note in forwards]).long()
-            pairs = experts_TK[:, :, None] * seats + experts_TK[:, None, :]
+            pairs = experts_TK[:, :, None] * logical_ids + experts_TK[:, None, :]
             both = kept_TK[:, :, None] * kept_TK[:, None, :]
             zeros = experts_TK.new_zeros
-            together = zeros(seats * seats).scatter_add_(0, pairs.flatten(), both.flatten())
+            together = zeros(logical_ids * logical_ids).scatter_add_(0, pairs.flatten(), both.flatten())
             labels_T = torch.cat([_labels(note, classes) for note in forwards])
             # Tokens without a class are counted in a column that is cut off.
             cells = experts_TK * (classes + 1) + labels_T[:, None]
-            seen = zeros(seats * (classes + 1)).scatter_add_(0, cells.flatten(), kept_TK.flatten())
-            table = torch.cat([together.view(seats, seats), seen.view(seats, -1)[:, :classes]], dim=1)
+            seen = zeros(logical_ids * (classes + 1)).scatter_add_(0, cells.flatten(), kept_TK.flatten())
+            table = torch.cat([together.view(logical_ids, logical_ids), seen.view(logical_ids, -1)[:, :classes]], dim=1)
             before = self._sums[name].get(ids)
             self._sums[name][ids] = table if before is None else before + table
 
@@ -150,8 +150,8 @@ class RoutingCensus:
         for name, sums in self._sums.items():
             for ids in sums:
                 part, table = next(found)
-                counts, seats = part.view(table.shape).numpy(), len(ids)
-                self._total[name] += Counts.of_seats(ids, counts[:, :seats], counts[:, seats:])
+                counts, logical_ids = part.view(table.shape).numpy(), len(ids)
+                self._total[name] += Counts.of_logical_ids(ids, counts[:, :logical_ids], counts[:, logical_ids:])
             sums.clear()
 
     def take(self) -> dict[str, Counts]:

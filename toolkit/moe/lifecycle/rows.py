@@ -27,20 +27,20 @@ class ExpertRows:
         self._tensors = rows_of_weights(stack) | rows_of_states(stack, optimizer)
 
     @torch.no_grad()
-    def fetch(self, seat: int) -> dict[str, Tensor]:
+    def fetch(self, logical_id: int) -> dict[str, Tensor]:
         """Copies of the expert's rows: of weights by name (`up`), of optimizer states behind it (`up.exp_avg`)."""
-        place, groups = self.stack.placement.owner(seat), self.stack.groups
+        place, groups = self.stack.placement.owner(logical_id), self.stack.groups
         here = place.rank == groups.ep_rank
         rows = {n: t[place.slot].clone() if here else torch.empty_like(t[0]) for n, t in self._tensors.items()}
-        if groups.shard_group is not None:
+        if groups.ep_group is not None:
             for row in rows.values():
-                dist.broadcast(row, group=groups.shard_group, group_src=place.rank)
+                dist.broadcast(row, group=groups.ep_group, group_src=place.rank)
         return rows
 
     @torch.no_grad()
-    def write(self, seat: int, rows: Mapping[str, Tensor] | None) -> None:
-        """Put `rows` where the expert on `seat` lives, on the ranks that have it; zeros for what is not in `rows`."""
-        place = self.stack.placement.owner(seat)
+    def write(self, logical_id: int, rows: Mapping[str, Tensor] | None) -> None:
+        """Put `rows` where the expert on `logical_id` lives, on the ranks that have it; zeros for what is not in `rows`."""
+        place = self.stack.placement.owner(logical_id)
         if place.rank != self.stack.groups.ep_rank:
             return
         for name, tensor in self._tensors.items():

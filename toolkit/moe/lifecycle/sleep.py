@@ -24,8 +24,8 @@ class SleepSchedule:
     most: int = 2000
     adaptive: bool = True
 
-    def steps(self, living: int, initial: int) -> int:
-        growth = living / initial
+    def steps(self, active: int, initial: int) -> int:
+        growth = active / initial
         wanted = self.every / max(1.0, growth / 2) if self.adaptive and growth > 1.5 else self.every
         return round(min(self.most, max(self.least, wanted)))
 

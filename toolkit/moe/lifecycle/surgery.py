@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
 from toolkit.moe.lifecycle.alignment import alignment, reordered
 from toolkit.moe.lifecycle.plans import Grow, Merge, Plan, Prune
-from toolkit.moe.lifecycle.roster import Population
-from toolkit.moe.lifecycle.router import SeatedRouter
+from toolkit.moe.lifecycle.roster import ExpertRoster
+from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
-from toolkit.checkpoint.tensor_files import unwrapped
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Divider:
 class Surgeon:
     """Changes the population of one layer."""
 
-    def __init__(self, layer: MoE, population: Population, optimizer: Optimizer | None, *, seed: int = 0):
-        if not isinstance(layer.router, SeatedRouter):
-            raise ValueError("this layer's router has no seats to fill: make it with `living`")
-        self.layer, self.router, self.population, self.seed = layer, layer.router, population, seed
+    def __init__(self, layer: MoE, roster: ExpertRoster, optimizer: Optimizer | None, *, seed: int = 0):
+        if not isinstance(layer.router, DynamicRouter):
+            raise ValueError("this layer's router has no seats to fill: make it with `active`")
+        self.layer, self.router, self.roster, self.seed = layer, layer.router, roster, seed
         self.optimizer = optimizer
 
-    def carry_out(self, plan: Plan, *, step: int, divider: Divider | None = None) -> Population:
+    def carry_out(self, plan: Plan, *, step: int, divider: Divider | None = None) -> ExpertRoster:
         """The population afterwards, also kept here. A `Grow` needs a `divider`."""
         if isinstance(plan, Grow):
             self._grow(plan, step, divider)
@@ -50,18 +50,18 @@ class Surgeon:
             self._prune(plan, step)
         for parameter in (*self.layer.expert_stack.parameters.values(), self.router.weight):
             parameter.grad = None
-        return self.population
+        return self.roster
 
     def _grow(self, plan: Grow, step: int, divider: Divider | None) -> None:
         assert divider is not None, "a newborn needs a divider to take turns with its parent"
         rows = ExpertRows(self.layer.expert_stack, self.optimizer)
-        beside = self.population.seat_of(plan.parent)
-        born = self.population.grow(plan.seat, step=step, parent=plan.parent)
-        rows.write(plan.seat, self._fresh(born.members[-1].id) if plan.fresh else rows.fetch(beside))
-        self.router.seat(plan.seat, beside=beside)
-        self.router.divide(plan.seat, beside, divider.direction_D, divider.threshold)
-        self._router_states(plan.seat, beside)
-        self.population = born
+        beside = self.roster.logical_id_of(plan.parent)
+        created_at = self.roster.grow(plan.logical_id, step=step, parent=plan.parent)
+        rows.write(plan.logical_id, self._fresh(created_at.records[-1].id) if plan.fresh else rows.fetch(beside))
+        self.router.logical_id(plan.logical_id, beside=beside)
+        self.router.divide(plan.logical_id, beside, divider.direction_D, divider.threshold)
+        self._router_states(plan.logical_id, beside)
+        self.roster = created_at
 
     def _fresh(self, id: int) -> dict[str, Tensor]:
         """Weights as an expert of this id would have had them from the start."""
@@ -77,31 +77,33 @@ class Surgeon:
 
     def _merge(self, plan: Merge, step: int) -> None:
         rows = ExpertRows(self.layer.expert_stack, self.optimizer)
-        heir, seat = self.population.seat_of(plan.into), self.population.seat_of(plan.id)
-        mine, other = rows.fetch(heir), rows.fetch(seat)
+        merged_into, logical_id = self.roster.logical_id_of(plan.into), self.roster.logical_id_of(plan.id)
+        mine, other = rows.fetch(merged_into), rows.fetch(logical_id)
         other = reordered(other, alignment(mine, other))
-        rows.write(heir, {name: torch.lerp(other[name], row, plan.share) for name, row in mine.items()})
-        rows.write(seat, None)
+        rows.write(merged_into, {name: torch.lerp(other[name], row, plan.share) for name, row in mine.items()})
+        rows.write(logical_id, None)
         with torch.no_grad():
-            self.router.weight[heir] = torch.lerp(self.router.weight[seat], self.router.weight[heir], plan.share)
-        self._leave(seat)
-        self.population = self.population.merge(plan.id, into=plan.into, step=step)
+            self.router.weight[merged_into] = torch.lerp(
+                self.router.weight[logical_id], self.router.weight[merged_into], plan.share
+            )
+        self._leave(logical_id)
+        self.roster = self.roster.merge(plan.id, into=plan.into, step=step)
 
     def _prune(self, plan: Prune, step: int) -> None:
-        seat = self.population.seat_of(plan.id)
-        ExpertRows(self.layer.expert_stack, self.optimizer).write(seat, None)
-        self._leave(seat)
-        self.population = self.population.prune(plan.id, step=step)
+        logical_id = self.roster.logical_id_of(plan.id)
+        ExpertRows(self.layer.expert_stack, self.optimizer).write(logical_id, None)
+        self._leave(logical_id)
+        self.roster = self.roster.prune(plan.id, step=step)
 
-    def _leave(self, seat: int) -> None:
-        self.router.vacate(seat)
-        self._router_states(seat, None)
+    def _leave(self, logical_id: int) -> None:
+        self.router.vacate(logical_id)
+        self._router_states(logical_id, None)
 
     @torch.no_grad()
-    def _router_states(self, seat: int, beside: int | None) -> None:
+    def _router_states(self, logical_id: int, beside: int | None) -> None:
         """Optimizer rows of the router: as those of another seat, or zeros."""
         if self.optimizer is None:
             return
         for value in unwrapped(self.optimizer).state.get(self.router.weight, {}).values():
             if isinstance(value, Tensor) and value.shape == self.router.weight.shape:
-                value[seat] = 0 if beside is None else value[beside]
+                value[logical_id] = 0 if beside is None else value[beside]

@@ -29,7 +29,7 @@ class ExpertLoad(Callback):
         self.meter = LoadMeter(model, ranks_per_node=ranks_per_node)
         self.forwards = self.meter.forwards
         self._epoch_load_LE = self.meter.window.load_LE
-        self._lived_LE = self.forwards.living()
+        self._stayed_active_LE = self.forwards.active()
         """Who lived when this epoch began."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -45,8 +45,8 @@ class ExpertLoad(Callback):
         self._add(self.meter.fold())
         if ends_epoch:
             load_LE, self._epoch_load_LE = self._epoch_load_LE, self.meter.empty().load_LE
-            living_LE = self.forwards.living()
-            whole_LE, self._lived_LE = living_LE & self._lived_LE, living_LE
+            active_LE = self.forwards.active()
+            whole_LE, self._stayed_active_LE = active_LE & self._stayed_active_LE, active_LE
             if load_LE.any(1).all():
                 share_LE = load_LE / load_LE.sum(1, keepdims=True)
                 trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
@@ -67,7 +67,7 @@ class ExpertLoad(Callback):
         return {
             **self.meter.state_dict(),
             "epoch_load": self._epoch_load_LE.tolist(),
-            "lived": self._lived_LE.tolist(),
+            "stayed_active": self._stayed_active_LE.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,4 +75,4 @@ class ExpertLoad(Callback):
             return
         self.meter.load_state_dict(state)
         self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
-        self._lived_LE = np.array(state["lived"], dtype=bool)
+        self._stayed_active_LE = np.array(state["stayed_active"], dtype=bool)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.moe.load.metrics import RowBytes
-from toolkit.placement.placement import ExpertPlacement
 from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.placement.placement import ExpertPlacement
 
 
 class Forwards(NamedTuple):
@@ -58,11 +58,11 @@ class ForwardLoads:
         """Forwards that wait to be taken."""
         return len(self._notes[0]) if self._notes else 0
 
-    def living(self) -> NDArray[np.bool_]:
+    def active(self) -> NDArray[np.bool_]:
         """(L, E): which experts of each layer there are, where some seats are vacant. Waits for the device."""
         layers = zip(self._routers, self.stacks, strict=True)
-        taken = [getattr(router, "living_E", torch.ones_like(stack.load_E)) for router, stack in layers]
-        return np.stack([living_E.cpu().numpy().astype(bool) for living_E in taken]) if taken else np.ones((0, 0), bool)
+        taken = [getattr(router, "active_E", torch.ones_like(stack.load_E)) for router, stack in layers]
+        return np.stack([active_E.cpu().numpy().astype(bool) for active_E in taken]) if taken else np.ones((0, 0), bool)
 
     def _note(self, index: int, module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         stack = self.stacks[index]

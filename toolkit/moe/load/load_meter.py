@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.moe.load.forwards import ForwardLoads
-from toolkit.moe.load.metrics import Counts, Window, balance_metrics, count, deduplicated_metrics, expert_metrics, replica_metrics, traffic_metrics
+from toolkit.moe.load.metrics import (
+    Counts,
+    Window,
+    balance_metrics,
+    count,
+    deduplicated_metrics,
+    expert_metrics,
+    replica_metrics,
+    traffic_metrics,
+)
 from toolkit.moe.stack import ExpertStack
 
 MOST_WAITING = 512
@@ -80,8 +89,8 @@ class LoadMeter:
             f"moe/load/{name}": (load_E / load_E.sum()).tolist()
             for name, load_E in zip(self.names, window.load_LE, strict=True)
         }
-        living = zip(window.load_LE, self.forwards.living(), strict=True)
-        metrics = expert_metrics([load_E[living_E] for load_E, living_E in living])
+        active = zip(window.load_LE, self.forwards.active(), strict=True)
+        metrics = expert_metrics([load_E[active_E] for load_E, active_E in active])
         if self.forwards.may_drop:
             metrics["moe/dropped_fraction"] = float(window.dropped_LE.sum() / window.load_LE.sum())
         if self.stacks[0].groups.ep_size > 1:

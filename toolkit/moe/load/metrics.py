@@ -214,7 +214,7 @@ def deduplicated_metrics(window: Window) -> dict[str, float]:
 def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:
     """What copies beyond the first cost one shard group, given bytes of one copy per layer: memory for weights and
     gradients, and what a step sends: gradients to the owner, weights back."""
-    extra = [sum(len(place.copies(e)) - 1 for e in range(place.num_experts)) for place in placements]
+    extra = [sum(len(place.replicas(e)) - 1 for e in range(place.num_experts)) for place in placements]
     total = sum(copies * size for copies, size in zip(extra, weight_bytes, strict=True))
     return {
         "moe/replicas": sum(extra),

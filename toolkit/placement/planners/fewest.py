@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import NO_GAIN, Board, Floats, Ints
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.packing import NO_GAIN, Floats, Ints, PackingState
 
 POWER = 16
 """Of the mean by which loads are compared: nearly the busiest rank alone, but ranks that come close to it count too,
@@ -36,23 +36,27 @@ class Level:
     """Experts that have moved: one into an empty slot, two by an exchange."""
 
 
-def even_placements(board: Board, *, max_moves: int | None) -> Iterator[Level]:
+def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator[Level]:
     """A beam search from where experts are: after no exchange, after one, two, ...; all that one more can do to the
     placements kept so far, of which `WIDTH` are kept. Ends where nothing becomes more even, or at `max_moves`.
 
-    No rank ever bears more than the busiest one did at the start. `board` has load, and no replicas.
+    No rank ever bears more than the busiest one did at the start. `packing` has load, and no replicas.
     """
-    mean = float(board.load_R.mean())
-    weight_G, rank_G, moving_G = board.weight_G / mean, board.rank_G, (board.expert_G != EMPTY_ROW).astype(np.int64)
+    mean = float(packing.load_R.mean())
+    weight_G, rank_G, moving_G = (
+        packing.weight_G / mean,
+        packing.rank_G,
+        (packing.expert_G != EMPTY_ROW).astype(np.int64),
+    )
     i_X, j_X = np.nonzero(rank_G[:, None] < rank_G)
     # Ties go to the lowest ids, and to empty slots before all.
-    ids_2X = np.sort(board.expert_G[[i_X, j_X]], axis=0)
+    ids_2X = np.sort(packing.expert_G[[i_X, j_X]], axis=0)
     by_id_X = np.lexsort((ids_2X[1], ids_2X[0]))
     i_X, j_X = i_X[by_id_X], j_X[by_id_X]
     p_X, q_X = rank_G[i_X], rank_G[j_X]
     most = len(rank_G) if max_moves is None else max_moves
     held_BG: Ints = np.arange(len(rank_G))[None]
-    load_BR: Floats = board.load_R[None] / mean
+    load_BR: Floats = packing.load_R[None] / mean
     moves_B: Ints = np.zeros(1, dtype=np.int64)
     highest = float(load_BR.max()) * (1 + NO_GAIN)
     best, stale = float(unevenness(load_BR)[0]), 0
@@ -79,29 +83,31 @@ def even_placements(board: Board, *, max_moves: int | None) -> Iterator[Level]:
 
 
 def fewest_exchanges(
-    board: Board, like: Board, *, tolerance: float, target: float, max_moves: int | None
+    packing: PackingState, like: PackingState, *, tolerance: float, target: float, max_moves: int | None
 ) -> ExpertPlacement | None:
     """The first placement on the way whose imbalance and unevenness are within `tolerance` of those of `like`, or whose
     imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else None."""
     wanted, enough = float(unevenness(like.load_R)) + tolerance, max(target, like.imbalance + tolerance)
     best, best_held_G = np.inf, None
-    for level in even_placements(board, max_moves=max_moves):
+    for level in even_placements(packing, max_moves=max_moves):
         score, top = float(unevenness(level.load_BR)[0]), float(level.load_BR[0].max())
         if top <= target or (top <= enough and score <= wanted):
-            return board.placement(level.held_BG[0])
+            return packing.placement(level.held_BG[0])
         if score < best - NO_GAIN:
             best, best_held_G = score, level.held_BG[0]
-    return None if max_moves is None else board.placement(best_held_G)
+    return None if max_moves is None else packing.placement(best_held_G)
 
 
-def worthwhile_exchanges(board: Board, *, gain: float, target: float, max_moves: int | None) -> ExpertPlacement:
+def worthwhile_exchanges(
+    packing: PackingState, *, gain: float, target: float, max_moves: int | None
+) -> ExpertPlacement:
     """The exchanges that together lower the unevenness most, less `gain` for every two experts that move; no more once
     the imbalance is `target`."""
     best, best_held_G = np.inf, None
-    for level in even_placements(board, max_moves=max_moves):
+    for level in even_placements(packing, max_moves=max_moves):
         price = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2
         if price < best - NO_GAIN:
             best, best_held_G = price, level.held_BG[0]
         if level.load_BR[0].max() <= target:
             break
-    return board.placement(best_held_G)
+    return packing.placement(best_held_G)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import LITTLE_GAIN, Board, Floats, pack, settle
+from toolkit.placement.planners.packing import LITTLE_GAIN, Floats, PackingState, pack, settle
 from toolkit.placement.planners.registry import Load, checked_load, register_planner
 from toolkit.placement.planners.simple import lpt
-from toolkit.parallel.ownership import EMPTY_ROW
 
 Matrix = NDArray[Any] | Sequence[Sequence[float]]
 
@@ -32,11 +32,11 @@ def affinity(
     if together.shape != (len(load), len(load)) or not np.array_equal(together, together.T):
         raise ValueError(f"together_EE must be symmetric, with a row for each of {len(load)} experts")
     np.fill_diagonal(together, 0.0)
-    best = Board(lpt(load, current), load)
+    best = PackingState(lpt(load, current), load)
     limit = (1 + tolerance) * best.imbalance
-    grown = Board(settle(_grow(load, together, current, limit * load.sum() / current.ranks), current), load)
+    grown = PackingState(settle(_grow(load, together, current, limit * load.sum() / current.ranks), current), load)
     grown.level(target=limit)
-    return _choose([best, grown, _kept(current, load)], limit, lambda board: _pairs_on_one_rank(board, together))
+    return _choose([best, grown, _kept(current, load)], limit, lambda packing: _pairs_on_one_rank(packing, together))
 
 
 def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float) -> list[list[int]]:
@@ -58,11 +58,11 @@ def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float
     return experts_R
 
 
-def _pairs_on_one_rank(board: Board, together: Floats) -> float:
+def _pairs_on_one_rank(packing: PackingState, together: Floats) -> float:
     """Boards of one copy each."""
-    held = board.expert_G != EMPTY_ROW
+    held = packing.expert_G != EMPTY_ROW
     rank_E = np.empty(len(together), dtype=np.int64)
-    rank_E[board.expert_G[held]] = board.rank_G[held]
+    rank_E[packing.expert_G[held]] = packing.rank_G[held]
     return float(together[rank_E[:, None] == rank_E].sum()) / 2
 
 
@@ -89,15 +89,15 @@ def node_aware(
         raise ValueError(f"source_load_RE has shape {source_load.shape}, not {(current.ranks, len(load))}")
     names, node_R = np.unique(np.asarray(node_of_rank), return_inverse=True)
     sent_NE = np.stack([source_load[node_R == node].sum(0) for node in range(len(names))])
-    best = Board(lpt(load, current), load)
+    best = PackingState(lpt(load, current), load)
     limit = (1 + tolerance) * best.imbalance
-    near = Board(settle(_near_senders(load, sent_NE, node_R, current, limit), current), load)
+    near = PackingState(settle(_near_senders(load, sent_NE, node_R, current, limit), current), load)
     near.level(min_gain=LITTLE_GAIN, node_of_rank=node_R)
     near.level(target=limit)
 
-    def stays(board: Board) -> float:
-        held = board.expert_G != EMPTY_ROW
-        return float(sent_NE[node_R[board.rank_G[held]], board.expert_G[held]].sum())
+    def stays(packing: PackingState) -> float:
+        held = packing.expert_G != EMPTY_ROW
+        return float(sent_NE[node_R[packing.rank_G[held]], packing.expert_G[held]].sum())
 
     return _choose([best, near, _kept(current, load)], limit, stays)
 
@@ -130,12 +130,14 @@ def _near_senders(
     return experts_R
 
 
-def _kept(current: ExpertPlacement, load: Floats) -> Board | None:
+def _kept(current: ExpertPlacement, load: Floats) -> PackingState | None:
     """`current`, unless it has replicas, which planners of one copy each do not compare themselves with."""
-    return None if current.has_replicas else Board(current, load)
+    return None if current.has_replicas else PackingState(current, load)
 
 
-def _choose(boards: Sequence[Board | None], limit: float, score: Callable[[Board], float]) -> ExpertPlacement:
+def _choose(
+    packings: Sequence[PackingState | None], limit: float, score: Callable[[PackingState], float]
+) -> ExpertPlacement:
     """The board with the highest score among those within the limit, the last of equals: `current` moves nothing."""
-    fitting = [board for board in boards if board is not None and board.imbalance <= limit * (1 + 1e-9)]
+    fitting = [packing for packing in packings if packing is not None and packing.imbalance <= limit * (1 + 1e-9)]
     return max(reversed(fitting), key=score).placement()

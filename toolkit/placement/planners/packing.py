@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.exact import SearchTooLong, fit
-from toolkit.parallel.ownership import EMPTY_ROW
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,11 +24,11 @@ LITTLE_GAIN = 1e-3
 """What from-scratch planners stop at, as a part of the mean load of a rank."""
 GOOD_ENOUGH = 1.01
 """An imbalance that single exchanges may end at."""
-PARTNERS, DEAL_NODES = 3, 30
+PARTNERS, REPACK_NODES = 3, 30
 """How many ranks to deal anew with are tried, and how long to search with each: what keeps a plan in milliseconds."""
 
 
-class Board:
+class PackingState:
     """The slots of a placement, open to exchanges. An expert's load is shared equally by its copies."""
 
     def __init__(self, placement: ExpertPlacement, load_E: Floats):
@@ -37,10 +37,10 @@ class Board:
         self.rank_G: Ints = np.repeat(np.arange(len(sizes)), sizes)
         self.first_slot = np.cumsum([0, *sizes])
         held = self.expert_G != EMPTY_ROW
-        copies_E = np.bincount(self.expert_G[held], minlength=len(load_E))
-        self.has_replicas = bool((copies_E > 1).any())
+        replicas_E = np.bincount(self.expert_G[held], minlength=len(load_E))
+        self.has_replicas = bool((replicas_E > 1).any())
         # EMPTY_ROW indexes the last element: an empty slot weighs nothing, and no rank is said to hold it.
-        self.weight_G: Floats = np.append(load_E / copies_E, 0.0)[self.expert_G]
+        self.weight_G: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_G]
         self.load_R: Floats = np.zeros(len(sizes))
         np.add.at(self.load_R, self.rank_G, self.weight_G)
         self.holds_RE = np.zeros((len(sizes), len(load_E) + 1), dtype=bool)
@@ -71,7 +71,7 @@ class Board:
             tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
         )
 
-    def _deal_anew(self, busiest: int, least_gain: float, max_moves: int, node_of_rank: Ints | None) -> int:
+    def _repack(self, busiest: int, least_gain: float, max_moves: int, node_of_rank: Ints | None) -> int:
         """Lower the load of `busiest` by another division of what it and one of the lightest ranks hold. The number of
         experts that moved; 0 where none of those tried gains enough."""
         highest = float(self.load_R[busiest])
@@ -90,7 +90,7 @@ class Board:
             room = [int(self.first_slot[rank + 1] - self.first_slot[rank]) for rank in (busiest, partner)]
             for limit in (even + 0.25 * (highest - even), highest - 2 * least_gain):
                 try:
-                    deal = fit(self.weight_G[slots].tolist(), room, limit, spare=0, nodes=DEAL_NODES)
+                    deal = fit(self.weight_G[slots].tolist(), room, limit, spare=0, nodes=REPACK_NODES)
                 except SearchTooLong:
                     continue
                 if deal is None:
@@ -168,7 +168,7 @@ class Board:
             asked = min_gain if others_gain is None or not stuck_R.any() else others_gain
             least_gain = max(asked * mean, NO_GAIN * float(self.load_R[busiest]))
             if gain <= least_gain:
-                moved = 0 if stuck_R.any() else self._deal_anew(busiest, least_gain, moves_left, node_of_rank)
+                moved = 0 if stuck_R.any() else self._repack(busiest, least_gain, moves_left, node_of_rank)
                 moves_left -= moved
                 if not moved and others_gain is None:
                     return
@@ -233,13 +233,13 @@ def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
     return ExpertPlacement(tuple(rows))
 
 
-def balanced(load_E: Floats, current: ExpertPlacement) -> Board:
+def balanced(load_E: Floats, current: ExpertPlacement) -> PackingState:
     """Longest processing time first, then exchanges until none helps: one copy each, from scratch."""
-    board = Board(settle(pack(load_E.tolist(), current.slots_per_rank), current), load_E)
-    board.level(min_gain=LITTLE_GAIN)
-    return board
+    packing = PackingState(settle(pack(load_E.tolist(), current.slots_per_rank), current), load_E)
+    packing.level(min_gain=LITTLE_GAIN)
+    return packing
 
 
-def as_even(current: ExpertPlacement, plan: Board, load_E: Floats) -> bool:
+def as_even(current: ExpertPlacement, plan: PackingState, load_E: Floats) -> bool:
     """Whether `plan` is no improvement on `current`: then nothing need move."""
-    return Board(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)
+    return PackingState(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)

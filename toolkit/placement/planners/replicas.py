@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import LITTLE_GAIN, Board, as_even, even_counts, pack, settle
 from toolkit.placement.planners.exact import SearchTooLong, fit
+from toolkit.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, even_counts, pack, settle
 from toolkit.placement.planners.registry import Load, checked_load, register_planner
 
 CLOSE = 1.004
@@ -25,7 +25,7 @@ FEW_SLOTS = 64
 """Up to how many slots in all a search is worth its time."""
 
 
-def copies_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
+def replicas_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
     """Copies per expert: each of `spare` slots goes to the expert whose copies bear most, up to `most` copies each.
 
     No other way of giving out the slots makes the heaviest copy lighter. With `at_once`, experts whose copies bear no
@@ -64,7 +64,7 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
             if len(bins[rank]) < room[rank]:
                 heapq.heappush(least, (loads[rank], rank))
 
-    def fewest_copies(weight: float) -> int:
+    def fewest_replicas(weight: float) -> int:
         """That keep to the limit, or come closest to it."""
         best, lowest = 1, float("inf")
         for copies, (load, _) in enumerate(heapq.nsmallest(spare + 1, least), start=1):
@@ -76,7 +76,7 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
 
     for item in order:
         if weights[item] > limit:
-            copies = fewest_copies(weights[item])
+            copies = fewest_replicas(weights[item])
             spare -= copies - 1
             give(item, copies)
         elif weights[item] and least[0][0] + weights[item] <= limit:
@@ -84,19 +84,19 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
         else:
             left_over.append(item)
     for item in left_over:
-        copies = fewest_copies(weights[item]) if weights[item] else 1
+        copies = fewest_replicas(weights[item]) if weights[item] else 1
         spare -= copies - 1
         give(item, copies)
     return bins
 
 
-def _pack_with_copies(weights: Sequence[float], room: Sequence[int], spare: int, *, search: bool) -> list[list[int]]:
+def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: int, *, search: bool) -> list[list[int]]:
     """The best packing found. First the hottest experts get copies for as long as slots are spare, which suits loads
     that differ much. Then limits are tried, each with the copies that it takes, which suits loads that are alike. Last,
     with `search`, limits that were not kept are searched for."""
     mean = sum(weights) / len(room)
     most = sum(places > 0 for places in room)
-    copies = copies_for(weights, spare, most)
+    copies = replicas_for(weights, spare, most)
     target = max(mean, max(w / n for w, n in zip(weights, copies, strict=True)))
     best = pack(weights, room, copies)
     lowest = _highest(best, weights)
@@ -151,14 +151,14 @@ def replicate(
         room_here = [room[rank] for rank in ranks]
         spare_here = int((sum(room_here) - len(experts)) * share)
         for rank, items in zip(
-            ranks, _pack_with_copies(weights, room_here, spare_here, search=sum(room) <= FEW_SLOTS), strict=True
+            ranks, _pack_with_replicas(weights, room_here, spare_here, search=sum(room) <= FEW_SLOTS), strict=True
         ):
             experts_R[rank] = [experts[item] for item in items]
-    board = Board(settle(experts_R, current), load)
-    board.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
+    packing = PackingState(settle(experts_R, current), load)
+    packing.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
     copied = sum(room) - current.empty_slots - current.num_experts
     allowed = node_of_rank is None and (max_replicas is None or copied <= max_replicas)
-    return current if allowed and as_even(current, board, load) else board.placement()
+    return current if allowed and as_even(current, packing, load) else packing.placement()
 
 
 def _by_node(node_of_rank: Sequence[int] | None, ranks: int) -> list[list[int]]:

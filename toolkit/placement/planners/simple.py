@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import LITTLE_GAIN, Board, Floats, as_even, balanced, even_counts, pack, settle
 from toolkit.placement.planners.exact import SearchTooLong, fit
 from toolkit.placement.planners.fewest import fewest_exchanges, worthwhile_exchanges
+from toolkit.placement.planners.packing import (
+    LITTLE_GAIN,
+    Floats,
+    PackingState,
+    as_even,
+    balanced,
+    even_counts,
+    pack,
+    settle,
+)
 from toolkit.placement.planners.registry import Load, checked_load, register_planner
-from toolkit.parallel.ownership import EMPTY_ROW
 
 FEW, BISECTIONS, NODES = 32, 6, 600
 """Up to so many experts, `lpt` searches: so many times for a limit, through so many placements of a part of them. One
@@ -45,18 +54,20 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
     a few experts are then placed by a short search, where that finds better. `current`, where it is as even already
     and has no replicas."""
     load = checked_load(load_E, current)
-    board = (
-        balanced(load, current) if level else Board(settle(pack(load.tolist(), current.slots_per_rank), current), load)
+    packing = (
+        balanced(load, current)
+        if level
+        else PackingState(settle(pack(load.tolist(), current.slots_per_rank), current), load)
     )
     if level and len(load) <= FEW:
-        board = _searched(board, load, current)
-    return current if not current.has_replicas and as_even(current, board, load) else board.placement()
+        packing = _searched(packing, load, current)
+    return current if not current.has_replicas and as_even(current, packing, load) else packing.placement()
 
 
-def _searched(board: Board, load: Floats, current: ExpertPlacement) -> Board:
-    """The most even placement that a bisection of short searches finds; `board` where it finds none that is better."""
+def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> PackingState:
+    """The most even placement that a bisection of short searches finds; `packing` where it finds none that is better."""
     mean = float(load.sum()) / current.ranks
-    low, high = max(mean, float(load.max())), board.imbalance * mean
+    low, high = max(mean, float(load.max())), packing.imbalance * mean
     for _ in range(BISECTIONS):
         if high <= low * (1 + LITTLE_GAIN):
             break
@@ -68,9 +79,9 @@ def _searched(board: Board, load: Floats, current: ExpertPlacement) -> Board:
         if found is None:
             low = limit
         else:
-            board = Board(settle(found, current), load)
-            high = board.imbalance * mean
-    return board
+            packing = PackingState(settle(found, current), load)
+            high = packing.imbalance * mean
+    return packing
 
 
 @register_planner("swap")
@@ -93,14 +104,14 @@ def swap(
     two, a move into a spare slot one).
     """
     load = checked_load(load_E, current)
-    board = Board(current, load)
-    if len(load) <= FEW and not board.has_replicas and load.any():
+    packing = PackingState(current, load)
+    if len(load) <= FEW and not packing.has_replicas and load.any():
         scratch = lpt(load, current)
-        like = Board(scratch, load)
-        return fewest_exchanges(board, like, tolerance=tolerance, target=target, max_moves=max_moves) or scratch
+        like = PackingState(scratch, load)
+        return fewest_exchanges(packing, like, tolerance=tolerance, target=target, max_moves=max_moves) or scratch
     others_gain = OTHERS_GAIN * current.ranks / current.num_experts
-    board.level(target=target, min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
-    return board.placement()
+    packing.level(target=target, min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
+    return packing.placement()
 
 
 @register_planner("few_swaps")
@@ -119,14 +130,14 @@ def few_swaps(
     """
     load = checked_load(load_E, current)
     if len(load) <= FEW and not current.has_replicas and load.any():
-        return worthwhile_exchanges(Board(current, load), gain=gain, target=target, max_moves=max_moves)
+        return worthwhile_exchanges(PackingState(current, load), gain=gain, target=target, max_moves=max_moves)
     return swap(load, current, target=target, tolerance=2 * gain, max_moves=max_moves)
 
 
 def place_new_expert(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """`current` with one expert more, under the next id, on the rank with a spare slot that has fewest experts; ties go
     to the least load, then to the lowest rank. Raises ValueError where no slot is spare."""
-    load_R = Board(current, checked_load(load_E, current)).load_R
+    load_R = PackingState(current, checked_load(load_E, current)).load_R
     spare = [rank for rank, row in enumerate(current.slots) if EMPTY_ROW in row]
     if not spare:
         raise ValueError(f"no rank has a spare slot for expert {current.num_experts}")
