@@ -93,7 +93,7 @@ class Arm:
 DENSE = {"experts": 0, "top_k": 1}
 WIDE = {"experts": 0, "top_k": 1, "expert_hidden_size": 512}
 MIXTURE = {"experts": 8}
-LIVING = {"experts": 4, "max_experts": 8}
+ACTIVE = {"experts": 4, "max_experts": 8}
 LIFE = LifecycleConfig(
     check_every=10,
     cooldown_checks=4,
@@ -114,12 +114,12 @@ ARMS = {
     "fixed mixture": Arm(settings=MIXTURE),
     "fixed mixture, replay": Arm(settings=MIXTURE, method="replay"),
     "fixed mixture, sleep": Arm(settings=MIXTURE | {"max_experts": 8}, method="lifecycle", lifecycle=SLEEP_ONLY),
-    "dynamic": Arm(settings=LIVING, method="lifecycle"),
-    "dynamic, no growth": Arm(settings=LIVING, method="lifecycle", lifecycle={"grow": False}),
-    "dynamic, no merging": Arm(settings=LIVING, method="lifecycle", lifecycle={"merge": False}),
-    "dynamic, no pruning": Arm(settings=LIVING, method="lifecycle", lifecycle={"prune": False}),
-    "dynamic, no sleep": Arm(settings=LIVING, method="lifecycle", lifecycle={"sleep": False}),
-    "dynamic, no graph": Arm(settings=LIVING, method="lifecycle", lifecycle={"graph": False}),
+    "dynamic": Arm(settings=ACTIVE, method="lifecycle"),
+    "dynamic, no growth": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"grow": False}),
+    "dynamic, no merging": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"merge": False}),
+    "dynamic, no pruning": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"prune": False}),
+    "dynamic, no sleep": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"sleep": False}),
+    "dynamic, no graph": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"graph": False}),
     "joint": Arm(settings=DENSE, method="joint"),
     "joint mixture": Arm(settings=MIXTURE, method="joint"),
 }

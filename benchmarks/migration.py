@@ -35,7 +35,7 @@ from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.migrate import migrate
 from toolkit.parallel import ownership
 from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
-from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.placement.placement import ExpertPlacement, InitialPlacement, contiguous, with_spare_slots
 
 DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
 WORLDS = (1, 2, 4)
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def trained_layer(
-    groups: ExpertGroups, placement: ExpertPlacement | None = None
+    groups: ExpertGroups, placement: ExpertPlacement | InitialPlacement = "contiguous"
 ) -> tuple[MoE, torch.optim.AdamW, list[nn.Parameter]]:
     """A layer after a step, gradients kept; its experts' parameters."""
     layer = make_moe(DIM, HIDDEN, EXPERTS, TOP_K, groups=groups, placement=placement, activation="swiglu")

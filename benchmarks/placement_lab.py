@@ -23,7 +23,7 @@ from toolkit.lab.report import STAY, Rules, case_of_trace, case_of_workload, try
 from toolkit.lab.traces import read_trace
 from toolkit.placement.workloads import WORKLOADS, Sizes
 
-BLOCKS, TURNS = Rules(every=20), Rules(every=20, by_turns=True)
+BLOCKS, TURNS = Rules(every=20), Rules(every=20, initial_placement="round_robin")
 PLANNERS = ("lpt", "swap", "few_swaps", "replicate")
 
 
@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
             free, guarded = (try_planner(case, name, guarded=guard, rules=rules) for guard in (False, True))
             rows.append(
                 {
-                    "case": case.name + (", by turns" if rules.by_turns else ""),
+                    "case": case.name + (", round-robin" if rules.initial_placement == "round_robin" else ""),
                     "planner": name,
                     "doing nothing": round(stay["imbalance"], 3),
                     "imbalance": round(free["imbalance"], 3),

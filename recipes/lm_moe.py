@@ -83,7 +83,7 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
         groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
-        tk.spread_experts(model, groups, spare_slots=config.spare_slots, by_turns=config.by_turns)
+        tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=config.initial_placement)
         run.describe(**tk.describe_experts(model, groups))
         weights = {"balance_weight": config.balance_weight, "z_weight": config.z_weight}
         penalty = tk.transformers.GlobalRouterPenalty(model, **weights) if config.experts else None

@@ -75,7 +75,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
             config.experts,
             config.top_k,
             groups=groups,
-            logical_ids=config.max_experts,
+            logical_experts=config.max_experts,
             **config.layer_options(),
             shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
             seed=config.seed,

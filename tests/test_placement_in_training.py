@@ -16,7 +16,7 @@ WAYS = {
     "replicate": ["--planner", "replicate", "--replan-every", "4", "--spare-slots", "1"],
     "affinity": ["--planner", "affinity", "--replan-every", "5"],
     "node_aware": ["--planner", "node_aware", "--replan-every", "5"],
-    "by turns": ["--by-turns", "--planner", "lpt", "--replan-every", "5"],
+    "round-robin": ["--initial-placement", "round_robin", "--planner", "lpt", "--replan-every", "5"],
     "fsdp2": ["--dense-parallel", "fsdp2", "--planner", "lpt", "--replan-every", "5"],
 }
 

@@ -56,12 +56,14 @@ def test_a_guarded_plan_waits_until_it_has_proved_itself_and_a_hopeless_one_fore
     assert balanced["experts moved"] == 0
 
 
-def test_neighbours_that_are_hot_together_do_no_harm_where_experts_were_dealt_by_turns():
+def test_neighbours_that_are_hot_together_do_no_harm_where_experts_were_placed_round_robin():
     case = case_of_workload("W6", SIZES)
     for name in (STAY, "swap"):
         blocks, turns = (
-            try_planner(case, name, guarded=False, rules=Rules(every=10, by_turns=by_turns))["imbalance"]
-            for by_turns in (False, True)
+            try_planner(case, name, guarded=False, rules=Rules(every=10, initial_placement=initial_placement))[
+                "imbalance"
+            ]
+            for initial_placement in ("contiguous", "round_robin")
         )
         assert turns < 1.2 < blocks
 

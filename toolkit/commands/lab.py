@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from toolkit.commands.arguments import Parser
 from toolkit.config.run import require
@@ -16,6 +16,7 @@ from toolkit.errors import EXIT_DONE, UserError
 from toolkit.lab.report import STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.lab.traces import read_trace
 from toolkit.pictures.plots import draw_imbalances
+from toolkit.placement.placement import InitialPlacement
 from toolkit.placement.planners import PLANNERS, planner_named
 from toolkit.placement.workloads import WORKLOADS, Sizes
 from toolkit.version import __version__
@@ -32,7 +33,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=20, help="optimizer steps between plans")
     parser.add_argument("--ranks", type=int, help="ranks to spread experts over; traces: as many as in the run, W: 8")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank; replicate has at least one")
-    parser.add_argument("--by-turns", action="store_true", help="deal experts to ranks by turns, not in blocks")
+    parser.add_argument(
+        "--initial-placement",
+        choices=get_args(InitialPlacement),
+        default="contiguous",
+        help="experts at the start: in blocks of consecutive ids, or round-robin",
+    )
     parser.add_argument("--ranks-per-node", type=int, help="ranks that share a node; all of them by default")
     parser.add_argument("--steps", type=int, default=400, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
@@ -51,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     rules = Rules(
         every=args.every,
         spare_slots=args.spare_slots,
-        by_turns=args.by_turns,
+        initial_placement=args.initial_placement,
         ranks_per_node=args.ranks_per_node,
         seconds_per_row=args.seconds_per_row,
         bytes_per_second=args.bytes_per_second,

@@ -29,8 +29,8 @@ class ExpertRunConfig(RunConfig):
     """Optimizer steps between plans."""
     spare_slots: int = 0
     """Empty expert slots on each process, which `replicate` fills with copies of experts in demand."""
-    by_turns: bool = False
-    """Deal experts to processes one by one at the start, not in blocks: neighbours, often in demand together, part."""
+    initial_placement: Literal["contiguous", "round_robin"] = "contiguous"
+    """Place experts in blocks of consecutive ids at the start, or round-robin."""
     guard: bool = True
     """Refuse plans whose gain does not pay for their bytes, by the step times of this run."""
     record_traces: bool = False
@@ -61,7 +61,7 @@ class ExpertRunConfig(RunConfig):
                 require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
 
     @property
-    def logical_ids(self) -> int:
+    def logical_experts(self) -> int:
         """Rows of the router: the experts, and room for more where there may be more."""
         return self.experts
 
@@ -69,7 +69,7 @@ class ExpertRunConfig(RunConfig):
         """How many of `world_size` processes share one set of experts."""
         if self.parallel_strategy == "data_parallel":
             return 1
-        return self.ep_size or math.gcd(world_size, self.logical_ids)
+        return self.ep_size or math.gcd(world_size, self.logical_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class MoERunConfig(ExpertRunConfig):
             "drop_policy": self.drop_policy,
             "recompute": self.recompute,
             "spare_slots": self.spare_slots,
-            "by_turns": self.by_turns,
+            "placement": self.initial_placement,
         }
 
 
@@ -237,5 +237,5 @@ class DynamicRunConfig(MoERunConfig):
         require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
 
     @property
-    def logical_ids(self) -> int:
+    def logical_experts(self) -> int:
         return self.max_experts or self.experts

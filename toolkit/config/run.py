@@ -211,7 +211,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "planner",
         "replan_every",
         "spare_slots",
-        "by_turns",
+        "initial_placement",
         "guard",
         "record_traces",
     }

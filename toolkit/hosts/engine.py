@@ -28,6 +28,7 @@ from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ownership
 from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,7 +44,7 @@ class ExpertParallel:
     `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
     `planner` and `replan_every`: a name out of `toolkit.placement.planners`, and optimizer steps between plans; None leaves
     experts where they are. `guarded` refuses plans that do not pay, see `toolkit.moe.replan`. `spare_slots`: empty
-    slots on each rank, for copies of hot experts and for growth. `placement`: where experts live at first; None deals
+    slots on each rank, for copies of hot experts and for growth. `placement`: where experts are at first; contiguous deals
     out equal blocks. `dense`: what keeps the other parameters in step, DDP or FSDP2.
     """
 
@@ -55,7 +56,7 @@ class ExpertParallel:
         planner: str | None = None,
         replan_every: int | None = None,
         spare_slots: int = 0,
-        placement: PlacementOf | None = None,
+        placement: InitialPlacement | PlacementOf = "contiguous",
         guarded: bool = True,
         planner_options: Mapping[str, Any] | None = None,
         dense: Literal["ddp", "fsdp2"] = "ddp",

@@ -18,7 +18,7 @@ from toolkit.moe.layer import MoE
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
-from toolkit.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
+from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to where the layer's experts live at first."""
@@ -29,19 +29,18 @@ def spread_experts(
     groups: ExpertGroups,
     *,
     spare_slots: int = 0,
-    by_turns: bool = False,
-    placement: PlacementOf | None = None,
+    placement: InitialPlacement | PlacementOf = "contiguous",
 ) -> dict[str, ExpertStack]:
     """Keep this rank's experts of each layer of `model`, in place; returns all layers' stacks, by name.
 
     All ranks hold the same `model`, and an optimizer made before or after stays valid if it has not stepped.
-    `placement` None deals out equal blocks, or one expert after the other `by_turns`. Raises UserError for a placement
-    that does not fit a layer.
+    `placement`: experts in contiguous blocks, round-robin, or where a function of the layer says. Raises UserError for a
+    placement that does not fit a layer.
     """
     for name, module in find_experts(model).items():
         experts, ranks = num_experts(module), groups.ep_size
-        if placement is None:
-            place = initial_placement(experts, ranks, spare_slots=spare_slots, by_turns=by_turns)
+        if isinstance(placement, str):
+            place = initial_placement(experts, ranks, placement, spare_slots=spare_slots)
         else:
             place = with_spare_slots(placement(name, experts, ranks), spare_slots)
         if place.num_experts != experts:

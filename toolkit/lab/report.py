@@ -22,7 +22,7 @@ from toolkit.lab.traces import Trace
 from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
 from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import lower_bound, rank_imbalance
-from toolkit.placement.placement import ExpertPlacement, initial_placement
+from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 from toolkit.placement.planners import planner_named
 from toolkit.placement.planners.registry import Planner
 from toolkit.placement.replay import Replay, replay, worst_span
@@ -59,7 +59,7 @@ class Rules:
     """Steps between plans."""
     spare_slots: int = 0
     """Empty slots on each rank at the start."""
-    by_turns: bool = False
+    initial_placement: InitialPlacement = "contiguous"
     """Experts begin on ranks by turns, not in blocks."""
     ranks_per_node: int | None = None
     seconds_per_row: float = 1e-6
@@ -121,7 +121,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     if steps <= every:
         raise UserError(f"--every {every}: {case.name} has {steps} steps; take fewer.")
     spare = rules.spare_slots or int(name in REPLICATING)
-    start = initial_placement(experts, ranks, spare_slots=spare, by_turns=rules.by_turns)
+    start = initial_placement(experts, ranks, rules.initial_placement, spare_slots=spare)
     seconds: list[float] = []
     runs = []
     for layer in range(layers):

@@ -15,7 +15,7 @@ from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
-from toolkit.placement.placement import ExpertPlacement, initial_placement
+from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 
 
 class MoE(nn.Module):
@@ -110,10 +110,9 @@ def make_moe(
     top_k: int,
     *,
     groups: ExpertGroups | None = None,
-    placement: ExpertPlacement | None = None,
+    placement: ExpertPlacement | InitialPlacement = "contiguous",
     spare_slots: int = 0,
-    by_turns: bool = False,
-    logical_ids: int | None = None,
+    logical_experts: int | None = None,
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
@@ -123,22 +122,22 @@ def make_moe(
     seed: int = 0,
     **router: Any,
 ) -> MoE:
-    """A layer whose experts live on the ranks of `groups` where `placement` says; None deals out equal blocks, or one
-    expert after the other `by_turns`, and leaves `spare_slots` slots of each rank empty, for copies of experts that are
-    in demand.
+    """A layer whose experts are on the ranks of `groups` where `placement` says: in contiguous blocks, round-robin, or
+    in a placement of your own. Named ones leave `spare_slots` slots of each rank empty, for replicas.
 
     `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
     hidden activations (selective), or the whole layer. `router` takes the options of `router_type`.
 
-    With `logical_ids` there is room for so many experts, of which `num_experts` live at first: see `toolkit.moe.lifecycle`.
-    Seats are always dealt out by turns, so that ranks have equally many living experts.
+    With `logical_experts` there is room for so many, of which `num_experts` are active at first: see
+    `toolkit.moe.lifecycle`. They are placed round-robin, so that ranks have equally many active experts.
     """
     groups = groups or ExpertGroups()
     active = num_experts
-    if logical_ids is not None:
-        num_experts, router_type, router = logical_ids, DynamicRouter, {"active": active, **router}
-        by_turns = True
-    placement = placement or initial_placement(num_experts, groups.ep_size, spare_slots=spare_slots, by_turns=by_turns)
+    if logical_experts is not None:
+        num_experts, router_type, router = logical_experts, DynamicRouter, {"active": active, **router}
+        placement = "round_robin"
+    if isinstance(placement, str):
+        placement = initial_placement(num_experts, groups.ep_size, placement, spare_slots=spare_slots)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
     experts = GroupedExperts(

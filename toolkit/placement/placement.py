@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,10 +190,15 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
     return ExpertPlacement(tuple(rows))
 
 
-def initial_placement(num_experts: int, ranks: int, *, spare_slots: int = 0, by_turns: bool = False) -> ExpertPlacement:
-    """Consecutive blocks as equal as can be, or one expert to each rank by turns; and `spare_slots` empty slots more
-    on each rank."""
-    if by_turns:
+InitialPlacement = Literal["contiguous", "round_robin"]
+
+
+def initial_placement(
+    num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
+) -> ExpertPlacement:
+    """`contiguous` blocks of experts as equal as can be, or expert e on rank e mod `ranks` (`round_robin`); each rank has
+    `spare_slots` empty slots more."""
+    if kind == "round_robin":
         rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
         slots = len(rows[0])
         even = ExpertPlacement(tuple((*row, *[EMPTY_ROW] * (slots - len(row))) for row in rows))

@@ -48,10 +48,10 @@ EVENTFUL = LifecycleConfig(
 
 
 class DynamicModel(nn.Module):
-    def __init__(self, groups: ExpertGroups, experts: int, logical_ids: int):
+    def __init__(self, groups: ExpertGroups, experts: int, logical_experts: int):
         super().__init__()
         self.stem = nn.Linear(DIM, 10)
-        self.moe = tk.make_moe(10, 7, experts, 2, groups=groups, logical_ids=logical_ids)
+        self.moe = tk.make_moe(10, 7, experts, 2, groups=groups, logical_experts=logical_experts)
         self.head = nn.Linear(10, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def dynamic_trainer(
 ) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
     with tk.start_run("active", config) as run:
         torch.manual_seed(0)
-        model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_ids).double()
+        model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_experts).double()
         table, where = dynamic_table(), {"rank": run.rank, "world_size": run.world_size}
         penalty = tk.RouterPenalty(model, balance_weight=0.001)
         task, balance = tk.Classification(penalty=penalty), tk.WholeStepBalance(penalty)

@@ -48,9 +48,9 @@ def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
         together = together + together.T
         seen = draws.integers(1, 60, (len(ids), classes)) + 900 * (draws.random((len(ids), classes)) < 0.15)
         np.fill_diagonal(together, seen.sum(1))
-        logical_ids = roster.logical_ids // ranks
+        logical_experts = roster.logical_experts // ranks
         graph.observe_routing(
-            ids, together, seen, {record.id: record.logical_id // logical_ids for record in roster.active}
+            ids, together, seen, {record.id: record.logical_id // logical_experts for record in roster.active}
         )
         graph.observe_similarity({(0, ids[-1]): Similarity(0.7, 0.8)})
         lines.append(
@@ -65,7 +65,9 @@ def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
                     "moe": {
                         "graph": graph.node_link(),
                         "uids_of_logical": roster.uid_at,
-                        "logical_on_ranks": [list(range(r * logical_ids, (r + 1) * logical_ids)) for r in range(ranks)],
+                        "logical_on_ranks": [
+                            list(range(r * logical_experts, (r + 1) * logical_experts)) for r in range(ranks)
+                        ],
                     }
                 },
                 "events": [asdict(event) for event in events],

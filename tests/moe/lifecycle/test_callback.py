@@ -33,10 +33,12 @@ def live(folder: Path, ep_size: int, settings: dict[str, Any]) -> Lifecycles:
 def assert_in_bounds(lifecycle: Lifecycle, fewest: int) -> None:
     for name, layer in lifecycle.layers.items():
         roster = lifecycle.rosters[name]
-        assert fewest <= len(roster) <= roster.logical_ids
+        assert fewest <= len(roster) <= roster.logical_experts
         taken = {record.logical_id for record in roster.active}
-        assert {logical_id for logical_id in range(roster.logical_ids) if layer.router.active_E[logical_id]} == taken
-        for logical_id in range(roster.logical_ids):
+        assert {
+            logical_id for logical_id in range(roster.logical_experts) if layer.router.active_E[logical_id]
+        } == taken
+        for logical_id in range(roster.logical_experts):
             place = layer.placement.owner(logical_id)
             if place.rank == layer.expert_stack.groups.ep_rank:
                 assert bool(layer.experts.up[place.slot].any()) == (logical_id in taken)

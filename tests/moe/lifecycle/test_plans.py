@@ -14,7 +14,7 @@ from toolkit.moe.lifecycle.plans import free_logical_id, plan_growth, plan_merge
 from toolkit.moe.lifecycle.roster import ExpertRoster
 from toolkit.placement.placement import initial_placement
 
-FOUR_ON_TWO = initial_placement(8, 2, by_turns=True)
+FOUR_ON_TWO = initial_placement(8, 2, "round_robin")
 
 
 def test_a_newborn_sits_on_the_rank_that_has_the_fewest() -> None:
@@ -74,7 +74,7 @@ def test_the_least_used_end_first_and_the_young_and_the_spared_stay() -> None:
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.sampled_from([1, 2, 4]))
 def test_ranks_get_equally_many_living_experts_by_as_few_moves_as_that_takes(seed: int, ranks: int) -> None:
     draws = random.Random(seed)
-    roster, placement = a_history(draws, 8, 30)[-1], initial_placement(8, ranks, by_turns=True)
+    roster, placement = a_history(draws, 8, 30)[-1], initial_placement(8, ranks, "round_robin")
     sits = {record.logical_id for record in roster.active}
 
     def active(places: object) -> list[int]:
@@ -106,5 +106,5 @@ def test_who_has_least_to_do_with_the_others_moves() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_even_population_stays_where_it_is(ranks: int) -> None:
-    placement = initial_placement(8, ranks, by_turns=True)
+    placement = initial_placement(8, ranks, "round_robin")
     assert plan_places(ExpertRoster.initial(4, 8), placement) == placement

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from toolkit.moe.lifecycle.roster import ExpertRoster
 
 
-def a_history(draws: random.Random, logical_ids: int, events: int) -> list[ExpertRoster]:
+def a_history(draws: random.Random, logical_experts: int, events: int) -> list[ExpertRoster]:
     """A random history, one population after another."""
-    rosters = [ExpertRoster.initial(draws.randint(1, logical_ids), logical_ids)]
+    rosters = [ExpertRoster.initial(draws.randint(1, logical_experts), logical_experts)]
     for step in range(1, events + 1):
         now = rosters[-1]
         ids = [record.id for record in now.active]
@@ -34,16 +34,16 @@ def a_history(draws: random.Random, logical_ids: int, events: int) -> list[Exper
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), logical_ids=st.integers(1, 9))
-def test_ids_never_return_and_seats_are_never_shared(seed: int, logical_ids: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), logical_experts=st.integers(1, 9))
+def test_ids_never_return_and_seats_are_never_shared(seed: int, logical_experts: int) -> None:
     gone: set[int] = set()
     for before, after in zip(
-        (lifecycle := a_history(random.Random(seed), logical_ids, 30)), lifecycle[1:], strict=False
+        (lifecycle := a_history(random.Random(seed), logical_experts, 30)), lifecycle[1:], strict=False
     ):
         gone |= {record.id for record in before.records} - {record.id for record in before.active}
         assert not gone & {record.id for record in after.active}
-        assert 1 <= len(after) <= logical_ids
-        assert len(after.vacant) + len(after) == logical_ids
+        assert 1 <= len(after) <= logical_experts
+        assert len(after.vacant) + len(after) == logical_experts
         assert abs(len(after) - len(before)) == 1
         assert all(after.logical_id_of(record.id) == record.logical_id for record in after.active)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.router import TopKRouter
 
-DIM, SEATS, LIVING = 5, 10, 4
+DIM, LOGICAL, ACTIVE = 5, 10, 4
 
 
 def make_router(seed: int, **options: object) -> DynamicRouter:
     torch.manual_seed(seed)
-    router = DynamicRouter(DIM, SEATS, 2, active=LIVING, **options)
-    router.weight.data[:LIVING] = torch.randn(LIVING, DIM)
+    router = DynamicRouter(DIM, LOGICAL, 2, active=ACTIVE, **options)
+    router.weight.data[:ACTIVE] = torch.randn(ACTIVE, DIM)
     return router
 
 
@@ -36,9 +36,9 @@ def test_however_experts_are_split_and_end_a_token_keeps_its_families_and_weight
     router = make_router(seed, score=score, bias_balancing=bias, normalize=draws.random() < 0.5)
     x_TD = torch.randn(64, DIM)
     if router.bias is not None:
-        router.bias[:LIVING] = 0.1 * torch.randn(LIVING)
+        router.bias[:ACTIVE] = 0.1 * torch.randn(ACTIVE)
     before = router(x_TD)
-    family = list(range(SEATS))
+    family = list(range(LOGICAL))
     for _ in range(14):
         active = router.active_E.nonzero().flatten().tolist()
         vacant = (~router.active_E).nonzero().flatten().tolist()
@@ -86,8 +86,8 @@ def test_vacant_seats_get_no_gradient() -> None:
     routing = router(torch.randn(30, DIM))
     (routing.weights_TK.square().sum() + routing.probs_TE.square().sum()).backward()
     assert router.weight.grad is not None
-    assert router.weight.grad[:LIVING].abs().sum(1).min() > 0
-    assert not router.weight.grad[LIVING:].any()
+    assert router.weight.grad[:ACTIVE].abs().sum(1).min() > 0
+    assert not router.weight.grad[ACTIVE:].any()
 
 
 @pytest.mark.parametrize(

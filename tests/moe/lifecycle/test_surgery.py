@@ -23,7 +23,7 @@ from toolkit.parallel import ownership
 from toolkit.parallel.ownership import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 
-DIM, HIDDEN, SEATS, LIVING, TOKENS = 6, 5, 8, 4, 48
+DIM, HIDDEN, LOGICAL, ACTIVE, TOKENS = 6, 5, 8, 4, 48
 WORLDS = [1, 2, 4]
 
 
@@ -31,8 +31,10 @@ def a_trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
     """After two steps, so that every expert has moments of its own."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     torch.manual_seed(seed)
-    layer = make_moe(DIM, HIDDEN, LIVING, 2, groups=make_expert_groups(world), logical_ids=SEATS, bias_balancing=True)
-    layer.router.weight.data[:LIVING] = torch.randn(LIVING, DIM)
+    layer = make_moe(
+        DIM, HIDDEN, ACTIVE, 2, groups=make_expert_groups(world), logical_experts=LOGICAL, bias_balancing=True
+    )
+    layer.router.weight.data[:ACTIVE] = torch.randn(ACTIVE, DIM)
     owned = ownership.owned(layer.parameters())
     optimizer = AdamW(layer.parameters(), lr=0.01, fused=True)
     for _ in range(2):
@@ -42,7 +44,7 @@ def a_trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
         ownership.average_owned_gradients(owned, 1)
         optimizer.step()
         optimizer.zero_grad()
-    return layer, Surgeon(layer, ExpertRoster.initial(LIVING, SEATS), optimizer, seed=seed), optimizer
+    return layer, Surgeon(layer, ExpertRoster.initial(ACTIVE, LOGICAL), optimizer, seed=seed), optimizer
 
 
 def tokens(seed: int = 9) -> Tensor:
@@ -181,7 +183,7 @@ def a_fresh_birth() -> dict[str, Tensor]:
 
 
 def test_a_fresh_expert_is_what_it_would_have_been_from_the_start() -> None:
-    expected = make_moe(DIM, HIDDEN, SEATS, 2).experts
+    expected = make_moe(DIM, HIDDEN, LOGICAL, 2).experts
     for world in (1, 2):
         for created_at in run_distributed(a_fresh_birth, world):
             assert torch.equal(created_at["up"], expected.up[4])

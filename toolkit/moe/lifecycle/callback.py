@@ -59,7 +59,7 @@ class Knowledge(Protocol):
 class Lifecycle(Callback):
     """Grows experts when the data are no longer covered; in sleep replays, merges, prunes and evens out ranks.
 
-    Acts on the layers of `model` that were made with `logical_ids`, and is idle where there are none. `task` scores samples
+    Acts on the layers of `model` that were made with `logical_experts`, and is idle where there are none. `task` scores samples
     one by one; `memory` is what sleep replays, filled by whoever sees the data (`toolkit.domains.continual.Remember`).
 
     With `balance`, the balance loss of a step of replay is that of the whole step, as it is for other steps. Given
@@ -105,7 +105,7 @@ class Lifecycle(Callback):
         self._initial = max((len(roster) for roster in self.rosters.values()), default=1)
         self.next_sleep = self.schedule.steps(self._initial, self._initial)
         self._since = LoadSince(list(self.layers.values()))
-        self._traffic = {name: [0] * roster.logical_ids for name, roster in self.rosters.items()}
+        self._traffic = {name: [0] * roster.logical_experts for name, roster in self.rosters.items()}
         """Routed copies per seat since the last sleep, over all ranks."""
         self._readings: dict[str, float] = {}
         self._routers_known = False
@@ -167,7 +167,7 @@ class Lifecycle(Callback):
             probe = probe_samples(trainer, self.task, layers, rows)
             for index, (name, layer) in enumerate(self.layers.items()):
                 roster, fresh = self.rosters[name], self.config.new_expert == "fresh"
-                by_logical_id = probe.responsibility(index, roster.logical_ids).tolist()
+                by_logical_id = probe.responsibility(index, roster.logical_experts).tolist()
                 uncovered = {record.id: by_logical_id[record.logical_id] for record in roster.active}
                 plan = plan_growth(roster, layer.placement, uncovered, fresh=fresh)
                 if plan is None:
@@ -203,7 +203,7 @@ class Lifecycle(Callback):
         self._readings |= {"loss_before_sleep": before, "loss_after_sleep": loss}
         changes = [event.kind for event in self.history[events:]]
         self._note(step, "", "sleep", (), before=before, after=loss, changes=changes)
-        self._traffic = {name: [0] * roster.logical_ids for name, roster in self.rosters.items()}
+        self._traffic = {name: [0] * roster.logical_experts for name, roster in self.rosters.items()}
         active = max(len(roster) for roster in self.rosters.values())
         self.next_sleep = step + self.schedule.steps(active, self._initial)
 

@@ -54,7 +54,7 @@ def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | N
 
     Seats have one place each.
     """
-    rank_of_logical = [placement.owner(logical_id).rank for logical_id in range(roster.logical_ids)]
+    rank_of_logical = [placement.owner(logical_id).rank for logical_id in range(roster.logical_experts)]
     active = np.bincount([rank_of_logical[record.logical_id] for record in roster.active], minlength=placement.ranks)
     return min(
         roster.vacant,
@@ -74,7 +74,7 @@ def plan_places(
     """
     slots = [list(row) for row in placement.slots]
     sits = {record.logical_id for record in roster.active}
-    together_SS = np.zeros((roster.logical_ids, roster.logical_ids)) if together_SS is None else together_SS
+    together_SS = np.zeros((roster.logical_experts, roster.logical_experts)) if together_SS is None else together_SS
     while True:
         active = [[logical_id for logical_id in row if logical_id in sits] for row in slots]
         room = [

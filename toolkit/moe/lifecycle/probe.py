@@ -55,11 +55,13 @@ class Probe:
     uncovered: float
     """Fraction of all ranks' samples with a loss above `HALF_PROBABILITY`."""
 
-    def responsibility(self, layer: int, logical_ids: int) -> Tensor:
+    def responsibility(self, layer: int, logical_experts: int) -> Tensor:
         """float64 (E): the routing weight that uncovered tokens gave each seat, over all ranks. A collective."""
         view = self.views[layer]
         weights_TK = view.weights_TK.double() * (self.losses_T > HALF_PROBABILITY).unsqueeze(1)
-        total_E = weights_TK.new_zeros(logical_ids).scatter_add_(0, view.expert_ids_TK.flatten(), weights_TK.flatten())
+        total_E = weights_TK.new_zeros(logical_experts).scatter_add_(
+            0, view.expert_ids_TK.flatten(), weights_TK.flatten()
+        )
         return sum_over_ranks(total_E)
 
     def divider(self, layer: int, logical_id: int) -> Divider:

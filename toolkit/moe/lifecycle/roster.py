@@ -46,28 +46,28 @@ class LifecycleEvent:
 
 @dataclass(frozen=True)
 class ExpertRoster:
-    """The experts of one layer, alive and gone, on `logical_ids` seats.
+    """The experts of one layer, alive and gone, on `logical_experts` seats.
 
     Immutable: `grow`, `merge` and `prune` return the population after the event. They raise ValueError where it cannot
     happen.
     """
 
-    logical_ids: int
+    logical_experts: int
     records: tuple[ExpertRecord, ...]
     """By id: `records[id]`."""
 
     @classmethod
-    def initial(cls, experts: int, logical_ids: int, sitting: tuple[int, ...] | None = None) -> ExpertRoster:
+    def initial(cls, experts: int, logical_experts: int, sitting: tuple[int, ...] | None = None) -> ExpertRoster:
         """Experts 0, 1, ... on the first seats, or on those of `sitting`."""
         sitting = sitting or tuple(range(experts))
-        return cls(logical_ids, tuple(ExpertRecord(id, logical_id) for id, logical_id in enumerate(sitting)))
+        return cls(logical_experts, tuple(ExpertRecord(id, logical_id) for id, logical_id in enumerate(sitting)))
 
     def __post_init__(self) -> None:
         taken = [record.logical_id for record in self.active]
         if len(set(taken)) < len(taken):
             raise ValueError(f"two living experts on one seat: {sorted(taken)}")
-        if not all(0 <= logical_id < self.logical_ids for logical_id in taken):
-            raise ValueError(f"seats {taken} of a layer that has {self.logical_ids}")
+        if not all(0 <= logical_id < self.logical_experts for logical_id in taken):
+            raise ValueError(f"seats {taken} of a layer that has {self.logical_experts}")
         if [record.id for record in self.records] != list(range(len(self.records))):
             raise ValueError("members are listed by id, and ids count from 0")
 
@@ -86,7 +86,7 @@ class ExpertRoster:
     @property
     def uid_at(self) -> tuple[int | None, ...]:
         """The living expert on each seat; None where it is vacant."""
-        ids: list[int | None] = [None] * self.logical_ids
+        ids: list[int | None] = [None] * self.logical_experts
         for record in self.active:
             ids[record.logical_id] = record.id
         return tuple(ids)
@@ -130,8 +130,8 @@ class ExpertRoster:
         return replace(self, records=tuple(records))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"logical_ids": self.logical_ids, "records": [asdict(record) for record in self.records]}
+        return {"logical_experts": self.logical_experts, "records": [asdict(record) for record in self.records]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExpertRoster:
-        return cls(values["logical_ids"], tuple(ExpertRecord(**record) for record in values["records"]))
+        return cls(values["logical_experts"], tuple(ExpertRecord(**record) for record in values["records"]))

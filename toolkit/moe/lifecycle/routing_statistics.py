@@ -120,20 +120,22 @@ class RoutingStatistics:
     def _fold(self, name: str) -> None:
         """Add what waits to the sums on the device, one (S, S + C) table for each seating."""
         notes, self._notes[name] = self._notes[name], []
-        logical_ids, classes = len(self.layers[name].load_E), self.num_classes
+        logical_experts, classes = len(self.layers[name].load_E), self.num_classes
         for ids, group in itertools.groupby(notes, key=lambda note: note.ids):
             forwards = list(group)
             experts_TK = torch.cat([note.experts_TK for note in forwards])
             kept_TK = torch.cat([_kept(note) for note in forwards]).long()
-            pairs = experts_TK[:, :, None] * logical_ids + experts_TK[:, None, :]
+            pairs = experts_TK[:, :, None] * logical_experts + experts_TK[:, None, :]
             both = kept_TK[:, :, None] * kept_TK[:, None, :]
             zeros = experts_TK.new_zeros
-            together = zeros(logical_ids * logical_ids).scatter_add_(0, pairs.flatten(), both.flatten())
+            together = zeros(logical_experts * logical_experts).scatter_add_(0, pairs.flatten(), both.flatten())
             labels_T = torch.cat([_labels(note, classes) for note in forwards])
             # Tokens without a class are counted in a column that is cut off.
             cells = experts_TK * (classes + 1) + labels_T[:, None]
-            seen = zeros(logical_ids * (classes + 1)).scatter_add_(0, cells.flatten(), kept_TK.flatten())
-            table = torch.cat([together.view(logical_ids, logical_ids), seen.view(logical_ids, -1)[:, :classes]], dim=1)
+            seen = zeros(logical_experts * (classes + 1)).scatter_add_(0, cells.flatten(), kept_TK.flatten())
+            table = torch.cat(
+                [together.view(logical_experts, logical_experts), seen.view(logical_experts, -1)[:, :classes]], dim=1
+            )
             before = self._sums[name].get(ids)
             self._sums[name][ids] = table if before is None else before + table
 
@@ -150,8 +152,10 @@ class RoutingStatistics:
         for name, sums in self._sums.items():
             for ids in sums:
                 part, table = next(found)
-                counts, logical_ids = part.view(table.shape).numpy(), len(ids)
-                self._total[name] += Counts.of_logical_ids(ids, counts[:, :logical_ids], counts[:, logical_ids:])
+                counts, logical_experts = part.view(table.shape).numpy(), len(ids)
+                self._total[name] += Counts.of_logical_ids(
+                    ids, counts[:, :logical_experts], counts[:, logical_experts:]
+                )
             sums.clear()
 
     def take(self) -> dict[str, Counts]:
