@@ -1,0 +1,61 @@
+"""The words of CONTRIBUTING's glossary hold in code, flags, metric names and docs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+HISTORY = {"CHANGELOG.md", "docs/log.md"}
+"""Records of what was, in the words of their day."""
+GLOSSARY = {"CONTRIBUTING.md", "tests/docs/test_glossary.py"}
+"""Where the words to avoid are listed."""
+WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def glossary() -> list[tuple[str, list[str]]]:
+    """Each row of the glossary: what to say, and the words in code marks that are not to be used for it."""
+    rows = [line.strip().strip("|").split("|") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()]
+    return [(row[0].strip(), re.findall(r"`([^`]+)`", row[2])) for row in rows if len(row) == 3]
+
+
+def spoken(text: str) -> str:
+    """The words of `text` in lower case, identifiers taken apart: `rank_of_seat`, `RankOfSeat` are three words each."""
+    return " ".join(WORDS.findall(text)).lower()
+
+
+def misused(text: str) -> list[tuple[str, str]]:
+    """Pairs of what is written and what to say."""
+    words = f" {spoken(text)} "
+    return [(word, say) for say, avoided in glossary() for word in avoided if f" {word} " in words]
+
+
+def texts() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    ours = [name for name in listed if name.endswith((".py", ".pyi", ".md", ".yaml", ".sh", ".sbatch", "Makefile"))]
+    return sorted(set(ours) - HISTORY - GLOSSARY)
+
+
+def test_words_are_found_in_names_and_in_prose():
+    assert misused("def rank_of_seat(): ...") == [("seat", "logical expert")]
+    assert misused("class PopulationReport") == [("population", "dynamic experts")]
+    assert misused("Routed copies\nper expert") == [("routed copies", "assignment")]
+    assert misused("a deepcopy of the model; its dashboard") == []
+
+
+def test_the_glossary_has_words_to_look_for():
+    assert sum(len(avoided) for _, avoided in glossary()) > 20
+
+
+@pytest.mark.parametrize("name", texts())
+def test_a_file_uses_the_words_of_the_glossary(name: str):
+    lines = (ROOT / name).read_text().splitlines()
+    # Over the ends of lines too, so that a phrase that is broken there is found.
+    pairs = zip(lines, [*lines[1:], ""], strict=True) if lines else []
+    found = {pair for first, second in pairs for pair in misused(f"{first}\n{second}")}\n{second}")
+    }
+    assert not found, "; ".join(f"{name}: {word!r}: say {say}" for word, say in sorted(found))
