@@ -56,6 +56,5 @@ def test_a_file_uses_the_words_of_the_glossary(name: str):
     lines = (ROOT / name).read_text().splitlines()
     # Over the ends of lines too, so that a phrase that is broken there is found.
     pairs = zip(lines, [*lines[1:], ""], strict=True) if lines else []
-    found = {pair for first, second in pairs for pair in misused(f"{first}\n{second}")}\n{second}")
-    }
+    found = {pair for first, second in pairs for pair in misused(f"{first}\n{second}")}
     assert not found, "; ".join(f"{name}: {word!r}: say {say}" for word, say in sorted(found))
