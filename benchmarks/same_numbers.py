@@ -1,8 +1,8 @@
 """Shows that no number that a run produces has changed since an older revision, to the last bit.
 
-    python benchmarks/same_numbers.py --against main~3 --jobs 2            about five minutes on two idle cores
+    python benchmarks/same_numbers.py --against main~3 --jobs 2            ten minutes of processor time
     python benchmarks/same_numbers.py --against main~3 --keep FOLDER       keeps what the older revision produced
-    python benchmarks/same_numbers.py --record FOLDER                      compares with what was kept: half the time
+    python benchmarks/same_numbers.py --record FOLDER                      compares with what was kept: half of it
 
 Checks the revision out into a temporary git worktree and runs every configuration below there and in this tree, with
 the same seed, on the CPU, one thread per process, offline: the `debug` preset of every recipe on one and on two
@@ -325,7 +325,7 @@ def main() -> int:
                 differing[configuration.name] = found
     print(f"\n{len(chosen) - len(differing)} of {len(chosen)} equal")
     for name, found in differing.items():
-        print(f"\n{name}: {len(found)} differences" + "".join(f"\n  {each}" for each in found[:SHOWN]))
+        print(f"\n{name}: {len(found)} found" + "".join(f"\n  {each}" for each in found[:SHOWN]))
     return 1 if differing else 0
 
 
