@@ -1,0 +1,333 @@
+"""Shows that no number that a run produces has changed since an older revision, to the last bit.
+
+    python benchmarks/same_numbers.py --against main~3 --jobs 2            ten minutes of processor time
+    python benchmarks/same_numbers.py --against main~3 --keep FOLDER       keeps what the older revision produced
+    python benchmarks/same_numbers.py --record FOLDER                      compares with what was kept: half of it
+
+Checks the revision out into a temporary git worktree and runs every configuration below there and in this tree, with
+the same seed, on the CPU, one thread per process, offline: the `debug` preset of every recipe on one and on two
+processes, experts that are moved, copied, grown, merged and pruned, the two other ways to balance, dropped tokens, and
+an example that does not use our trainer. Each tree imports its own toolkit. Then compares metrics.jsonl, line by line,
+and results.json. Prints a row for each configuration; exit code 1 where any differs or does not run.
+
+Two trees may call the same thing by different names: RENAMED_FLAGS and RENAMED_KEYS. A key that only one of them has
+is a difference. What the clock, the memory of the machine or git say is not compared: `is_measured`. Records can only
+be compared on the machine that made them, because processors round differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import machine
+
+RENAMED_FLAGS: dict[str, str] = {}
+"""Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
+
+For example {"--dynamic.check-every": "--life.check-every"}; names of recipe files and of arguments are words too.
+"""
+RENAMED_KEYS: dict[str, str] = {}
+"""Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
+
+For example {r"moe/dead_(.*)": r"moe/inactive_\\1"}. Keys are those of metrics.jsonl and results.json; what is nested in
+them has its own key: `expert_placement/block`.
+"""
+
+SHOWN = 12
+"""Differences of one configuration that are listed below the table."""
+
+RECIPES = ("mnist_moe", "lm_moe", "har", "psmnist", "vae_robustness", "lmu_speech")
+EXPERT_RECIPES = ("mnist_moe", "lm_moe")
+MOVED = "--planner swap --replan-every 10 --no-guard"
+"""Not guarded: the guard compares times, which differ from run to run."""
+DYNAMIC = (
+    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --life.tolerated 0 --life.check-every 1 "
+    "--life.check-samples 36 --life.cooldown-checks 4 --life.sleep-every 14 --life.min-sleep-every 9 "
+    "--life.max-sleep-every 20 --life.memory-size 40 --life.replay-steps 2 --life.replay-lr 1e-2 --life.undo-above 0.1 "
+    "--life.prune-below 0.8 --life.min-age 12 --life.merge-distance 0.95 --life.merge-similarity 0.1"
+)
+"""In 138 steps one expert is merged, one is pruned, there are nine sleeps, and something is undone; with
+`--experts 8` experts are grown as well."""
+EXAMPLE = """
+import functools, json, pathlib, runpy, sys
+import toolkit
+path, folder, *switched_off = sys.argv[1:]
+toolkit.ExpertParallel = functools.partial(toolkit.ExpertParallel, **dict.fromkeys(switched_off, False))
+after = runpy.run_path(path)
+if after["accelerator"].is_main_process:
+    results = {"loss": after["loss"].item(), "moved": len(after["experts"].migrations)}
+    results["weights"] = sorted(p.double().square().sum().item() for p in after["model"].parameters())
+    pathlib.Path(folder, "results.json").write_text(json.dumps(results))
+"""
+"""Runs the example with its migrations unguarded; keeps its last loss, how often experts were
+moved, and the sum of squares of each of the first process's parameters, whatever their names."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One run, in both trees."""
+
+    name: str
+    words: tuple[str, ...]
+    """What python is given, in this tree's names; the folder of the run replaces FOLDER."""
+
+    @property
+    def folder_name(self) -> str:
+        return re.sub(r"\W+", "_", self.name)
+
+    def command(self, folder: Path, renamed: Mapping[str, str]) -> list[str]:
+        words = [word for given in self.words for word in (renamed[given].split() if given in renamed else [given])]
+        return [sys.executable, *(word.replace("FOLDER", str(folder)) for word in words)]
+
+
+def recipe_run(recipe: str, processes: int, title: str = "", flags: str = "") -> Configuration:
+    always = f"debug --cpu --tracker none --seed 0 --num-processes {processes} --run-dir FOLDER"
+    name = ", ".join(filter(None, (recipe, title, f"{processes} process{'es' * (processes > 1)}")))
+    return Configuration(name, (f"recipes/{recipe}.py", *always.split(), *flags.split()))
+
+
+CONFIGURATIONS = [
+    *(recipe_run(recipe, processes) for recipe in RECIPES for processes in (1, 2)),
+    *(recipe_run(recipe, 2, "experts moved", MOVED) for recipe in EXPERT_RECIPES),
+    *(recipe_run("mnist_moe", processes, "dynamic experts", DYNAMIC) for processes in (1, 2)),
+    recipe_run("mnist_moe", 2, "eight dynamic experts", f"{DYNAMIC} --experts 8"),
+    recipe_run("mnist_moe", 2, "balanced by a bias", "--balance bias"),
+    recipe_run("mnist_moe", 2, "tokens dropped", "--capacity-factor 1"),
+    recipe_run("mnist_moe", 2, "experts copied", "--planner replicate --spare-slots 1 --replan-every 10 --no-guard"),
+    Configuration(
+        "plain_accelerate, 2 processes",
+        (
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"),
+            *(sys.executable, "-c", EXAMPLE, "docs/examples/plain_accelerate.py", "FOLDER", "guarded"),
+        ),
+    ),
+]
+
+
+# --- comparing ---------------------------------------------------------------------------------------------------
+
+
+def is_measured(key: str) -> bool:
+    """Whether a value is another one each time: of the clock, of the machine's memory, or where the code came from."""
+    last = key.rpartition("/")[2]
+    return (
+        key.startswith("perf/")
+        or last.endswith(("_seconds", "_per_second", "_ms", "_at"))
+        or last in ("peak_memory_bytes", "git_revision")
+    )
+
+
+def flat(record: Mapping[str, Any], renamed: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+    """The values to compare, as JSON, which tells 0.0 from -0.0 and is exact; what is in mappings has keys with /."""
+    values: dict[str, str] = {}
+    for name, value in record.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            values |= flat(value, renamed, f"{key}/")
+            continue
+        for pattern, now in renamed.items():
+            if matched := re.fullmatch(pattern, key):
+                key = matched.expand(now)
+                break
+        if not is_measured(key):
+            values[key] = json.dumps(value)
+    return values
+
+
+def differences(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], renamed: Mapping[str, str]
+) -> Iterator[str]:
+    """What differs between two runs' lines of metrics: first the keys that only one of them has, then by line."""
+    if len(before) != len(now):
+        yield f"{len(before)} lines before, {len(now)} now"
+    pairs = [(flat(old, renamed), flat(new, {})) for old, new in zip(before, now, strict=False)]
+    yield from one_sided("before", ({*old} - {*new} for old, new in pairs))
+    yield from one_sided("now", ({*new} - {*old} for old, new in pairs))
+    for (old, new), line in zip(pairs, now, strict=False):
+        where = f"step {line['step']}: " if "step" in line else ""
+        for key in old:
+            if key in new and old[key] != new[key]:
+                yield f"{where}{key}: {shortened(old[key])} before, {shortened(new[key])} now"
+
+
+def one_sided(side: str, keys: Iterable[set[str]]) -> Iterator[str]:
+    if found := set[str]().union(*keys):
+        yield f"only {side}: {', '.join(sorted(found))}"
+
+
+def shortened(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def compare_runs(before: Path, now: Path, renamed: Mapping[str, str]) -> list[str]:
+    """All differences between the records in two folders; empty where there are none."""
+    for side, folder in (("before", before), ("now", now)):
+        if not folder.is_dir():
+            return [f"no record of {side}"]
+        if (folder / "error.txt").exists():
+            return [f"did not run {side}: {(folder / 'error.txt').read_text().strip()}"]
+    found: list[str] = []
+    for name in ("metrics.jsonl", "results.json"):
+        found += differences(read_records(before / name), read_records(now / name), renamed)
+    return found
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics, or the one record of results; none where a run writes no such file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@contextmanager
+def checked_out(revision: str, folder: Path) -> Iterator[Path]:
+    """A worktree of the revision, for a while."""
+    git("worktree", "add", "--detach", str(folder), revision)
+    try:
+        yield folder
+    finally:
+        git("worktree", "remove", "--force", str(folder))
+
+
+def environment(tree: Path, cache: Path) -> dict[str, str]:
+    """Of a run in `tree`, whose toolkit goes before an installed one; its prepared data are its own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}
+    return kept | {
+        "PYTHONPATH": str(tree),
+        "TOOLKIT_CACHE_DIR": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def check_import(tree: Path, cache: Path) -> None:
+    """Raise SystemExit unless runs in `tree` would import the toolkit that is there."""
+    words = [sys.executable, "-c", "import toolkit; print(toolkit.__file__)"]
+    done = subprocess.run(words, cwd=cache.parent, env=environment(tree, cache), capture_output=True, text=True)
+    if not Path(done.stdout.strip() or "/").is_relative_to(tree):
+        raise SystemExit(f"error: runs in {tree} import another toolkit: {done.stdout}{done.stderr}")
+
+
+def run(configuration: Configuration, tree: Path, record: Path, renamed: Mapping[str, str]) -> None:
+    """Run in `tree`; leaves metrics.jsonl and results.json in a folder of `record`, or error.txt."""
+    kept = record / configuration.folder_name
+    kept.mkdir()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            configuration.command(Path(folder), renamed),
+            cwd=tree,
+            env=environment(tree, record / "cache"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        for name in ("metrics.jsonl", "results.json"):
+            if (written := Path(folder, name)).exists():
+                shutil.copy(written, kept / name)
+    if done.returncode or not (kept / "results.json").exists():
+        last = (done.stderr.strip() or "it wrote no results").splitlines()[-1]
+        (kept / "error.txt").write_text(f"exit code {done.returncode}: {last}\n")
+
+
+def run_all(
+    configurations: Sequence[Configuration], trees: Mapping[Path, tuple[Path, Mapping[str, str]]], jobs: int
+) -> None:
+    """Run the configurations in every tree, into the folder and with the renamed words that stand beside it."""
+    for tree, (record, _) in trees.items():
+        (record / "cache").mkdir(parents=True)
+        check_import(tree, record / "cache")
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [
+            pool.submit(run, configuration, tree, record, renamed)
+            for configuration in configurations
+            for tree, (record, renamed) in trees.items()
+        ]
+        for each in running:
+            each.result()
+    for record, _ in trees.values():
+        shutil.rmtree(record / "cache")
+
+
+def what_rounds() -> dict[str, Any]:
+    """What the last bit depends on besides the code."""
+    here = machine()
+    return {name: here[name] for name in ("processor", "torch", "python")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--against", metavar="REVISION", help="older revision, run on this machine")
+    source.add_argument("--record", type=Path, metavar="FOLDER", help="what --keep kept of an older revision")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for what the older revision produces")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--only", default="", metavar="WORDS", help="configurations with these words in their name")
+    options = parser.parse_args()
+    chosen = [configuration for configuration in CONFIGURATIONS if options.only in configuration.name]
+    if not chosen:
+        parser.error(f"--only {options.only}: take words of one of: {'; '.join(each.name for each in CONFIGURATIONS)}")
+    if options.keep and (options.record or options.keep.exists()):
+        parser.error("--keep takes a folder that does not exist yet, and belongs to --against")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: take one or more")
+    if options.record and not (options.record / "record.json").exists():
+        parser.error(f"--record {options.record}: there is no record.json: make one with --against and --keep")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary).resolve()
+        now, before = work / "now", options.record or options.keep or work / "before"
+        here: dict[Path, tuple[Path, Mapping[str, str]]] = {ROOT: (now, {})}
+        if options.record:
+            record = json.loads((before / "record.json").read_text())
+            if record["machine"] != what_rounds():
+                parser.error(f"--record was made on another machine: {record['machine']}, this is {what_rounds()}")
+            run_all(chosen, here, options.jobs)
+        else:
+            record = {"revision": git("rev-parse", f"{options.against}^{{commit}}"), "machine": what_rounds()}
+            with checked_out(record["revision"], work / "tree") as tree:
+                run_all(chosen, {tree: (before.resolve(), RENAMED_FLAGS)} | here, options.jobs)
+            (before / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+
+        print(f"this tree against {record['revision']}\n\n| configuration | numbers |\n|---|---|")
+        differing: dict[str, list[str]] = {}
+        for configuration in chosen:
+            found = compare_runs(before / configuration.folder_name, now / configuration.folder_name, RENAMED_KEYS)
+            print(f"| {configuration.name} | {shortened(found[0], 100) if found else 'equal'} |")
+            if found:
+                differing[configuration.name] = found
+    print(f"\n{len(chosen) - len(differing)} of {len(chosen)} equal")
+    for name, found in differing.items():
+        print(f"\n{name}: {len(found)} found" + "".join(f"\n  {each}" for each in found[:SHOWN]))
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
