@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import run_distributed
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
 from toolkit.callbacks.base import Callback
@@ -242,7 +243,10 @@ LEGS: list[tuple[Layout, int]] = [
 
 def train(folder: Path, layout: Layout, until: int) -> tuple[list[float], dict[str, Tensor]]:
     trace = Trace()
-    with trainer_of(folder, layout, "loss", [trace, StopAt(until), Checkpointing()], log_every=1) as trainer:
+    with (
+        in_float64(),
+        trainer_of(folder, layout, "loss", [trace, StopAt(until), Checkpointing()], log_every=1) as trainer,
+    ):
         trainer.fit()
         return trace.losses, by_id(trainer.raw_model, "weight")
 
@@ -255,8 +259,8 @@ def test_a_run_that_goes_from_four_processes_to_two_eight_and_one_keeps_its_loss
         losses += leg
     assert len(losses) == len(expected) == STEPS
     for found, wanted in zip(losses, expected, strict=True):
-        assert abs(found - wanted) <= 1e-6 * abs(wanted)
-    assert_equal_rows(last, weights, 1e-6)
+        assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
+    assert_equal_rows(last, weights, IN_FLOAT64)
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
@@ -264,7 +268,7 @@ def replanned(folder: Path, layout: Layout, planner: str, until: int) -> dict[st
     """Losses, everything a checkpoint would hold, and where experts are, of a run that moves them every three steps."""
     trace = Trace()
     callbacks = [trace, StopAt(until), Checkpointing()]
-    with trainer_of(folder, layout, "loss", callbacks, planner, log_every=1) as trainer:
+    with in_float64(), trainer_of(folder, layout, "loss", callbacks, planner, log_every=1) as trainer:
         trainer.fit()
         placements = [stack.placement for stack in expert_stacks(trainer.raw_model).values()]
         return {"losses": trace.losses, "placements": placements} | contents(trainer)
@@ -294,13 +298,16 @@ def test_a_run_that_moved_experts_goes_on_with_other_processes(tmp_path: Path):
     first, *_ = run_distributed(replanned, 4, tmp_path / "run", (4, 4, "spare"), "replicate", 7)
     second, *_ = run_distributed(replanned, 2, tmp_path / "run", (2, 2, "spare"), "replicate", 12)
     for found, wanted in zip(first["losses"] + second["losses"], expected, strict=True):
-        assert abs(found - wanted) <= 1e-6 * abs(wanted)
+        assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
 
 
 def losses_under(folder: Path, layout: Layout, until: int, dense_parallel: str) -> list[float]:
     trace = Trace()
     callbacks = [trace, StopAt(until), Checkpointing()]
-    with trainer_of(folder, layout, "loss", callbacks, log_every=1, dense_parallel=dense_parallel) as trainer:
+    with (
+        in_float64(),
+        trainer_of(folder, layout, "loss", callbacks, log_every=1, dense_parallel=dense_parallel) as trainer,
+    ):
         trainer.fit()
     return trace.losses
 
@@ -316,7 +323,7 @@ def test_a_run_goes_from_whole_dense_parameters_to_cut_ones_and_back(tmp_path: P
         leg, *_ = run_distributed(losses_under, layout[0], tmp_path / "run", layout, until, dense_parallel)
         losses += leg
     for found, wanted in zip(losses, expected, strict=True):
-        assert abs(found - wanted) <= 1e-6 * abs(wanted)
+        assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
 
 
 def test_another_batch_size_or_seed_is_still_refused(tmp_path: Path):

@@ -201,8 +201,10 @@ def _gradients(c: Comparison) -> Finding:
     if unequal := c.many.unequal_gradients(step):
         return _unsynchronised(f"at step {check.step} the gradient of {unequal[0]} is not the same on all ranks")
     ratios = _ratios(c, step)
-    differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > c.tolerance}
-    straight = all(ratios[key][1] < max(1e-3, 10 * c.tolerance) for key in differing)
+    differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > check.limit}
+    # A factor explains what differs where it is further from 1 than what it leaves unexplained may be.
+    unexplained = max(1e-3, 10 * c.tolerance)
+    straight = all(ratios[key][1] < unexplained < abs(ratio - 1) for key, ratio in differing.items())
     which = "experts" if all(name in c.split for name, _ in differing) else "parameters"
     symptom = f"at step {check.step} the gradient of {check.where} differs by {check.worst:.1e}"
     if straight and differing and max(differing.values()) - min(differing.values()) < 1e-2 * max(differing.values()):
