@@ -12,6 +12,7 @@ from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
@@ -89,6 +90,7 @@ def standard_trainer(
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
             Preemption(),
+            Pictures(),
             Progress(),
         ],
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from toolkit.batch_size import accumulation_steps
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.data.batches import EvalBatches, Order, TrainBatches
@@ -86,6 +87,7 @@ def stream_trainer(
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             TaskEvaluation(tests, tasks.task_ends),  # after it, as it asks whether the run is new
             Preemption(),
+            Pictures(),
             Progress(),
         ],
     )
