@@ -48,5 +48,7 @@ def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path:
     assert len(nx.read_graphml(tmp_path / "knowledge_graph.graphml", force_multigraph=True)) >= 4
     results = json.loads((tmp_path / "results.json").read_text())
     ranks = results["expert_placement"]["block"]
-    assert sum(map(len, ranks)) == results["active_experts"], "of sixteen logical experts, those that are active at the end"
+    assert sum(map(len, ranks)) == results["active_experts"], (
+        "of sixteen logical experts, those that are active at the end"
+    )
     assert (tmp_path / "auto_batch_size.json").exists() == ("--auto-batch-size" in command)

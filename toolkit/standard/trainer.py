@@ -18,9 +18,8 @@ from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
-from toolkit.schedules import build_schedule
 from toolkit.task import Task
 from toolkit.trainer import Trainer
 

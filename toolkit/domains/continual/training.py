@@ -17,9 +17,8 @@ from toolkit.data.batches import EvalBatches, Order, TrainBatches
 from toolkit.domains.continual.classification import ClassificationWithinTasks
 from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.streams import TaskOrder, TaskStream
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
-from toolkit.schedules import build_schedule
 from toolkit.task import Task
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
