@@ -31,6 +31,7 @@ import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, dynamic, full, main
 from toolkit.config.experts import LifecycleConfig
+from toolkit.data.batches import EvalBatches
 from toolkit.domains.continual.streams import permuted_stream
 from toolkit.domains.continual.training import stream_task, stream_trainer
 from toolkit.moe.layer import MoE, moe_layers
@@ -76,7 +77,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 class AroundSleep(Lifecycle):
     """A lifecycle that evaluates the tasks seen so far before and after it sleeps."""
 
-    def watch(self, tests: list[tk.EvalBatches], task_ends: tuple[int, ...]) -> None:
+    def watch(self, tests: list[EvalBatches], task_ends: tuple[int, ...]) -> None:
         self.tests, self.task_ends, self.around = tests, task_ends, list[tuple[float, float]]()
 
     def sleep(self, trainer: tk.Trainer) -> None:
@@ -123,7 +124,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 trainer = stream_trainer(run, task, model, stream, callbacks=[remember, lives, report])
                 per_task = trainer.max_steps // stream.num_tasks
                 ends = tuple(per_task * (index + 1) for index in range(stream.num_tasks))
-                lives.watch([tk.EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                lives.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
                 results = trainer.fit()
         changes = [after - before for before, after in lives.around]
         kinds = [event.kind for event in lives.history]

@@ -113,7 +113,10 @@ def main(config: Config) -> dict[str, Any]:
         task = tk.activity.VotedClassification(
             class_weights=tk.activity.class_weights(data.class_counts, config.class_balance)
         )
-        return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
+        trainer = tk.standard_trainer(
+            run, task, model, train=data.train, test=data.test, callbacks=[tk.activity.ConfusionPicture()]
+        )
+        return run.finish(trainer.fit())
 
 
 PRESETS = {"full": full, "debug": debug, "flatten": flatten, "average": average, "first": first}

@@ -32,10 +32,9 @@ from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.ownership import make_expert_groups, ownership_of
 from toolkit.run.run import start_run
-from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer

@@ -24,7 +24,7 @@ from toolkit.models.mlp import MLP
 from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.layer import make_moe
 from toolkit.moe.losses import RouterPenalty
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.ownership import (
     EMPTY_ROW,
     ExpertGroups,
@@ -35,7 +35,6 @@ from toolkit.parallel.ownership import (
 )
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.run.run import start_run
-from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 

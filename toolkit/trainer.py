@@ -19,9 +19,9 @@ from toolkit.callbacks.base import HOOKS, Callback
 from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.metrics import MetricSums
+from toolkit.optim import Schedule
 from toolkit.parallel import ownership
 from toolkit.run.run import Run
-from toolkit.schedules import Schedule
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
 from toolkit.task import Batch, Loss, Task

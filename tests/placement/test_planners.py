@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.placement.placements import placements, placements_with_loads
 from toolkit.errors import UserError
 from toolkit.parallel.ownership import EMPTY_ROW
-from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.imbalance import rank_imbalance
+from toolkit.placement.loads import checked_load
 from toolkit.placement.placement import ExpertPlacement, moves, with_spare_slots
 from toolkit.placement.placement import contiguous as blocks
 from toolkit.placement.planners import (
@@ -32,10 +33,10 @@ from toolkit.placement.planners import (
     round_robin,
     swap,
 )
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.planners.exact import SearchTooLong, fit
 from toolkit.placement.planners.fewest import unevenness
 from toolkit.placement.planners.packing import PackingState, even_counts, pack
-from toolkit.placement.planners.registry import checked_load
 from toolkit.placement.planners.replicas import replicas_for
 from toolkit.placement.replay import replay
 from toolkit.placement.traffic import traffic

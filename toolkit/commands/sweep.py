@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     def write() -> None:
         table = gather(folder, axes)
         write_tables(table, args.out)
-        draw_sweep(table, args.metric, args.out / "sweep.png")
+        draw_sweep(args.out / "sweep.png", args.metric, table.axes, table.runs, table.means())
 
     outcome = Outcome()
     if not args.collect:

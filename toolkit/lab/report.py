@@ -21,15 +21,15 @@ from toolkit.errors import UserError
 from toolkit.lab.traces import Trace
 from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
 from toolkit.placement.guard import CostModel, MigrationGuard
-from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.imbalance import rank_imbalance
+from toolkit.placement.loads import Ints
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 from toolkit.placement.planners import planner_named
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.planners.registry import Planner
 from toolkit.placement.replay import Replay, replay, worst_span
 from toolkit.placement.traffic import migration_cost
 from toolkit.placement.workloads import WORKLOADS, Sizes
-
-Ints = NDArray[np.int64]
 
 STAY = "stay"
 """No planner: experts stay where they began."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,9 +166,19 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
-    """Facts about the mixture for a run's record: how experts are spread, and where each one lives."""
-    stacks = expert_stacks(model)
-    placement = {
-        name: [stack.placement.experts_on(rank) for rank in range(groups.ep_size)] for name, stack in stacks.items()
-    }
-    return {"ep_size": groups.ep_size, "expert_placement": placement}
+    """Facts for `Run.describe`: the size of an EP group, and which experts each of its ranks holds, by layer.
+
+    The latter is a function, because experts move and dynamic ones are added and removed while training.
+    """
+    return {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+
+
+def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:
+    """The logical experts on each rank by layer, without empty slots and inactive experts."""
+    ranks_of_layers = {}
+    for name, stack in expert_stacks(model).items():
+        router = getattr(model.get_submodule(name), "router", None)
+        active_E = getattr(router, "active_E", None)
+        active = range(stack.num_experts) if active_E is None else active_E.nonzero().flatten().tolist()
+        ranks_of_layers[name] = [[expert for expert in row if expert in active] for row in stack.placement.slots]
+    return ranks_of_layers

@@ -4,7 +4,7 @@ with start_run("mnist_moe", config) as run:
     ...
     run.describe(dataset=data.name)             facts for results.json, the summary and the trackers
     results = trainer.fit()                     calls run.log
-    return run.finish(results)                  results.json, plots, summary.txt
+    return run.finish(results)                  results.json, summary.txt, and pictures (see `toolkit.callbacks.pictures`)
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from filelock import FileLock
 
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers
-from toolkit.pictures.performance import performance_summary
-from toolkit.pictures.plots import draw_plots
 from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
@@ -41,6 +38,8 @@ from toolkit.tracking.secrets import mask
 from toolkit.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
+Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
+"""`draw(folder, results)` writes pictures of a finished run into its folder; returns those for trackers, by name."""
 
 
 class Sink(Protocol):
@@ -63,7 +62,8 @@ class Run:
         """Absolute; the same on all ranks."""
         self.continues = False
         """Whether the folder already held this run, unfinished."""
-        self.facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._draws: list[Draw] = []
         self._owns_process_group = owns_process_group
         self._lock: FileLock | None = None
         self._metrics: MetricsFile | None = None
@@ -107,12 +107,19 @@ class Run:
 
     # --- what a run says --------------------------------------------------------------------------------------
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `describe` was told, without secrets; facts that are functions are called now."""
+        return mask({name: fact() if callable(fact) else fact for name, fact in self._facts.items()})
+
     def describe(self, **facts: Any) -> None:
         """Add plain facts about the run to results.json, the summary and the trackers' config.
 
-        A `dataset_notice` is said at once: nobody should train on other data than they think.
+        A fact that may change while training, such as where experts are, is a function without arguments: results.json
+        gets its value at the end. A `dataset_notice` is printed at once: nobody should train on other data than they
+        think.
         """
-        self.facts |= mask(facts)
+        self._facts |= facts
         if facts.get("dataset_notice"):
             self.say(facts["dataset_notice"])
 
@@ -142,6 +149,11 @@ class Run:
         for sink in (*self._sinks, *(self._trackers or ())):
             sink.log(values, step)
 
+    def draw_at_finish(self, draw: Draw) -> None:
+        """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
+        if draw not in self._draws:
+            self._draws.append(draw)
+
     def truncate_metrics(self, step: int) -> None:
         """Forget the lines after `step`, because training continues from there."""
         if self._metrics is not None:
@@ -150,31 +162,24 @@ class Run:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Write results.json and summary.txt, and return the final numbers. A collective; ends the run as finished."""
+        """Write results.json, summary.txt and pictures; return the final numbers. A collective; the run is then finished."""
         numbers = self.agree(lambda: self._write_results(results))
         if self.is_main:
-            self._draw_plots()
             text = summarise(numbers, self.folder)
             write_text(self.folder / "summary.txt", text)
-            if (told := performance_summary(numbers, self.folder)) is not None:
-                write_text(self.folder / "performance_summary.txt", told)
+            for draw in self._draws:
+                self._draw(draw, numbers)
             self.say("\n" + text.rstrip())
         return numbers
 
-    def _draw_plots(self) -> None:
+    def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
-            pictures = draw_plots(
-                self.folder,
-                self.facts.get("expert_placement"),
-                classes=self.facts.get("classes", ()),
-                test_examples=self.facts.get("test_examples"),
-            )
-            pictures |= draw_lifecycle(self.folder)
+            pictures = draw(self.folder, numbers)
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.say(f"no plots ({type(error).__name__}: {error})")
             return
         for tracker in self._trackers or ():
-            tracker.log_images({f"plots/{name}": path for name, path in for_trackers(pictures).items()})
+            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {

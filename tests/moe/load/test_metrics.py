@@ -35,13 +35,12 @@ from toolkit.moe.load.metrics import (
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import crossings
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.traffic import Traffic, migration_cost, traffic
 from toolkit.run.run import start_run
-from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer

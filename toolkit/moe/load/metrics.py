@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.placement.imbalance import expert_imbalance, lower_bound, max_over_mean, rank_imbalance
+from toolkit.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance
 from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.traffic import Traffic, rows_between_ranks
 
 Ints = NDArray[np.int64]
