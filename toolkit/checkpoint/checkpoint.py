@@ -35,10 +35,10 @@ from toolkit.checkpoint.tensor_files import (
     load_model,
     load_optimizer,
     targets,
-    unwrapped,
 )
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.tracking.secrets import mask
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.parallel.ownership import EMPTY_ROW, Ownership, ownership_of
+from toolkit.parallel.unwrapping import unwrapped
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
 
@@ -245,8 +246,3 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Such as float32[4, 16]."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer within Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch import launched_world
@@ -28,6 +27,7 @@ from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel import ownership
 from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:

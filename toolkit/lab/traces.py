@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.moe.layer import moe_layers
 from toolkit.moe.load.forwards import ForwardLoads, Forwards
 from toolkit.moe.load.load_meter import weight_bytes
 from toolkit.moe.load.metrics import RowBytes
 from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import state_bytes
 from toolkit.placement.placement import ExpertPlacement
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import measured_cost_model, state_bytes
 from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance, shares
