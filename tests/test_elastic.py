@@ -32,7 +32,8 @@ from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import make_expert_groups, ownership_of
+from toolkit.parallel.groups import make_expert_groups
+from toolkit.parallel.ownership import ownership_of
 from toolkit.run.run import start_run
 from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification

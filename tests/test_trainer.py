@@ -17,7 +17,7 @@ from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.layer import make_moe
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
 from toolkit.schedules import constant, warmup_cosine
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import Classification

@@ -14,7 +14,7 @@ from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.replan import Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.registry import PLANNERS, register_planner
 

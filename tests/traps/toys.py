@@ -18,7 +18,7 @@ from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
 from toolkit.moe.router import TopKRouter
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.run.run import Run
 from toolkit.schedules import Schedule, constant

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.router import ExpertChoiceRouter, Routing
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 
 BalanceScope = Literal["global", "local", "sequence"]
 

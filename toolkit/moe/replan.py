@@ -20,7 +20,7 @@ from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import measured_cost_model, state_bytes
 from toolkit.placement.guard import CostModel, MigrationGuard

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
-from toolkit.parallel.ownership import ExpertGroups, mark_owned
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import mark_owned
 from toolkit.placement.placement import ExpertPlacement
 
 
