@@ -67,6 +67,11 @@ class MoE(nn.Module):
         """The same, of the last forward alone."""
         return self.expert_stack.last_load_E
 
+    @property
+    def num_choices(self) -> Tensor | int:
+        """How many experts the router can choose."""
+        return self.router.num_choices
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
         return checkpoint(self._forward, x) if self.recompute else self._forward(x)
