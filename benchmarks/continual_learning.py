@@ -34,10 +34,10 @@ from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.drift import DriftWatch
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
-from toolkit.domains.continual.plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, permuted_stream, rotated_stream, split_stream
 from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
+from toolkit.pictures.continual_plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.run.folder import write_json
 
 PAGE = ROOT / "docs" / "continual_learning.md"

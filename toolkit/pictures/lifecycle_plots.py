@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.pictures.knowledge_graph_plot import draw_knowledge_graph, places_on_circle
+from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_lifecycle
 from toolkit.pictures.plots import GREY, INK, STYLE, TRAIN, draw_loss, palette, step_axis
 from toolkit.tracking.jsonl import read_metrics
-from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

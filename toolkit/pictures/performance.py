@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
 from toolkit.run.summary import summarise
 from toolkit.tracking.jsonl import read_metrics
-from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
 
 MOST_LINES = 200
 """Events, or experts of a layer, that are listed; of more the last ones."""

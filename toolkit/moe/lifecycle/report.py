@@ -14,8 +14,8 @@ from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
 from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingStatistics
+from toolkit.pictures.lifecycle_records import LIFECYCLE_FILE, graph_stem
 from toolkit.tracking.jsonl import MetricsFile
-from toolkit.tracking.lifecycle_records import LIFECYCLE_FILE, graph_stem
 
 if TYPE_CHECKING:
     from toolkit.task import Batch

@@ -5,8 +5,8 @@ import json
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
-from toolkit.pictures.confusion import draw_confusion
 
+from toolkit.pictures.confusion import draw_confusion
 from toolkit.pictures.plots import draw_plots
 from toolkit.run.summary import summarise
 from toolkit.tracking.guard import expand
