@@ -163,7 +163,7 @@ class ExpertParallel:
         if self._meter is not None:
             self._meter.begin(self.steps)
         if self.replanner and state["replanner"]:
-            self.replanner.load_state_dict(state["replanner"], self._optimizer)
+            self.replanner.load_state_dict(state["replanner"])
         extra: dict[str, Any] = state["extra"]
         return extra
 
