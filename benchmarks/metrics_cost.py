@@ -37,7 +37,7 @@ from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.load.forwards import ForwardLoads
 from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer

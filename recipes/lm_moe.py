@@ -85,8 +85,8 @@ def main(config: Config) -> dict[str, Any]:
         groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
         tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=config.initial_placement)
         run.describe(**tk.describe_experts(model, groups))
-        weights = {"balance_weight": config.balance_weight, "z_weight": config.z_weight}
-        penalty = tk.transformers.GlobalRouterPenalty(model, **weights) if config.experts else None
+        routers = tk.transformers.watch_routers(model) if config.experts else []
+        penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
         trainer = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),

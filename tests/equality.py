@@ -8,8 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from toolkit.parallel.ownership import ownership_of
 
 IN_FLOAT64 = 1e-9
 """How far apart, relatively, two runs `in_float64` may be after some dozens of steps."""
@@ -52,3 +55,27 @@ def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tol
     for name, value in expected.items():
         difference = (found[name] - value).norm().item()
         assert difference <= tolerance * squares[name.partition("/")[0]] ** 0.5, name
+
+
+@torch.no_grad()
+def replicas_agree(model: nn.Module) -> bool:
+    """Whether every replicated parameter has the same bits on all ranks, and every owned one on its expert DP group.
+
+    A collective; the same answer on every rank.
+    """
+    if not dist.is_initialized():
+        return True
+    agree = torch.ones((), device=next(model.parameters()).device)
+    for parameter in model.parameters():
+        ownership = ownership_of(parameter)
+        group = None
+        if ownership is not None and ownership.groups.ep_size > 1:
+            group = ownership.groups.expert_dp_group
+            if group is None:
+                continue
+        low, high = parameter.detach().clone(), parameter.detach().clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        agree = torch.minimum(agree, (low == high).all().to(agree))
+    dist.all_reduce(agree, op=dist.ReduceOp.MIN)
+    return bool(agree)

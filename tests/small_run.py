@@ -23,7 +23,7 @@ from toolkit.data.table import TensorTable
 from toolkit.moe.balance import BiasBalancing
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.tracking.jsonl import read_metrics
 
 DIM, CLASSES, SAMPLES, BATCH, EPOCHS = 8, 3, 95, 10, 2

@@ -27,13 +27,15 @@ from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.moe import replan
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
 from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.ownership import make_expert_groups, ownership_of
+from toolkit.parallel.groups import make_expert_groups
+from toolkit.parallel.ownership import ownership_of
 from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
@@ -290,6 +292,26 @@ def test_a_run_that_moves_experts_continues_bit_for_bit_on_as_many_processes(lay
         assert cut["load"] == whole["load"]
         for name, value in whole["tensors"].items():
             assert torch.equal(cut["tensors"][name], value), name
+
+
+def continued(folder: Path, layout: Layout, planner: str) -> tuple[Any, Any, int]:
+    """Placements of a run that is stopped after a plan, those when it is continued, and what migrated in between."""
+    first = replanned(folder, layout, planner, 7)
+    migrated = []
+    migrate = replan.migrate
+    replan.migrate = lambda *args: migrated.append(args) or migrate(*args)
+    try:
+        second = replanned(folder, layout, planner, 8)
+    finally:
+        replan.migrate = migrate
+    return first["placements"], second["placements"], len(migrated)
+
+
+def test_a_continued_run_places_its_experts_before_it_reads_them_and_migrates_none(tmp_path: Path):
+    layout: Layout = (2, 2, "spare")
+    for then, now, migrated in run_distributed(continued, 2, tmp_path, layout, "replicate"):
+        assert then == now != [place(layout[2], layout[1])] * 2
+        assert migrated == 0
 
 
 def test_a_run_that_moved_experts_goes_on_with_other_processes(tmp_path: Path):

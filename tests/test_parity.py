@@ -25,14 +25,8 @@ from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.layer import make_moe
 from toolkit.moe.losses import RouterPenalty
 from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.ownership import (
-    EMPTY_ROW,
-    ExpertGroups,
-    is_owned,
-    make_expert_groups,
-    ownership_of,
-    replicas_agree,
-)
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification

@@ -18,7 +18,7 @@ from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.layer import make_moe
 from toolkit.optim import constant, warmup_cosine
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer

@@ -36,8 +36,8 @@ from .moe.layer import make_moe as make_moe
 from .moe.load.expert_load import ExpertLoad as ExpertLoad
 from .moe.losses import RouterPenalty as RouterPenalty
 from .moe.replan import Replan as Replan
-from .parallel.ownership import ExpertGroups as ExpertGroups
-from .parallel.ownership import make_expert_groups as make_expert_groups
+from .parallel.groups import ExpertGroups as ExpertGroups
+from .parallel.groups import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .run.run import Run as Run
 from .run.run import start_run as start_run

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.config.run import OptimizerConfig, ScheduleConfig
-from toolkit.parallel import ownership
+from toolkit.parallel.ownership import is_owned
 
 Schedule = Callable[[int], float]
 
@@ -26,7 +26,7 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerConfig) -> 
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            groups.setdefault((ownership.is_owned(parameter), parameter.ndim >= 2), []).append(parameter)
+            groups.setdefault((is_owned(parameter), parameter.ndim >= 2), []).append(parameter)
     return torch.optim.AdamW(
         [{"params": params, "weight_decay": config.weight_decay * decays} for (_, decays), params in groups.items()],
         lr=lr,

@@ -20,7 +20,9 @@ from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.metrics import MetricSums
 from toolkit.optim import Schedule
-from toolkit.parallel import ownership
+from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.parallel.ownership import owned
+from toolkit.parallel.prepare import prepare, refuse_late_parameters
 from toolkit.run.run import Run
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
@@ -54,15 +56,13 @@ class Trainer:
         if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
-        self.model, self.optimizer = ownership.prepare(
-            run.accelerator, model, optimizer, dense=run.config.dense_parallel
-        )
+        self.model, self.optimizer = prepare(run.accelerator, model, optimizer, dense=run.config.dense_parallel)
         # Accelerate's wrappers know when to skip a step of fp16, and cast. Where there is nothing to do they still look
         # for a package on the disk and for variables in the environment, twice a step: a tenth of a small model's step.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.owned_parameters = ownership.owned(self.parameters)
+        self.owned_parameters = owned(self.parameters)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -124,11 +124,11 @@ class Trainer:
                 accelerator.backward(value * scale)
             self.record_sums(loss, counts[index])
         accelerator.unscale_gradients()
-        ownership.average_owned_gradients(self.owned_parameters, self.run.world_size)
-        norm = ownership.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        average_owned_gradients(self.owned_parameters, self.run.world_size)
+        norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.hooks("on_before_optimizer_step")
         self.update()
-        ownership.refresh_replicas(self.owned_parameters)
+        refresh_replicas(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
         return norm
@@ -196,7 +196,7 @@ class Trainer:
 
     def emit(self) -> None:
         """Write one line of metrics: means since the last line, and what was recorded."""
-        ownership.refuse_late_parameters(self.raw_model, self.parameters)
+        refuse_late_parameters(self.raw_model, self.parameters)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.sums.reset()
         recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False

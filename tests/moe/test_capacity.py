@@ -14,7 +14,7 @@ from tests.helpers import run_distributed
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 
 EXPERTS, TOP_K, DIM = 4, 2, 8

@@ -9,8 +9,9 @@ from PIL import Image
 from tests.moe.lifecycle.eventful import write_life
 from toolkit.pictures import lifecycle_plots as lifecycle_plots
 from toolkit.pictures.knowledge_graph_plot import places_on_circle
-from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers, spread
+from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.pictures.performance import performance_summary
+from toolkit.pictures.plots import spread
 from toolkit.tracking.lifecycle_records import read_lifecycle, tell
 
 PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]

@@ -19,7 +19,7 @@ from toolkit.moe.layer import MoE
 from toolkit.moe.router import TopKRouter
 from toolkit.moe.stack import ExpertStack
 from toolkit.optim import Schedule, constant
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.run.run import Run
 from toolkit.tasks.classification import Classification

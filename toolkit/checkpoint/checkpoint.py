@@ -28,6 +28,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
+    adopt_places,
     describe_places,
     describe_tensor,
     files_to_write,
@@ -210,8 +211,8 @@ def load_checkpoint(
     """Put the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
 
     A collective. Raises UserError on every rank, before any tensor is touched, where the checkpoint is of another
-    format, configuration or model. `adopt` is given the state after that and before tensors are read, so that it may
-    say where rows belong.
+    format, configuration or model. On as many ranks with as many slots experts are placed where they were saved, before
+    tensors are read; `adopt` is given the state after that.
     """
     remedy = "use the settings it was made with, or another --run-dir"
     return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy, adopt=adopt)
@@ -270,6 +271,7 @@ def _load(
         if lines := list(dict.fromkeys(lines)):
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
+        adopt_places(model, about.get("placement", {}))
         if adopt is not None:
             adopt(saved["training"])
         load_model(model, tensors)

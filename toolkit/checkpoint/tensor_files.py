@@ -13,7 +13,7 @@ does, are copied parameters here: they are gathered one at a time, and taken apa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,14 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for row, row_id in _held(ownership):
                 yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
     yield from _buffers(model)
+
+
+def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> None:
+    """Have each parameter's rows where `describe_places` found them, where as many ranks have as many rows."""
+    for name, parameter in model.named_parameters():
+        ownership = ownership_of(parameter)
+        if ownership is not None and ownership.holder is not None and name in places:
+            ownership.holder.adopt(places[name]["slots"])
 
 
 def load_model(model: nn.Module, tensors: SavedTensors) -> None:

@@ -52,7 +52,7 @@ def _overwritten(c: Comparison) -> Finding | None:
         OVERWRITTEN,
         f"preparing the model changed rows that a rank owns: {c['owned rows after prepare'].where}",
         "DDP took them for copies, and sent rank 0's to everybody; it averages their gradients too",
-        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.ownership.prepare",
+        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.prepare.prepare",
     )
 
 
@@ -217,7 +217,7 @@ def _gradients(c: Comparison) -> Finding:
                 "gradients W times too large",
                 symptom,
                 f"they were summed over {world} ranks and not divided by that number",
-                "divide by the number of processes: toolkit.parallel.ownership.average_owned_gradients",
+                "divide by the number of processes: toolkit.parallel.gradients.average_owned_gradients",
             )
         if ratio < 1:
             return Finding(
@@ -262,7 +262,7 @@ def _norm(c: Comparison) -> Finding:
         f"at step {check.step} gradients agree, and clipping found norms of {each} where one process found "
         f"{c.one.norms(check.step - 1)[0]:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
-        "clip with toolkit.parallel.ownership.clip_grad_norm_, or accelerator.clip_grad_norm_ after ExpertParallel.prepare",
+        "clip with toolkit.parallel.gradients.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
     )
 
 
@@ -280,7 +280,7 @@ def _unsynchronised(symptom: str) -> Finding:
         "unsynchronised replica",
         symptom,
         "copies on several ranks are updated from different gradients, or not refreshed from their owner",
-        "average the gradients of copies over their ranks, and call toolkit.parallel.ownership.refresh_replicas after the update",
+        "call average_owned_gradients before the update and refresh_replicas after it, of toolkit.parallel.gradients",
     )
 
 

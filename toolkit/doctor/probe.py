@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.doctor.record import Phase, Record, Step, digest
 from toolkit.doctor.rounding import round_gradients, round_outputs
-from toolkit.parallel import ownership
+from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
 
 
 class Finished(BaseException):
@@ -87,7 +87,7 @@ class Probe:
             if any(p.requires_grad for p in model.parameters()) and all(m is not model for m in self.models):
                 self.models.append(model)
                 self._listen(len(self.models) - 1, model)
-        before = {name: digest(p) for name, p in self.parameters() if ownership.is_owned(p)}
+        before = {name: digest(p) for name, p in self.parameters() if is_owned(p)}
         self.is_preparing = True
         try:
             result = prepare()
@@ -211,7 +211,7 @@ class Probe:
         self._unclipped = None
         step, parameters = len(self.record.steps), dict(self.parameters())
         for name, gradient in gradients.items():
-            owned = ownership.ownership_of(parameters[name]) is not None
+            owned = ownership_of(parameters[name]) is not None
             if self.is_first_rank or owned:
                 self.record.tensors[f"{step}/gradient/{name}"] = gradient
             if not owned:
@@ -255,7 +255,7 @@ class Probe:
         """Write down weights and optimizer state, as they are now."""
         number, phase, parameters = len(self.record.phases), Phase(), dict(self.parameters())
         for name, parameter in parameters.items():
-            mark = ownership.ownership_of(parameter)
+            mark = ownership_of(parameter)
             if mark is None:
                 phase.digests[name] = digest(plain(parameter))
             else:
@@ -322,7 +322,7 @@ class Probe:
                 self.record.lost.append(key)
                 continue
             ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
-            self.record.lost += [f"{key} of expert {id}" for id in ids if id != ownership.EMPTY_ROW]
+            self.record.lost += [f"{key} of expert {id}" for id in ids if id != EMPTY_ROW]
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from toolkit.hosts.foreign import compute_rows, has_stacked_parameters
 from toolkit.moe.layer import MoE
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.losses import RouterPenalty, global_load
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 
 if TYPE_CHECKING:
     from toolkit.task import Batch

@@ -15,7 +15,8 @@ from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 
 
@@ -66,6 +67,11 @@ class MoE(nn.Module):
     def last_load_E(self) -> Tensor:
         """The same, of the last forward alone."""
         return self.expert_stack.last_load_E
+
+    @property
+    def num_choices(self) -> Tensor | int:
+        """How many experts the router can choose."""
+        return self.router.num_choices
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""

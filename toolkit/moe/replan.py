@@ -20,7 +20,7 @@ from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import measured_cost_model, state_bytes
 from toolkit.placement.guard import CostModel, MigrationGuard
@@ -195,9 +195,9 @@ class Replanner:
                 self.guards[name] = MigrationGuard(cost_model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold. A collective."""
+        """What JSON can hold; where experts are is in the checkpoint's manifest. A collective."""
         return {
-            "placements": {name: stack.placement.to_dict() for name, stack in self.stacks.items()},
+            "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
             "window": {name: self._sent_RE(name).tolist() for name in self.stacks},
             "together": {
                 name: counts.tolist() for name in self.stacks if (counts := self._chosen_EE(name)) is not None
@@ -205,30 +205,22 @@ class Replanner:
             "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Continue where `state_dict` was taken, with the weights loaded already. A collective.
-
-        On as many ranks with as many slots experts go back to where they were. Elsewhere they stay where they are now,
-        and the guards begin anew.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken. On other ranks or slots the guards start without a history."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         for name, stack in self.stacks.items():
-            if name not in state["placements"]:
+            if name not in state["window"]:
                 continue
             sent_RE = torch.tensor(state["window"][name]).to(stack.load_E.device)
-            if len(sent_RE) != stack.groups.ep_size:  # who sent what is of no use on other ranks
+            if len(sent_RE) != stack.groups.ep_size:  # which rank sent what is of no use on other ranks
                 sent_RE = sent_RE.sum(0, keepdim=True)
             if rank < len(sent_RE):
                 self._before[name] = self._before[name].to(sent_RE.device) - sent_RE[rank]
             if rank == 0 and (before := self._together[name]) is not None and name in state["together"]:
                 self._together[name] = before - torch.tensor(state["together"][name], device=before.device)
-            saved = ExpertPlacement.from_dict(state["placements"][name])
-            if saved.slots_per_rank != stack.placement.slots_per_rank:
-                continue
-            if saved != stack.placement:
-                migrate(stack, saved, optimizer)
-            if self.guarded and name in state["guards"]:
-                # CostModel come with the next window, before the guard is asked anything.
+            same_slots = state["slots_per_rank"][name] == stack.placement.slots_per_rank
+            if self.guarded and same_slots and name in state["guards"]:
+                # The cost model comes with the next window, before the guard is asked anything.
                 self.guards[name] = MigrationGuard(CostModel(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
                 self.guards[name].load_state_dict(state["guards"][name])
 
@@ -249,7 +241,6 @@ class Replan(Callback):
         self._predicted: dict[str, float] = {}
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
-        self._restored: Mapping[str, Any] | None = None
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.replanner.stacks:
@@ -278,11 +269,6 @@ class Replan(Callback):
             trainer.record("moe/migration_bytes_per_step", amortised)
             self._experts = self._bytes = self._optimizer_bytes = 0
 
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
-        if self._restored is not None:
-            self.replanner.load_state_dict(self._restored["replanner"], trainer.optimizer)
-            self._restored = None
-
     def state_dict(self) -> dict[str, Any]:
         if not self.replanner.stacks:
             return {}
@@ -295,6 +281,6 @@ class Replan(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Experts go where they were once their rows are here, which is when the first step is about to begin.
-        self._restored, self._experts, self._bytes = state, state["experts"], state["bytes"]
+        self.replanner.load_state_dict(state["replanner"])
+        self._experts, self._bytes = state["experts"], state["bytes"]
         self._optimizer_bytes, self._predicted = state["optimizer_bytes"], dict(state["predicted"])

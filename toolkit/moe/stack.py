@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
-from toolkit.parallel.ownership import ExpertGroups, mark_owned
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
 from toolkit.placement.placement import ExpertPlacement
 
 
@@ -61,6 +62,21 @@ class ExpertStack:
         self.dispatcher.place(new)
         self._mark()
 
+    @torch.no_grad()
+    def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
+        """Place experts where a checkpoint has them, before their rows are read, so that nothing has to migrate.
+
+        Where this run has other ranks or slots they stay where they are, and the rows are read from there.
+        """
+        saved = ExpertPlacement(tuple(tuple(row) for row in rows_of_ranks))
+        if saved == self.placement or saved.slots_per_rank != self.placement.slots_per_rank:
+            return
+        self.place(saved)
+        for slot, expert in enumerate(saved.slots[self.groups.ep_rank]):
+            if expert == EMPTY_ROW:
+                for parameter in self.parameters.values():
+                    parameter[slot].zero_()
+
     def count(
         self,
         order: SlotOrder,
@@ -102,6 +118,7 @@ class ExpertStack:
                 row_ids=placement.slots[here],
                 groups=self.groups,
                 rows_of_ranks=placement.slots if placement.has_replicas else None,
+                holder=self,
             )
 
 

@@ -19,12 +19,13 @@ from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
 from toolkit.hosts.transformers import (
-    GlobalRouterPenalty,
     causal_lm,
     experts_modules,
     save_pretrained,
     use_toolkit_kernel,
+    watch_routers,
 )
+from toolkit.moe.losses import RouterPenalty
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
 from toolkit.placement.placement import ExpertPlacement
 
@@ -84,7 +85,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
     model: Any = causal_lm(source, dtype=torch.float64, experts_implementation=implementation)
     if weights == "scratch":
         awaken(model)
-    penalty = GlobalRouterPenalty(model, balance_weight=0.5, z_weight=0.1)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=0.5, z_weight=0.1)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     accelerator: Any = Accelerator(cpu=True)
     inner, rank = model, accelerator.process_index
@@ -113,7 +114,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         "norms": norms,
         "grads": grads,
         "weights": rows(inner),
-        "load": torch.stack([watch.load_E for watch in penalty.watches]),
+        "load": torch.stack([watch.load_E for watch in penalty.layers]),
         "saved": rows(causal_lm(saved, dtype=torch.float64)) if rank == 0 else {},
         "rows": [len(module.down_proj) for module in experts_modules(inner).values()],
     }

@@ -24,7 +24,7 @@ from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.report import LifecycleReport
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer, constant
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 
 DIM, CLASSES, TASKS, PER_TASK, BATCH, EPOCHS_PER_TASK = 6, 4, 2, 120, 12, 5
 STEPS = TASKS * EPOCHS_PER_TASK * PER_TASK // BATCH

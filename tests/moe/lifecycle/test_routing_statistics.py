@@ -10,7 +10,7 @@ from tests.helpers import run_distributed
 from toolkit.moe.layer import moe_layers
 from toolkit.moe.lifecycle import routing_statistics as statistics
 from toolkit.moe.lifecycle.routing_statistics import Counts, RoutingStatistics
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 
 DIM, EXPERTS, CLASSES = 6, 4, 3
 

@@ -36,7 +36,8 @@ from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import crossings
 from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.traffic import Traffic, migration_cost, traffic

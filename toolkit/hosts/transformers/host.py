@@ -28,7 +28,7 @@ from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.plan import plan_layer

@@ -32,7 +32,6 @@ from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.sleep import SleepSchedule, Snapshot
 from toolkit.moe.lifecycle.surgery import Surgeon
 from toolkit.moe.migrate import migrate
-from toolkit.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from toolkit.data.replay_memory import ReplayMemory
@@ -110,17 +109,10 @@ class Lifecycle(Callback):
         self._readings: dict[str, float] = {}
         self._routers_known = False
         """Whether the routers were refreshed since the weights were loaded."""
-        self._placements: dict[str, Any] = {}
-        """Of the checkpoint that is continued, until its rows are there."""
 
     # --- when ---------------------------------------------------------------------------------------------------
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        for name, saved in self._placements.items():
-            stack, before = self.layers[name].expert_stack, ExpertPlacement.from_dict(saved)
-            if before.slots_per_rank == stack.placement.slots_per_rank and before != stack.placement:
-                migrate(stack, before, trainer.optimizer)
-        self._placements = {}
         if not self._routers_known:
             self._refresh_routers()
 
@@ -347,7 +339,6 @@ class Lifecycle(Callback):
         self._count_traffic()
         return {
             "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
-            "placements": {name: layer.placement.to_dict() for name, layer in self.layers.items()},
             "history": [asdict(event) for event in self.history],
             "alarm": self.alarm.state_dict(),
             "next_sleep": self.next_sleep,
@@ -359,7 +350,7 @@ class Lifecycle(Callback):
         if not self.layers:
             return
         self.rosters = {name: ExpertRoster.from_dict(saved) for name, saved in state["rosters"].items()}
-        self._placements, self._routers_known = state["placements"], False
+        self._routers_known = False
         self.history = [LifecycleEvent(**{**event, "ids": tuple(event["ids"])}) for event in state["history"]]
         self.alarm.load_state_dict(state["alarm"])
         self.next_sleep, self._readings = state["next_sleep"], dict(state["readings"])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.moe.layer import MoE, moe_layers
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 
 MOST_WAITING = 256
 """Forwards of a layer that are kept before they are counted."""
