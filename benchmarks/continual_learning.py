@@ -163,7 +163,7 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
             **arm.settings,
         )
         with tk.start_run("continual_learning", config) as run:
-            data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+            data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
             stream = STREAMS[cell.stream](data, cell.seed)
             model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
             parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -33,7 +33,7 @@ class Checkpointing(Callback):
             settle_buckets(trainer)
             trainer.restore(newest)
             run.truncate_metrics(trainer.state.step)
-            run.say(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
+            run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes":
             raise UserError(
                 f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to begin anew."

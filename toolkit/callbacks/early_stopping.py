@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
         if self.patience is not None and self._waited >= self.patience:
             reason = f"{self.metric} was no better for {self._waited} evaluations"
             trainer.results["stopped_early"] = reason
-            trainer.run.say(f"stopping at step {trainer.state.step:,}: {reason}")
+            trainer.run.print(f"stopping at step {trainer.state.step:,}: {reason}")
             trainer.request_stop(reason)
 
     def state_dict(self) -> dict[str, Any]:
