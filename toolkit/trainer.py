@@ -107,8 +107,12 @@ class Trainer:
             self.record("train/grad_norm", norm)
             self.record("train/learning_rate", self.base_rates[0] * multiplier)
 
-    def learn(self, micro_batches: list[Batch], multiplier: float) -> Tensor:
-        """Forward and backward of each micro-batch, one synchronisation, one update; returns the gradients' norm."""
+    def learn(self, micro_batches: list[Batch], multiplier: float, *, record: bool = True) -> Tensor:
+        """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step.
+
+        `multiplier` is of each group's initial learning rate. `record` False keeps the loss out of the metrics, as for
+        replay between two steps; neither way counts a step. Returns the norm of the gradients before clipping.
+        """
         accelerator = self.run.accelerator
         counts, total = self.global_counts(micro_batches)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
@@ -122,7 +126,8 @@ class Trainer:
                     loss = self.task.loss(self.model, batch)
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
-            self.record_sums(loss, counts[index])
+            if record:
+                self.record_sums(loss, counts[index])
         accelerator.unscale_gradients()
         ownership.average_owned_gradients(self.owned_parameters, self.run.world_size)
         norm = ownership.clip_grad_norm_(self.parameters, self.max_grad_norm)
