@@ -1,4 +1,4 @@
-"""When to save, and what a run that starts in a used folder continues from. How is in `toolkit.checkpoint.checkpoint`."""
+"""When to save, and which checkpoint a run continues from. How is in `toolkit.checkpoint.checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.throughput import Throughput
 from toolkit.checkpoint.checkpoint import find_checkpoint
 from toolkit.errors import UserError
 
@@ -21,6 +22,9 @@ class Checkpointing(Callback):
     A step is saved when the next one is about to begin: by then all callbacks have done their part of it and its line
     of metrics is written, so the continued record has each line once.
     """
+
+    runs_after = (Throughput,)
+    """The time that a save takes would be counted as training."""
 
     def __init__(self, *, every_steps: int | None = None, keep: int = 2):
         self.every_steps, self.keep = every_steps, keep
