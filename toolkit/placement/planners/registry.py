@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.config import experts
 from toolkit.errors import UserError
 from toolkit.placement.placement import ExpertPlacement
 
@@ -33,6 +34,7 @@ def register_planner(name: str) -> Callable[[P], P]:
         if name in PLANNERS:
             raise ValueError(f"there is a planner {name!r} already: choose another name")
         PLANNERS[name] = planner
+        experts.PLANNER_NAMES.add(name)
         return planner
 
     return register
