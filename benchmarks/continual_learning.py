@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, full
+from toolkit.callbacks.drift import DriftWatch
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.domains.continual.drift import DriftWatch
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, permuted_stream, rotated_stream, split_stream
