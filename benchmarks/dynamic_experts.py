@@ -111,7 +111,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 config, schedule=tk.ScheduleConfig(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
             )
             with tk.start_run("dynamic_experts", config) as run:
-                data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+                data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
                 stream = permuted_stream(data, seed=seed, divided=True)
                 model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
                 penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
@@ -156,7 +156,7 @@ def mergers(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             tempfile.TemporaryDirectory() as folder,
             tk.start_run("dynamic_experts", config := merge_config(folder, data_dir, seed)) as run,
         ):
-            data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+            data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
             model = build_model(config, data, tk.make_expert_groups(1))
             with torch.enable_grad():
                 task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=config.balance_weight))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.equality import assert_equal_rows, relative_difference
+from tests.equality import assert_equal_rows, relative_difference, replicas_agree
 from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import MoERunConfig

@@ -35,9 +35,9 @@ class OneRank:
         self.is_main = self.rank == 0
         self.said: list[str] = []
 
-    agree = tk.Run.agree
+    on_main_and_share = tk.Run.on_main_and_share
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.is_main:
             self.said.append(text)
 

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.placement.placements import placements, placements_with_loads
+from toolkit.config.experts import PLANNER_NAMES, MoERunConfig
 from toolkit.errors import UserError
 from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.imbalance import rank_imbalance
@@ -365,6 +366,10 @@ def test_a_new_expert_breaks_ties_by_load():
     assert place_new_expert([5, 4, 0, 0], current).slots == ((0, -1), (1, 4), (2, 3, -1))
 
 
+def test_the_flag_takes_the_planners_that_there_are():
+    assert PLANNERS.keys() == PLANNER_NAMES
+
+
 def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
     def stay(load_E: object, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return current
@@ -372,10 +377,12 @@ def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
     register_planner("stay")(stay)
     try:
         assert planner_named("stay") is stay
+        assert MoERunConfig(planner="stay").planner == "stay"
         with pytest.raises(ValueError, match="there is a planner 'stay' already"):
             register_planner("stay")(stay)
     finally:
         del PLANNERS["stay"]
+        PLANNER_NAMES.remove("stay")
     with pytest.raises(UserError, match=r"planner 'stay' is not known: use one of affinity, contiguous, "):
         planner_named("stay")
 

@@ -127,7 +127,7 @@ def evaluate(cache: Path, mode: str) -> dict[str, Any]:
     """An untrained model on the held-out windows, in batches that no number of ranks divides."""
     os.environ["TOOLKIT_CACHE_DIR"] = str(cache)
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _distributed() else (0, 1)
-    data = load_activity("generated", None, agree=lambda decide: decide())
+    data = load_activity("generated", None, on_main=lambda decide: decide())
     torch.manual_seed(0)
     model = har.build_model(replace(har.debug(), mode=mode), data).eval()
     sums, task = MetricSums(torch.device("cpu")), VotedClassification()

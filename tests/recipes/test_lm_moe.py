@@ -136,7 +136,7 @@ def test_plain_transformers_measures_the_same_bits_per_byte(runs):
     results = json.loads((runs / "two" / "results.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(runs / "two" / "model").eval()
     data = load_text(
-        "folder", runs / "corpus", tokenizer="bytes", block_size=32, batch_size=32, agree=lambda decide: decide()
+        "folder", runs / "corpus", tokenizer="bytes", block_size=32, batch_size=32, on_main=lambda decide: decide()
     )
     with torch.no_grad():
         loss = LanguageModeling().evaluate(model, data.test.columns)

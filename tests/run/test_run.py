@@ -301,9 +301,9 @@ def _refusals_and_agreement(folder: str) -> list[str]:
     os.chdir(folder)
     with start_run("toy", config()) as run:
         said.append(str(run.folder))
-        said.append(str(run.agree(lambda: os.getpid())))
+        said.append(str(run.on_main_and_share(lambda: os.getpid())))
         try:
-            run.agree(lambda: 1 // 0)
+            run.on_main_and_share(lambda: 1 // 0)
         except (ZeroDivisionError, RuntimeError) as error:
             said.append("division" if "division" in str(error) else "?")
         run.log({"train/loss": 1.0}, 1)

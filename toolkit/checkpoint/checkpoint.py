@@ -70,13 +70,13 @@ def save_checkpoint(
     """
     step = state["step"]
     final = folder / f"step-{step:08d}"
-    if run.agree(lambda: final.exists() and manifest.find_damage(final) is None):
+    if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
         return final
     try:
         _on_main(lambda: manifest.sweep(folder))
         _save(final, model, optimizer, state=state, config=_trajectory(run), step=step)
     except OSError as error:
-        run.say(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
+        run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
         return None
     if run.is_main:
         _prune(folder, step, keep, run)
@@ -166,7 +166,7 @@ def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
         for path in [path for path in _newest_first(folder) if step_of(path) <= step][keep:]:
             manifest.remove(path)
     except OSError as error:
-        run.say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
+        run.print(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
                 damage = f"its files are those of step {step}"
             if damage is None:
                 return path
-            run.say(f"warning: checkpoint {path.name} is passed over: {damage}.")
+            run.print(f"warning: checkpoint {path.name} is passed over: {damage}.")
         return None
 
-    return run.agree(newest)
+    return run.on_main_and_share(newest)
 
 
 def _newest_first(folder: Path) -> list[Path]:

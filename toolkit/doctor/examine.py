@@ -92,7 +92,7 @@ def examine(
     steps: int = 3,
     tolerance: float | None = None,
     timeout_s: float = 600,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compare what `script` does in one process with what it does in `processes`.
 
@@ -104,9 +104,9 @@ def examine(
 
         def run(name: str, world: int, rounding: float = 0.0) -> Evidence:
             started = time.monotonic()
-            say(f"{name}: {world} process(es), {steps} steps ...")
+            log(f"{name}: {world} process(es), {steps} steps ...")
             evidence = _run(script, args, world, steps, Path(folder) / name.replace(" ", "-"), timeout_s, rounding)
-            say(f"{name}: done in {time.monotonic() - started:.0f} s")
+            log(f"{name}: done in {time.monotonic() - started:.0f} s")
             return evidence
 
         try:

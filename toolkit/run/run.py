@@ -84,8 +84,8 @@ class Run:
 
     # --- deciding together ------------------------------------------------------------------------------------
 
-    def agree(self, decide: Callable[[], T]) -> T:
-        """Let the main process `decide`, and give its answer (or its UserError) to every rank."""
+    def on_main_and_share(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on the main process only; its result, or its UserError, reaches every rank. A collective."""
         answer: list[Any] = [None, None, None]
         failure: Exception | None = None
         if self.is_main:
@@ -121,10 +121,10 @@ class Run:
         """
         self._facts |= facts
         if facts.get("dataset_notice"):
-            self.say(facts["dataset_notice"])
+            self.print(facts["dataset_notice"])
 
-    def say(self, text: str) -> None:
-        """One line on the console of the main process."""
+    def print(self, text: str) -> None:
+        """Print `text` on the main process, and flush."""
         if self.is_main:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
@@ -139,7 +139,7 @@ class Run:
             return
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         config = recorded_config(self.name, self.config) | facts
-        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.say)
+        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.print)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
@@ -163,20 +163,20 @@ class Run:
 
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Write results.json, summary.txt and pictures; return the final numbers. A collective; the run is then finished."""
-        numbers = self.agree(lambda: self._write_results(results))
+        numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
             text = summarise(numbers, self.folder)
             write_text(self.folder / "summary.txt", text)
             for draw in self._draws:
                 self._draw(draw, numbers)
-            self.say("\n" + text.rstrip())
+            self.print("\n" + text.rstrip())
         return numbers
 
     def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
             pictures = draw(self.folder, numbers)
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
-            self.say(f"no plots ({type(error).__name__}: {error})")
+            self.print(f"no plots ({type(error).__name__}: {error})")
             return
         for tracker in self._trackers or ():
             tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
@@ -233,8 +233,8 @@ def start_run(name: str, config: RunConfig) -> Run:
     try:
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
-        run.agree(lambda: check_installed(config.tracker))
-        run.folder, run.continues = run.agree(lambda: _open(run))
+        run.on_main_and_share(lambda: check_installed(config.tracker))
+        run.folder, run.continues = run.on_main_and_share(lambda: _open(run))
     except BaseException as error:
         run.close(wait_for_ranks=isinstance(error, UserError))
         raise
@@ -247,7 +247,7 @@ def start_run(name: str, config: RunConfig) -> Run:
         # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
         # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
         torch.set_flush_denormal(True)
-    run.say(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
+    run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 
 

@@ -65,7 +65,7 @@ def standard_trainer(
     run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
     if config.scale_lr is not None:
         scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
-        run.say(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+        run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
     if config.compile:
         model.compile()
     return Trainer(

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import LifecycleConfig
-from toolkit.metrics import MetricSums
 from toolkit.moe.balance import LoadSince, WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import similarity
@@ -203,14 +202,12 @@ class Lifecycle(Callback):
         """Learn from remembered samples and their labels, at the replay's own learning rate."""
         size = self.config.replay_batch_size or trainer.run.config.batch_size
         multiplier = self.config.replay_lr / trainer.base_rates[0]
-        kept, trainer.sums = trainer.sums, MetricSums(trainer.run.device)
         for turn in range(self.config.replay_steps):
             rows = self.memory.draw(size, "sleep", trainer.state.step, turn)
             micro_batches = trainer.batches.micro_batches_of(rows)
             if self.balance is not None:
                 self.balance.on_step_start(trainer, micro_batches)
-            trainer.learn(micro_batches, multiplier)
-        trainer.sums = kept
+            trainer.learn(micro_batches, multiplier, record=False)
 
     def _endings(self, trainer: Trainer, name: str, rows: Tensor) -> list[Plan]:
         """Whom to merge and whom to prune."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from toolkit.config import experts
 from toolkit.errors import UserError
 from toolkit.placement.placement import ExpertPlacement
 
@@ -26,6 +27,7 @@ def register_planner(name: str) -> Callable[[P], P]:
         if name in PLANNERS:
             raise ValueError(f"there is a planner {name!r} already: choose another name")
         PLANNERS[name] = planner
+        experts.PLANNER_NAMES.add(name)
         return planner
 
     return register
