@@ -26,9 +26,10 @@ from toolkit.callbacks.base import Callback
 from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.moe.layer import moe_layers
-from toolkit.moe.load.forwards import ForwardLoads, Forwards
+from toolkit.moe.load.forwards import Forwards, ModelForwards
 from toolkit.moe.load.load_meter import weight_bytes
 from toolkit.moe.load.metrics import RowBytes
+from toolkit.moe.load.routing_log import Choices, count_pairs
 from toolkit.moe.stack import ExpertStack
 from toolkit.placement.cost_model import state_bytes
 from toolkit.placement.placement import ExpertPlacement
@@ -148,8 +149,8 @@ class TraceRecorder(Callback):
         self.enabled, self.path, self.metadata = enabled, path, metadata
         if not enabled:
             return
-        self.forwards = ForwardLoads(model)
-        self._layers = list(moe_layers(model).values())
+        self.forwards = ModelForwards(model, choices=True)
+        self._top_k = [layer.router.top_k for layer in moe_layers(model).values()]
         self._together_LEE: Tensor | None = None
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None
@@ -158,10 +159,11 @@ class TraceRecorder(Callback):
 
     def step_done(self, step: int) -> None:
         """The forwards since the last call belong to optimizer step `step`, from 0. A collective from time to time."""
-        for forwards in self.forwards.take():
-            self._pending.append((forwards, [step] * len(forwards.sent_FLE)))
-        if step % PAIRS_EVERY == 0:
-            self._count_pairs()
+        new = self.forwards.take()
+        if new and step % PAIRS_EVERY == 0:
+            self._count_pairs(new[-1].last_choices)
+        for forwards in new:
+            self._pending.append((forwards._replace(last_choices=[]), [step] * len(forwards.sent_FLE)))
         if sum(len(steps) for _, steps in self._pending) >= CHUNK:
             self._flush()
 
@@ -189,20 +191,11 @@ class TraceRecorder(Callback):
                 self._file = self._file or TraceFile(self.path)
                 self._file.add(torch.stack(sources, dim=2).cpu().numpy(), steps, placements)
 
-    def _count_pairs(self) -> None:
-        """Which experts the tokens of the last forward chose together, for layers that tell."""
-        if not self._layers or len(self._layers) != len(self.forwards.stacks):
-            return
-        if self._together_LEE is None:
-            experts = self.forwards.stacks[0].num_experts
-            device = self.forwards.stacks[0].load_E.device
-            self._together_LEE = torch.zeros(len(self._layers), experts, experts, dtype=torch.int64, device=device)
-        for layer, together_EE in zip(self._layers, self._together_LEE, strict=True):
-            if layer.routing is None:
-                continue
-            ids_TK = layer.routing.expert_ids_TK
-            chosen_TE = torch.zeros(len(ids_TK), layer.router.num_experts, device=ids_TK.device).scatter_(1, ids_TK, 1)
-            together_EE += (chosen_TE.T @ chosen_TE).long()
+    def _count_pairs(self, choices: list[Choices | None]) -> None:
+        """Count which experts the tokens of one forward chose together, per layer."""
+        pairs = [count_pairs([layer], self.forwards.stacks[0].num_experts) for layer in choices if layer is not None]
+        pairs_LEE = torch.stack(pairs)
+        self._together_LEE = pairs_LEE if self._together_LEE is None else self._together_LEE + pairs_LEE
 
     def _seal(self, together_LEE: NDArray[Any] | None) -> None:
         if self._file is None:
@@ -226,8 +219,8 @@ class TraceRecorder(Callback):
             # Not earlier: a checkpoint may be loaded after `on_fit_start`.
             name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
             self.path, self._optimizer = trainer.run.folder / name, trainer.optimizer
-            top_k = [layer.router.top_k for layer in self._layers]
-            self.metadata = {"name": trainer.run.name, "seed": trainer.run.seed, "top_k": top_k, **self.metadata}
+            facts = {"name": trainer.run.name, "seed": trainer.run.seed, "top_k": self._top_k}
+            self.metadata = {**facts, **self.metadata}
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.enabled:

@@ -1,4 +1,4 @@
-"""One layer's experts as the engine sees them: stacked parameters, where each row lives, and what came by."""
+"""The experts of one layer on this rank: stacked parameters, their placement, and the log of the layer's routing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
+from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, SlotOrder, TokenDispatcher
+from toolkit.moe.load.metrics import RowBytes
+from toolkit.moe.load.routing_log import Choices, RoutedForward, RoutingLog
 from toolkit.parallel.ownership import ExpertGroups, mark_owned
 from toolkit.placement.placement import ExpertPlacement
 
@@ -26,19 +28,9 @@ class ExpertStack:
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
         self.parameters, self.groups = dict(parameters), groups
         self.dispatcher = make_dispatcher(placement, groups)
-        # Not buffers: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
-        self.load_E = torch.zeros(placement.num_experts, dtype=torch.int64)
-        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
-        self.last_load_E = self.load_E
-        """The same, of the last forward alone."""
-        self.together_EE: Tensor | None = None
-        """float64: how many tokens chose both of two experts, on this rank over all training forwards; None until
-        somebody asks for it with `count_together`."""
+        self.log = RoutingLog(placement.num_experts, groups)
         self.node_of_peer: Tensor | None = None
-        """Where the ranks of the shard group are; None until somebody asks with `count_crossings`."""
-        self.last_crossings = torch.zeros((), dtype=torch.int64)
-        """Distinct pairs of a token of this rank and another node that has experts of it, in the last training
-        forward."""
+        """The node of each rank of the EP group; None unless `count_crossings` was called."""
         self._mark()
 
     @property
@@ -61,37 +53,34 @@ class ExpertStack:
         self.dispatcher.place(new)
         self._mark()
 
-    def count(
+    def record(
         self,
-        order: SlotOrder,
-        load_E: Tensor,
-        expert_ids_TK: Tensor,
-        kept_TK: Tensor | None = None,
+        plan: DispatchPlan,
+        choices: Choices,
+        inputs: Tensor,
+        outputs: Tensor,
         *,
         training: bool,
+        dropped_E: Tensor | None = None,
     ) -> None:
-        """Take note of one forward, whose routed copies were sent in `order`."""
-        self.last_load_E = load_E
+        """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
+
+        `inputs` (..., D) were dispatched, `outputs` (..., D) are what came of them. `dropped_E`: assignments that a
+        capacity dropped, which are not in `plan.load_E`.
+        """
+        load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
+        self.log.last_load_E = load_E
         if not training:
             return
-        self.load_E = self.load_E.to(load_E.device) + load_E
-        self.last_crossings = self.last_crossings.to(load_E.device)
+        crossed = None
         if self.node_of_peer is not None:
             self.node_of_peer = self.node_of_peer.to(load_E.device)
-            self.last_crossings = crossings(order, self.node_of_peer, here=self.groups.ep_rank)
-        if self.together_EE is not None:
-            choices_TE = torch.zeros(len(expert_ids_TK), self.num_experts, device=load_E.device)
-            chosen_TK = torch.ones_like(expert_ids_TK) if kept_TK is None else kept_TK
-            choices_TE.scatter_(1, expert_ids_TK, chosen_TK.to(choices_TE.dtype))
-            self.together_EE = self.together_EE.to(load_E.device) + (choices_TE.T @ choices_TE).double()
-
-    def count_together(self) -> None:
-        """From now on count which experts are chosen together: one small product per forward."""
-        if self.together_EE is None:
-            self.together_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.float64)
+            crossed = crossings(plan.order, self.node_of_peer, here=self.groups.ep_rank)
+        row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
+        self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
-        """From now on count how many other nodes each token visits, given the node of each rank of the shard group."""
+        """From now on count how many other nodes each token visits, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
     def _mark(self) -> None:
@@ -121,6 +110,10 @@ def crossings(order: SlotOrder, node_of_peer_P: Tensor, *, here: int) -> Tensor:
     # As many columns as there may be nodes: to ask for their number would wait for the device.
     visits_TN = torch.zeros(len(node_TK), peers, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
     return visits_TN.sum() - visits_TN.index_select(1, node_of_peer_P[here : here + 1]).sum()
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[-1] * rows.element_size()
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.moe.load.forwards import ForwardLoads
+from toolkit.moe.load.forwards import ModelForwards
 from toolkit.moe.load.metrics import (
     Counts,
     Window,
@@ -35,7 +35,7 @@ class LoadMeter:
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
-        self.forwards = ForwardLoads(model)
+        self.forwards = ModelForwards(model)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.rank, self.world_size = rank, world
@@ -58,7 +58,7 @@ class LoadMeter:
     def fold(self) -> Window | None:
         """Add what all ranks noted to the window, and return it. A collective, one reduction."""
         counts: Counts | None = None
-        for placements, sent_FLE, dropped_FLE, crossings_FL in self.forwards.take():
+        for placements, sent_FLE, dropped_FLE, crossings_FL, _ in self.forwards.take():
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,
@@ -71,7 +71,7 @@ class LoadMeter:
         if counts is None:
             return None
         if dist.is_initialized():
-            flat = torch.from_numpy(counts.flat()).to(self.stacks[0].load_E.device)
+            flat = torch.from_numpy(counts.flat()).to(self.stacks[0].log.load_E.device)
             dist.all_reduce(flat)
             counts = counts.unflat(flat.cpu().numpy())
         window = Window.of(counts)
