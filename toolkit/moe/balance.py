@@ -1,4 +1,4 @@
-"""Callbacks that steer how tokens spread over experts."""
+"""Callbacks for load balancing: by router bias, and by a balance loss over the whole global batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class BiasBalancing(Callback):
-    """Balance without a loss: after each step an overloaded expert's bias falls and an underloaded one's rises.
+    """Auxiliary-loss-free balancing: each step lowers the router bias of overloaded experts and raises the others'.
 
-    b_e += rate * sign(mean load - load_e), with the loads of the whole step over all ranks and micro-batches
-    (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Needs routers made with `bias_balancing`.
+    b_e += rate * sign(mean load - load_e), with the loads of the global batch (Wang et al. 2024, arXiv 2408.15664,
+    algorithm 1). Acts on routers made with `bias_balancing`.
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 1e-3):
@@ -40,12 +40,11 @@ class BiasBalancing(Callback):
 
 
 class WholeStepBalance(Callback):
-    """Makes the balance loss that of the whole step where gradients are accumulated.
+    """With gradient accumulation, takes the balance loss over the global batch and not over each micro-batch.
 
-    The loss multiplies loads with probabilities, so it cannot be added up from micro-batches, and the first
-    micro-batch's backward already needs the loads of the last. This callback runs the step's forward passes once more,
-    without gradients, to count. Without it each micro-batch (over all ranks) is balanced by itself: cheaper, and a
-    slightly different loss.
+    The loss multiplies loads with probabilities, so it is no sum over micro-batches: the backward of the first needs
+    the loads of the last. This callback first runs the forwards of all micro-batches without gradients to count loads.
+    Without it, each micro-batch (over all ranks) is balanced by itself, which is cheaper and a slightly different loss.
     """
 
     def __init__(self, penalty: RouterPenalty):

@@ -15,14 +15,14 @@ from toolkit.placement.placement import ExpertPlacement
 
 
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
-    """The dispatcher for experts on the ranks of `groups`."""
+    """The dispatcher for experts on the EP group of `groups`."""
     return LocalDispatcher(placement) if groups.ep_size == 1 else AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
-    """The parameters of one layer's experts, whose dimension 0 counts this rank's slots.
+    """The stacked parameters of one layer's experts (dimension 0: this rank's slots), their placement and routing log.
 
-    Our `MoE` has one, and so has every foreign module that the engine prepares, as its `expert_stack`.
+    An attribute `expert_stack` of each `MoE`, and of each foreign module whose experts `spread_experts` spread.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
@@ -47,7 +47,7 @@ class ExpertStack:
         return self.placement.num_experts
 
     def place(self, new: ExpertPlacement) -> None:
-        """Say that experts live where `new` says, once their rows are there: see `toolkit.moe.migrate`."""
+        """Use the placement `new`, by which rows must already be in their slots: see `toolkit.moe.migrate`."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)
@@ -80,7 +80,7 @@ class ExpertStack:
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
-        """From now on count how many other nodes each token visits, given the node of each rank of the EP group."""
+        """Count the other nodes that each token goes to, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
     def _mark(self) -> None:
@@ -95,19 +95,19 @@ class ExpertStack:
 
 
 def crossings(order: SlotOrder, node_of_peer_P: Tensor, *, here: int) -> Tensor:
-    """int64 (): distinct pairs of a token and a node other than that of peer `here` among the copies that were sent.
+    """int64 (): distinct pairs of a token and a node other than that of peer `here`, among the assignments sent.
 
-    What would cross between nodes if a token that several experts of one node want went there once.
+    That is the rows between nodes if each token were sent to a node once, however many of its experts are there.
     `node_of_peer_P`: int64, numbered from 0. No host sync.
     """
     peers = len(node_of_peer_P)
     end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
-    # A dropped copy may stand behind all others, or be said to stand at place 0: it stays at home.
+    # The place of a dropped assignment is past the end, or 0: count it as sent to this rank itself.
     peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
     if order.kept_TK is not None:
         peer_TK = peer_TK.where(order.kept_TK, here)
     node_TK = node_of_peer_P[peer_TK]
-    # As many columns as there may be nodes: to ask for their number would wait for the device.
+    # `peers` columns, the most nodes there can be: their number would take a host sync.
     visits_TN = torch.zeros(len(node_TK), peers, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
     return visits_TN.sum() - visits_TN.index_select(1, node_of_peer_P[here : here + 1]).sum()
 
@@ -117,7 +117,7 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
-    """The expert stacks of `model` by the name of their layer, in the order of its modules."""
+    """The expert stacks of `model` by the name of their module, in the order of modules."""
     stacks: dict[str, ExpertStack] = {}
     for name, module in model.named_modules():
         stack = getattr(module, "expert_stack", None)

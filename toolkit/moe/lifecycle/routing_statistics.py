@@ -1,4 +1,4 @@
-"""Which experts saw which class, and which of them together: counted on the device, asked for once an epoch."""
+"""Which classes of samples each expert gets, and which experts are chosen together, by uid; read once an epoch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from toolkit.moe.load.routing_log import MOST_ASSIGNMENTS, Choices, count_pairs
 from toolkit.parallel.ownership import sum_over_ranks
 
 Ids = tuple[int | None, ...]
-"""The expert on each seat; None where it is vacant."""
+"""The uid of each logical expert; None for inactive ones."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one layer over a period, by expert id."""
+    """Counts of one layer over a period, by uid."""
 
     ids: tuple[int, ...]
     together_EE: NDArray[np.int64]
-    """Tokens that chose both; the diagonal holds the tokens that chose the expert at all."""
+    """Tokens that chose both experts; the diagonal holds the tokens that chose the expert at all."""
     classes_EC: NDArray[np.int64]
     """Tokens of each class."""
 
@@ -36,10 +36,10 @@ class Counts:
 
     @classmethod
     def of_logical_ids(cls, ids: Ids, together_SS: NDArray[np.int64], classes_SC: NDArray[np.int64]) -> Counts:
-        """Counts by seat, under the ids that sat there. A vacant seat is chosen by nobody."""
+        """From counts by logical expert, whose uids are `ids`. Inactive ones have no tokens."""
         logical_ids = [logical_id for logical_id, id in enumerate(ids) if id is not None]
-        sitting = tuple(id for id in ids if id is not None)
-        return cls(sitting, together_SS[np.ix_(logical_ids, logical_ids)], classes_SC[logical_ids])
+        active = tuple(id for id in ids if id is not None)
+        return cls(active, together_SS[np.ix_(logical_ids, logical_ids)], classes_SC[logical_ids])
 
     def __add__(self, other: Counts) -> Counts:
         ids = tuple(sorted({*self.ids, *other.ids}))
@@ -87,7 +87,7 @@ class RoutingStatistics:
         self.end_step()
 
     def begin_step(self, labels: Iterable[Tensor | None]) -> None:
-        """The class of each sample of the coming step's micro-batches, one tensor each; None where there are none."""
+        """`labels`: the class of each sample, one tensor per micro-batch of the coming step; None if it has none."""
         self.end_step()
         of_step = list(labels)
         for name, cursor in self._cursors.items():
@@ -100,10 +100,10 @@ class RoutingStatistics:
             cursor.accept(0)
 
     def _read(self) -> None:
-        """Take up the forwards of this step so far."""
+        """Take the forwards of this step so far."""
         for name, cursor in self._cursors.items():
             notes = self._notes[name]
-            # The forwards come first: `zip` would otherwise draw a label that no forward is there for yet.
+            # Forwards first, or `zip` would take a label before it finds that no forward is left.
             for forward, labels in zip(cursor.take(), self._labels.get(name, ()), strict=False):
                 assert forward.choices is not None
                 notes.append(_Note(self._uids[name], forward.choices, labels))
@@ -112,7 +112,7 @@ class RoutingStatistics:
                 self._fold(name)
 
     def _fold(self, name: str) -> None:
-        """Add what waits to the sums on the device, one (E, E + C) table for each assignment of uids."""
+        """Add the waiting forwards to the sums on the device: one table (E, E + C) per tuple of uids."""
         notes, self._notes[name], self._waiting[name] = self._notes[name], [], 0
         logical_experts, classes = len(self.layers[name].load_E), self.num_classes
         for ids, group in itertools.groupby(notes, key=lambda note: note.ids):
@@ -121,7 +121,7 @@ class RoutingStatistics:
             experts_TK = torch.cat([note.choices.expert_ids_TK for note in forwards])
             kept_TK = torch.cat([note.choices.kept() for note in forwards]).long()
             labels_T = torch.cat([_labels(note, classes) for note in forwards])
-            # Tokens without a class are counted in a column that is cut off.
+            # Tokens without a class go into an extra column, which is cut off.
             cells = experts_TK * (classes + 1) + labels_T[:, None]
             seen = pairs_EE.new_zeros(logical_experts * (classes + 1)).scatter_add_(
                 0, cells.flatten(), kept_TK.flatten()
@@ -137,7 +137,7 @@ class RoutingStatistics:
         self._sums: dict[str, dict[Ids, Tensor]] = {name: {} for name in self.layers}
 
     def _collect(self) -> None:
-        """Bring the sums of all ranks to the host. A collective, one reduction: seatings are alike on all ranks."""
+        """Bring the sums of all ranks to the host. A collective, one reduction: uids are the same on all ranks."""
         self._read()
         for name in self.layers:
             self._fold(name)
@@ -157,7 +157,7 @@ class RoutingStatistics:
             sums.clear()
 
     def take(self) -> dict[str, Counts]:
-        """The counts of all ranks since the last time, by layer. A collective."""
+        """The counts of all ranks since the last call, by layer. A collective."""
         self._collect()
         total, self._total = self._total, self._nothing()
         return total
@@ -176,7 +176,7 @@ class RoutingStatistics:
 
 
 def _labels(note: _Note, classes: int) -> Tensor:
-    """(T): the class of each token, `classes` where it has none. The tokens of a sample share its class."""
+    """(T): the class of each token, which is that of its sample; `classes` for none."""
     tokens = len(note.choices.expert_ids_TK)
     if note.labels is None:
         return note.choices.expert_ids_TK.new_full((tokens,), classes)
