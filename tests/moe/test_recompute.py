@@ -251,7 +251,7 @@ def mixtral_on_one_rank() -> dict[str, tuple[dict[str, Tensor], int]]:
         with counted_exchanges() as calls:
             accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
         values = {name: p.grad for name, p in model.named_parameters()}
-        found[name] = values | {name: stack.load_E for name, stack in experts.stacks.items()}, len(calls)
+        found[name] = values | {name: stack.log.load_E for name, stack in experts.stacks.items()}, len(calls)
     return found
 
 

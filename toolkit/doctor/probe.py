@@ -232,7 +232,7 @@ class Probe:
 
         for model in self.models:
             for name, stack in expert_stacks(model).items():
-                now = stack.load_E.cpu()
+                now = stack.log.load_E.cpu()
                 self.step.counts[name] = (now - self._counts.get(name, torch.zeros_like(now))).tolist()
                 self._counts[name] = now.clone()
         self.record.steps.append(self.step)

@@ -12,6 +12,7 @@ from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.lifecycle.router import DynamicRouter
+from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
@@ -49,9 +50,6 @@ class MoE(nn.Module):
         """The last forward's routing, for the losses that need it."""
         self.sequence_length: int | None = None
         """S, where the last forward's input was (..., S, D)."""
-        # Not a buffer, for the reason that the stack's counters are none.
-        self.dropped_E = torch.zeros_like(expert_stack.load_E)
-        """Those of `load_E` that the capacity dropped."""
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -60,13 +58,18 @@ class MoE(nn.Module):
 
     @property
     def load_E(self) -> Tensor:
-        """Routed copies per expert on this rank over all training forwards."""
-        return self.expert_stack.load_E
+        """Assignments per expert on this rank over all training forwards, dropped ones included."""
+        return self.expert_stack.log.load_E
+
+    @property
+    def dropped_E(self) -> Tensor:
+        """Those of `load_E` that the capacity dropped."""
+        return self.expert_stack.log.dropped_E
 
     @property
     def last_load_E(self) -> Tensor:
-        """The same, of the last forward alone."""
-        return self.expert_stack.last_load_E
+        """The load of the last forward alone, in training or evaluation."""
+        return self.expert_stack.log.last_load_E
 
     @property
     def num_choices(self) -> Tensor | int:
@@ -90,24 +93,22 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared_expert(x_TD)
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plan, kept_TK)
+            self.record(routing, plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
     def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
         return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
 
-    def record(self, routing: Routing, plan: DispatchPlan, kept_TK: Tensor | None) -> None:
-        """Remember what the losses and statistics need."""
+    def record(self, routing: Routing, plan: DispatchPlan, kept_TK: Tensor | None, x_TD: Tensor, y_TD: Tensor) -> None:
+        """Keep the routing for the losses, and write it into the log."""
         self.routing = routing
-        counts = self.training and torch.is_grad_enabled()
-        load_E = sent_E = plan.load_E
+        dropped_E = None
         if self.capacity is not None and kept_TK is not None:
             dropped_N = (~kept_TK).flatten().long()
-            dropped_E = torch.zeros_like(sent_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
-            load_E = sent_E + dropped_E
-            if counts:
-                self.dropped_E = self.dropped_E.to(sent_E.device) + dropped_E
-        self.expert_stack.count(plan.order, load_E, routing.expert_ids_TK, routing.kept_TK, training=counts)
+            dropped_E = torch.zeros_like(plan.load_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
+        choices = Choices(routing.expert_ids_TK, routing.kept_TK)
+        training = self.training and torch.is_grad_enabled()
+        self.expert_stack.record(plan, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(

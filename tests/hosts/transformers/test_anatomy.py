@@ -67,7 +67,7 @@ def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_changes_neither_gradients_nor_counts(family: str):
+def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(family: str):
     found = []
     for checkpointing in (False, True):
         model = model_of(family).train()
@@ -76,11 +76,14 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_counts(family: str
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         ids = tokens(0, 4)
-        (model(input_ids=ids, labels=ids).loss + penalty()).backward()
+        loss = model(input_ids=ids, labels=ids).loss + penalty()
+        routed = [watch.routing for watch in penalty.layers]
+        loss.backward()
+        assert all(watch.routing is routing for watch, routing in zip(penalty.layers, routed, strict=True))
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.append((gradients, [watch.load_E.tolist() for watch in penalty.layers]))
-    (plain, counts), (again, recounts) = found
-    assert recounts == counts
+        found.append((gradients, [watch.last_load_E.tolist() for watch in penalty.layers]))
+    (plain, load), (again, load_again) = found
+    assert load_again == load
     assert again.keys() == plain.keys()
     assert all(torch.allclose(again[name], gradient, rtol=1e-5, atol=1e-9) for name, gradient in plain.items())
 

@@ -92,10 +92,11 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
     if world > 1:
         experts = ExpertParallel(accelerator, ep_size=ep_size, placement=lambda *_: place(placement, ep_size))
         model, optimizer = experts.prepare(model, optimizer)
-    losses, norms, grads = [], [], []
+    losses, norms, grads, loads = [], [], [], []
     for step in range(STEPS):
         ids = tokens(step, SAMPLES)[rank * SAMPLES // world : (rank + 1) * SAMPLES // world]
         loss = model(input_ids=ids, labels=ids).loss + world * penalty()
+        loads.append(torch.stack([watch.last_load_E for watch in penalty.layers]))
         accelerator.backward(loss)
         grads.append(rows(inner, grads=True))
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
@@ -114,7 +115,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         "norms": norms,
         "grads": grads,
         "weights": rows(inner),
-        "load": torch.stack([watch.load_E for watch in penalty.layers]),
+        "load": torch.stack(loads),
         "saved": rows(causal_lm(saved, dtype=torch.float64)) if rank == 0 else {},
         "rows": [len(module.down_proj) for module in experts_modules(inner).values()],
     }

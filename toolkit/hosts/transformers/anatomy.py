@@ -57,7 +57,7 @@ def _num_experts(experts: nn.Module) -> int:
 
 
 class RouterWatch:
-    """What one router decided in the last forward, and how often it chose each expert in training."""
+    """What one router decided in the last forward."""
 
     def __init__(self, name: str, router: nn.Module):
         self.name = name
@@ -67,10 +67,8 @@ class RouterWatch:
         self.routing: Routing | None = None
         self.sequence_length: int | None = None
         """transformers flattens sequences before its routers see them."""
-        self.load_E = torch.zeros(self.num_choices, dtype=torch.int64)
-        """Assignments per expert on this rank over all training forwards; never reset, so take differences."""
-        self.last_load_E = self.load_E
-        """The same, of the last forward alone."""
+        self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
+        """int64: assignments per expert on this rank in the last forward, in training or evaluation."""
         router.register_forward_hook(self._remember)
 
     def _remember(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
@@ -83,11 +81,8 @@ class RouterWatch:
         if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
             return
         self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE)
-        chosen = ids_TK.detach().flatten()
-        self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64, device=chosen.device)
-        self.last_load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
-        if router.training and torch.is_grad_enabled():
-            self.load_E = self.load_E.to(chosen.device) + self.last_load_E
+        chosen_N = ids_TK.flatten()
+        self.last_load_E = chosen_N.new_zeros(self.num_choices).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
 
 def watch_routers(model: nn.Module) -> list[RouterWatch]:
