@@ -134,7 +134,7 @@ def test_plain_transformers_measures_the_same_bits_per_byte(runs):
 
     use_toolkit_kernel()
     results = json.loads((runs / "two" / "results.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(runs / "two" / "model").eval()
+    model = AutoModelForCausalLM.from_pretrained(runs / "two" / "model", dtype=torch.float32).eval()
     data = load_text(
         "folder", runs / "corpus", tokenizer="bytes", block_size=32, batch_size=32, on_main=lambda decide: decide()
     )

@@ -32,6 +32,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def train_on_ranks(folder: Path) -> dict:
+    # Ranks have the environment of the server that forks them, which may be older than this test.
+    os.environ["TOOLKIT_CACHE_DIR"] = str(folder.parent / "cache")
     with in_float64():
         return main(config(folder))
 
