@@ -89,9 +89,10 @@ def test_a_users_script_passes_mypy_strict_and_misuse_does_not(tmp_path: Path):
     untyped = ",".join(f"{library}.*" for library in UNTYPED_HERE.split())
     settings.write_text(f"[mypy]\n[mypy-{untyped}]\nfollow_imports = skip\n")
     options = ["--strict", "--allow-subclassing-any", "--follow-imports=silent", "--explicit-package-bases"]
+    options += ["--cache-dir", str(tmp_path / "cache"), "--config-file", str(settings)]
+    script = ROOT / "tests" / "api" / "user_script.py"
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "--cache-dir", tmp_path / "cache", "--config-file", settings]
-        + [ROOT / "tests" / "api" / "user_script.py", misuse],
+        [sys.executable, "-m", "mypy", *options, script, misuse],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -239,7 +239,7 @@ def test_tensorboard_that_is_asked_for_and_missing_is_refused_with_the_remedy(mo
 def test_a_fault_in_a_picture_loses_neither_the_results_nor_other_pictures(capsys):
     drawn = []
 
-    def fail(folder, results):
+    def fail(*_):
         raise RuntimeError("no fonts")
 
     def draw(folder, results):
@@ -255,7 +255,7 @@ def test_a_fault_in_a_picture_loses_neither_the_results_nor_other_pictures(capsy
     assert "no plots (RuntimeError: no fonts)" in capsys.readouterr().out
 
 
-def test_a_fact_that_is_a_function_is_called_when_the_run_ends(tmp_path):
+def test_a_fact_that_is_a_function_is_called_when_the_run_ends():
     now = "at first"
     with start_run("toy", config()) as run:
         run.describe(where=lambda: now)

@@ -39,7 +39,7 @@ from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous
-from toolkit.placement.traffic import Traffic, migration_cost, traffic
+from toolkit.placement.traffic import Traffic, migration_cost, rows_between_ranks
 from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
@@ -251,7 +251,7 @@ def test_counts_of_sources_add_up_to_those_of_all():
     assert (again.received_FLW == whole.received_FLW).all()
     for forward, layer, group in np.ndindex(5, 2, 2):
         ranks = slice(3 * group, 3 * group + 3)
-        expected = traffic(sent[forward, layer, ranks], placements[layer]).load_R
+        expected = Traffic(rows_between_ranks(sent[forward, layer, ranks], placements[layer])).load_R
         assert (whole.received_FLW[forward, layer, ranks] == expected).all()
 
 
