@@ -1,7 +1,7 @@
 """What planners would have done with the loads of a real run, or with made-up ones.
 
-Letters as in `toolkit.moe.load.metrics`, and `T` optimizer steps. A plan is in force from the window after the one that it
-was made for, so the first window, before any plan, is left out of all figures.
+Letters as in `toolkit.moe.load.metrics`, and `T` optimizer steps. A plan takes effect in the window after the one that
+it was made from, so the first window, before any plan, is left out of all figures.
 """
 
 from __future__ import annotations

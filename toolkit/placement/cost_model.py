@@ -10,8 +10,8 @@ from torch import nn
 from toolkit.placement.guard import CostModel
 
 LINK_BYTES_PER_SECOND = 10e9
-"""Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster, so the guard refuses a few
-plans too many there."""
+"""Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster, so that the guard refuses
+a few plans too many there."""
 EXPERT_SHARE = 0.5
 """Assumed, not measured: the fraction of a step that grows with the rows of the busiest rank (experts' forward and
 backward, and their transfers); the rest is attention, loss, optimizer. Too high a fraction overrates gains."""

@@ -56,7 +56,7 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
 
 
 def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> PackingState:
-    """The most even placement that a bisection of short searches finds; `packing` where it finds none that is better."""
+    """The most even placement that a bisection of short searches finds; `packing` if it finds no better one."""
     mean = float(load.sum()) / current.ranks
     low, high = max(mean, float(load.max())), packing.imbalance * mean
     for _ in range(BISECTIONS):
