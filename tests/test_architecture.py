@@ -51,7 +51,6 @@ FENCES = {
         "toolkit.run.run",
         "toolkit.run.provenance",
         "toolkit.parallel",
-        "toolkit.checkpoint.checkpoint",
         "toolkit.tracking.trackers",
         "toolkit.data.batches",
         "toolkit.launch",

@@ -1,4 +1,4 @@
-"""The public names, listed once: `toolkit/__init__.py` loads each when it is first used, editors complete them from here."""
+"""The public names, once: `toolkit/__init__.py` loads each on first use; editors and type checkers read them here."""
 
 from .callbacks.base import Callback as Callback
 from .cli import run_recipe as run_recipe

@@ -1,4 +1,4 @@
-"""What can go wrong for a user, and the exit code that each outcome has."""
+"""Errors that users see, and exit codes."""
 
 EXIT_DONE = 0
 EXIT_BUG = 1

@@ -1,4 +1,4 @@
-"""Means over samples, kept on the device and reduced over ranks once per log line."""
+"""Means over samples, accumulated on the device and reduced over ranks once per log line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class MetricSums:
-    """Running (sum, count) pairs. Adding never waits for the device; reading does, and is a collective."""
+    """Running (sum, count) pairs. `add` is asynchronous; `compute` waits for the device, and is a collective."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -31,7 +31,7 @@ class MetricSums:
     def compute(self) -> dict[str, Any]:
         """The mean of everything added since the last reset, over all ranks; a list for a tensor of several numbers.
 
-        Every rank added the same names.
+        All ranks must have added the same names.
         """
         if not self._sums:
             return {}
@@ -49,7 +49,7 @@ class MetricSums:
         self._sums, self._counts = {}, {}
 
     def state_dict(self) -> list[dict[str, list[Any]]]:
-        """Each rank's own [sum, its type, count], so that a log line that spans a checkpoint comes out the same."""
+        """[sum, dtype, count] by name of each rank, so that a log line that spans a checkpoint stays the same."""
         mine = {
             name: [value.tolist(), str(value.dtype).removeprefix("torch."), float(self._counts[name])]
             for name, value in self._sums.items()
@@ -61,7 +61,7 @@ class MetricSums:
         return everyones
 
     def load_state_dict(self, state: list[dict[str, list[Any]]]) -> None:
-        """Take up this rank's part of `state`; of one saved by another number of ranks, every W-th part."""
+        """Load this rank's sums. Of a state saved with another world size, rank r of W takes the parts r, r + W, ..."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.reset()
         for part in state[rank::world]:

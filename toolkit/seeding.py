@@ -1,8 +1,7 @@
-"""Randomness that is addressed, not carried.
+"""Random generators seeded by an address instead of a saved state.
 
-A generator whose state travels through a run has to be saved, restored and kept aligned on every rank. Instead each
-draw has an address, such as (seed, step, micro-batch, rank), and its seed is a hash of that address. A resumed run
-draws the same numbers because it asks at the same address.
+The state of a generator would have to be saved, restored and kept equal on all ranks. Instead each draw has an address,
+such as (seed, step, micro-batch, rank), and is seeded with a hash of it, so a resumed run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import torch
 
 
 def derive_seed(*address: int | str) -> int:
-    """A 63-bit seed that is a pure function of `address`, alike on every machine and Python version."""
+    """A 63-bit seed: a hash of `address`, the same on every machine and Python version."""
     digest = hashlib.blake2b(repr(address).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator(*address: int | str) -> torch.Generator:
-    """A CPU generator for the draws made at `address`."""
+    """A CPU generator seeded by `address`."""
     return torch.Generator().manual_seed(derive_seed(*address))
 
 
 def seed_device(device: torch.device, *address: int | str) -> None:
-    """Seed what dropout and the like draw from, on `device` and on the CPU.
+    """Seed the global generators of `device` and the CPU, from which dropout draws.
 
-    `torch.manual_seed` does this for every back end there is, which costs more than a small model's forward.
+    `torch.manual_seed` seeds every back end, which takes longer than the forward of a small model.
     """
     seed = derive_seed(*address)
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Where a run is. Two integers: everything else follows from them and the configuration."""
+"""The progress of a run: two integers, from which the configuration determines the rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class TrainState:
     step: int = 0
-    """Optimizer steps done; also the position in the data, see `toolkit.data.batches`."""
+    """Optimizer steps done. Also the position in the data: see `toolkit.data.batches`."""
     samples: int = 0
     """Training samples seen over all ranks."""

@@ -1,4 +1,4 @@
-"""What a batch contributes: a sum, a count, and nothing that depends on how many processes there are."""
+"""The loss of a batch as a sum and a count, so that it does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Loss:
 
         sum_j  sums_j / C  +  penalty_j * C_j / C
 
-    so a step's loss depends on the global batch, not on how it was cut into pieces.
+    so a step's loss depends on the global batch, not on its division into micro-batches and ranks.
     """
 
     sum: Tensor
@@ -35,7 +35,7 @@ class Loss:
 
 
 class Task(Protocol):
-    """How a batch becomes a `Loss`. Holds no model; the trainer passes one that is ready for use.
+    """Computes a `Loss` from a model and a batch. Holds no model: the trainer passes the prepared one.
 
     A task whose metrics are no means, such as an F1 score or a word error rate, has a fourth method:
     `summarise(means) -> metrics` gets the means of what `evaluate` summed, over all batches and ranks, and returns what

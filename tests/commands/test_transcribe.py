@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.domains.speech.sounds import encode_wav
 from toolkit.commands import main
-from toolkit.domains.speech.audio import LogMel, encode_wav
+from toolkit.domains.speech.audio import LogMel
 from toolkit.domains.speech.characters import Characters
 from toolkit.domains.speech.decoding import best_path
 from toolkit.domains.speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise

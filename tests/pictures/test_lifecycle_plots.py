@@ -64,7 +64,7 @@ def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
         (tmp_path / f"{name}.png").touch()
     (tmp_path / "summary.txt").write_text("test accuracy  97.00%\n")
     text = performance_summary(tmp_path)
-    assert "4 at first, 3 born, 1 merged, 1 pruned; 5 live on 8 seats; 1 sleeps, 1 times undone" in text
+    assert "4 at first, 3 added, 1 merged, 1 pruned; 5 of 8 logical experts active; 1 sleeps, 1 changes undone" in text
     assert "97.00%" in text
     assert "390  6 born of 4" in text
     assert "rank 1: 1 experts (4)" in text

@@ -5,9 +5,10 @@ import json
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
-from toolkit.pictures.plots import draw_plots
+from toolkit.pictures.plots import _draw_loads, draw_plots
 
 
 def write(folder, lines):
@@ -36,6 +37,14 @@ def test_a_run_of_a_mixture_gets_three_pictures(tmp_path, experts):
     for name, path in pictures.items():
         assert path == tmp_path / f"{name}.png"
         assert colours(path) > 200 or (name == "expert_load" and experts > 16)
+
+
+def test_inactive_experts_are_no_lines_of_the_load_and_do_not_lower_the_fair_share():
+    figure = Figure()
+    points = [(1, [0.5, 0.3, 0.2, 0.0, 0.0]), (2, [0.6, 0.4, 0.0, 0.0, 0.0])]
+    _draw_loads(figure, {"block": points}, {"block": [[0], [1, 3]]})
+    labels = [line.get_label() for line in figure.axes[0].get_lines()]
+    assert labels == ["0", "1", "2", "3", "fair: 33.3 %"], "2 was removed, 3 is active and without load, 4 never was"
 
 
 def test_only_what_there_is_data_for_is_drawn(tmp_path):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import run_distributed
-from toolkit.placement.cost_model import LINK_BYTES_PER_SECOND, link_bytes_per_second, measured_cost_model
+from toolkit.placement.cost_model import measured_cost_model
 
 
 def test_prices_of_a_layer_are_those_of_its_tensors_and_steps():
@@ -27,14 +26,3 @@ def test_prices_of_a_layer_are_those_of_its_tensors_and_steps():
     # Two moments each, of the parameter's type; the step's number is of no expert.
     assert cost_model() == (weights, 2 * weights)
     assert measured_cost_model(stacked, None, step_seconds=0.0, rows=0).seconds_per_row == 0.0
-
-
-def rate() -> float:
-    return link_bytes_per_second(None, torch.device("cpu"), megabytes=1)
-
-
-def test_ranks_agree_on_how_fast_their_link_is():
-    alone = rate()
-    assert alone == LINK_BYTES_PER_SECOND
-    first, second = run_distributed(rate, 2)
-    assert first == second > 1e5

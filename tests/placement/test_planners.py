@@ -27,7 +27,6 @@ from toolkit.placement.planners import (
     few_swaps,
     lpt,
     node_aware,
-    place_new_expert,
     planner_named,
     register_planner,
     replicate,
@@ -40,7 +39,7 @@ from toolkit.placement.planners.fewest import unevenness
 from toolkit.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.placement.planners.replicas import replicas_for
 from toolkit.placement.replay import replay
-from toolkit.placement.traffic import traffic
+from toolkit.placement.traffic import Traffic, rows_between_ranks
 from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
 from toolkit.run.run import flushes_denormals
 
@@ -329,7 +328,7 @@ def test_node_aware_keeps_the_balance_within_its_tolerance_and_never_sends_more_
     limit = rank_imbalance(load, fair) * (1 + tolerance) * ROUNDING
 
     def crossing(placement: ExpertPlacement) -> float:
-        return traffic(sources, placement).cross_node_fraction(nodes)
+        return Traffic(rows_between_ranks(sources, placement)).cross_node_fraction(nodes)
 
     assert rank_imbalance(load, plan) <= limit
     assert crossing(plan) <= crossing(fair) + 1e-12
@@ -342,28 +341,9 @@ def test_node_aware_brings_experts_to_those_who_send_to_them():
     wants_odd = np.arange(16) % 2 * 9 + 1
     sources = np.stack([wants_odd, wants_odd, 11 - wants_odd, 11 - wants_odd])
     plan = node_aware(sources.sum(0), blocks(16, 4), node_of_rank=[0, 0, 1, 1], source_load_RE=sources)
-    assert traffic(sources, blocks(16, 4)).cross_node_fraction([0, 0, 1, 1]) == 0.5
-    assert traffic(sources, plan).cross_node_fraction([0, 0, 1, 1]) == pytest.approx(1 / 11)
+    assert Traffic(rows_between_ranks(sources, blocks(16, 4))).cross_node_fraction([0, 0, 1, 1]) == 0.5
+    assert Traffic(rows_between_ranks(sources, plan)).cross_node_fraction([0, 0, 1, 1]) == pytest.approx(1 / 11)
     assert rank_imbalance(sources.sum(0), plan) == 1.0
-
-
-@given(case=placements_with_loads())
-def test_a_new_expert_goes_to_the_rank_that_has_fewest_and_moves_no_other(case: Case):
-    current, load = case
-    if not current.empty_slots:
-        with pytest.raises(ValueError, match="no rank has a spare slot"):
-            place_new_expert(load, current)
-        return
-    plan = place_new_expert(load, current)
-    assert moves(current, plan) == []
-    (place,) = plan.replicas(current.num_experts)
-    experts_R = [sum(e != EMPTY_ROW for e in row) for row in current.slots]
-    assert experts_R[place.rank] == min(n for n, row in zip(experts_R, current.slots, strict=True) if EMPTY_ROW in row)
-
-
-def test_a_new_expert_breaks_ties_by_load():
-    current = ExpertPlacement(((0, -1), (1, -1), (2, 3, -1)))
-    assert place_new_expert([5, 4, 0, 0], current).slots == ((0, -1), (1, 4), (2, 3, -1))
 
 
 def test_the_flag_takes_the_planners_that_there_are():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.placement.placements import placements
 from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.traffic import migration_cost, rows_per_slot, traffic
+from toolkit.placement.traffic import Traffic, migration_cost, rows_between_ranks, rows_per_slot
 
 TWO_REPLICAS = ExpertPlacement(((0, 2), (1, 2), (3, EMPTY_ROW)))
 
@@ -39,7 +39,7 @@ def test_every_token_goes_to_a_copy_of_its_expert_as_counting_one_by_one_says(
 def test_bytes_of_dispatch_and_combine_and_what_crosses_nodes_by_hand():
     # Rank 0 sends 1, 2, 3, 4 rows to experts 0 to 3; rank 1 sends 10 to expert 0; rank 2 nothing.
     load = np.array([[1, 2, 3, 4], [10, 0, 0, 0], [0, 0, 0, 0]])
-    sent = traffic(load, TWO_REPLICAS)
+    sent = Traffic(rows_between_ranks(load, TWO_REPLICAS))
     assert sent.rows_SR.tolist() == [[4, 2, 4], [10, 0, 0], [0, 0, 0]]
     assert sent.load_R.tolist() == [14, 2, 4]
     assert sent.bytes_dispatched(100).tolist() == [600, 1000, 0]
@@ -47,7 +47,7 @@ def test_bytes_of_dispatch_and_combine_and_what_crosses_nodes_by_hand():
     assert sent.local_fraction == 4 / 20
     assert sent.cross_node_fraction([0, 0, 1]) == 4 / 20
     assert sent.cross_node_fraction([0, 1, 1]) == 16 / 20
-    nothing = traffic(np.zeros_like(load), TWO_REPLICAS)
+    nothing = Traffic(rows_between_ranks(np.zeros_like(load), TWO_REPLICAS))
     assert (nothing.local_fraction, nothing.cross_node_fraction([0, 0, 1])) == (1.0, 0.0)
 
 

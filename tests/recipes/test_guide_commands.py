@@ -43,7 +43,7 @@ def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path:
         with Image.open(tmp_path / name) as image:
             assert min(image.size) > 300, name
     summary = (tmp_path / "performance_summary.txt").read_text()
-    assert "living experts" in summary
+    assert "active experts" in summary
     assert all(name in summary for name in FILES)
     assert len(nx.read_graphml(tmp_path / "knowledge_graph.graphml", force_multigraph=True)) >= 4
     results = json.loads((tmp_path / "results.json").read_text())

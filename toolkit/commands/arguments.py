@@ -1,4 +1,4 @@
-"""What sub-commands read their arguments with: `argparse`, whose complaints are a `UserError` of one sentence."""
+"""The argument parser of sub-commands: `argparse` with errors as a `UserError` of one sentence."""
 
 from __future__ import annotations
 

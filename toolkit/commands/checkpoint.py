@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: look at a checkpoint, and rewrite it, in one process and without the model's code."""
+"""`toolkit checkpoint`: inspect, verify, reshard or export a checkpoint, in one process, without the model's code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     of = "a checkpoint, or a run folder, whose newest one is taken"
 
-    command = commands.add_parser("inspect", help="what it holds, and where experts were")
+    command = commands.add_parser("inspect", help="show its tensors and the placement of experts")
     command.add_argument("checkpoint", type=Path, help=of)
     command.add_argument("--json", action="store_true", help="the same for programs")
     command.set_defaults(run=_inspect)
@@ -34,10 +34,10 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("checkpoint", type=Path, help=of)
     command.set_defaults(run=_verify)
 
-    command = commands.add_parser("reshard", help="deal its experts out to the files of other ranks")
+    command = commands.add_parser("reshard", help="distribute its experts over another number of ranks")
     command.add_argument("checkpoint", type=Path, help=of)
     command.add_argument("out", type=Path, help="the new checkpoint")
-    command.add_argument("--ep-size", type=int, required=True, help="ranks that share one set of experts")
+    command.add_argument("--ep-size", type=int, required=True, help="ranks in an expert-parallel group")
     command.add_argument(
         "--placement",
         default="contiguous",
@@ -96,7 +96,7 @@ def _inspect(args: argparse.Namespace) -> None:
     _say(f"{args.checkpoint}", f"{step}written by {facts['processes']} process(es), format {facts['format']}", "")
     width = max(map(len, facts["files"]))
     _say(*(f"  {name:{width}}  {size:>15,} bytes" for name, size in facts["files"].items()), "")
-    _say(f"{facts['replicated_tensors']} tensors that every process has a copy of, parameters and buffers")
+    _say(f"{facts['replicated_tensors']} replicated tensors (parameters and buffers that every process has)")
     drawn: dict[str, str] = {}
     for layer, about in facts["layers"].items():
         rows = ", ".join(f"{name} {row}" for name, row in about["rows"].items())

@@ -1,4 +1,4 @@
-"""`toolkit doctor`: does a script learn the same in one process and in several, and if not, why not?"""
+"""`toolkit doctor`: compare training in one process with training in several, and name the cause of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`toolkit lab`: what planners would have done with recorded traces and with made-up workloads, as a report."""
+"""`toolkit lab`: replay recorded or synthetic routing against planners, and report imbalance and cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks-per-node", type=int, help="ranks that share a node; all of them by default")
     parser.add_argument("--steps", type=int, default=400, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
-    parser.add_argument("--seconds-per-row", type=float, default=1e-6, help="forward and backward of a routed copy")
+    parser.add_argument("--seconds-per-row", type=float, default=1e-6, help="forward and backward of one assignment")
     parser.add_argument("--bytes-per-second", type=float, default=25e9, help="of one rank's link, each way")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`toolkit transcribe`: what a WAV file says, heard piece by piece as from a microphone."""
+"""`toolkit transcribe`: recognise the speech in a WAV file, chunk by chunk as from a microphone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit transcribe", __doc__)
     parser.add_argument("recogniser", type=Path, help="the folder `recogniser` of a run of lmu_speech, or the run")
     parser.add_argument("sound", type=Path, help="a WAV file; FLAC and others with the package soundfile")
-    parser.add_argument("--piece-s", type=float, default=0.1, help="seconds of sound that are heard at once")
-    parser.add_argument("--json", action="store_true", help="a line per piece that brought text: its end, and the text")
+    parser.add_argument("--piece-s", type=float, default=0.1, help="seconds of sound in a chunk")
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON line per chunk with new text: its end in seconds, and the text"
+    )
     args = parser.parse_args(argv)
     if not args.piece_s > 0:
         raise UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")

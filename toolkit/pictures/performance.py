@@ -1,4 +1,4 @@
-"""performance_summary.txt: what happened in a run with a recorded population, as plain text."""
+"""performance_summary.txt: a run with dynamic experts as plain text: epochs, experts, lifecycle events, ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.tracking.jsonl import read_metrics
 from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
 
 MOST_LINES = 200
-"""Events, or experts of a layer, that are listed; of more the last ones."""
+"""Events, and experts of a layer, that are listed at most: the latest."""
 
 
 def performance_summary(folder: Path) -> str | None:
@@ -21,7 +21,7 @@ def performance_summary(folder: Path) -> str | None:
     parts = [
         _section("Run", (folder / "summary.txt").read_text(encoding="utf-8")),
         _section("Epochs", _epochs(epochs, list(read_metrics(folder / "metrics.jsonl")))),
-        *(_section(f"Experts of {layer or 'the mixture'}", _experts(epochs, layer)) for layer in epochs[-1].layers),
+        *(_section(f"Experts of {layer or 'the MoE layer'}", _experts(epochs, layer)) for layer in epochs[-1].layers),
         _section("Events", _events(epochs)),
         _section("Devices", _devices(epochs[-1])),
         _section("Files", _files(folder)),
@@ -58,7 +58,7 @@ def _epochs(epochs: Sequence[Epoch], lines: Sequence[Mapping[str, Any]]) -> str:
         ]
         for epoch in epochs
     ]
-    head = ["epoch", "step", "train loss", "test loss", "test accuracy", "seconds", "living experts", "events"]
+    head = ["epoch", "step", "train loss", "test loss", "test accuracy", "seconds", "active experts", "events"]
     return _table(head, rows)
 
 
@@ -67,14 +67,16 @@ def _experts(epochs: Sequence[Epoch], layer: str) -> str:
     fates = [node["fate"] for node in state.nodes.values()]
     sleeps = sum(event["kind"] == "sleep" for epoch in epochs for event in epoch.events_of(layer))
     undone = sum(event["kind"] == "undone" for epoch in epochs for event in epoch.events_of(layer))
-    created_at = sum(node["created_at"] > 0 for node in state.nodes.values())
-    told = (
-        f"{len(fates) - created_at} at first, {created_at} born, {fates.count('merged')} merged, {fates.count('pruned')} pruned; "
-        f"{len(state.active)} live on {len(state.uids_of_logical)} seats; {sleeps} sleeps, {undone} times undone\n"
+    added = sum(node["created_at"] > 0 for node in state.nodes.values())
+    counts = (
+        f"{len(fates) - added} at first, {added} added, "
+        f"{fates.count('merged')} merged, {fates.count('pruned')} pruned; "
+        f"{len(state.active)} of {len(state.uids_of_logical)} logical experts active; "
+        f"{sleeps} sleeps, {undone} changes undone\n"
     )
-    head = ["id", "created_at", "of", "ended", "fate", "share", "specialisation", "mostly classes", "rank"]
+    head = ["uid", "created at", "split from", "removed at", "fate", "share", "specialisation", "top classes", "rank"]
     rows = [[str(id), *_expert(state.nodes[id])] for id in sorted(state.nodes)[-MOST_LINES:]]
-    return told + _table(head, rows)
+    return counts + _table(head, rows)
 
 
 def _expert(node: Mapping[str, Any]) -> list[str]:
@@ -97,7 +99,7 @@ def _expert(node: Mapping[str, Any]) -> list[str]:
 def _events(epochs: Sequence[Epoch]) -> str:
     told = [(event, epoch) for epoch in epochs for event in epoch.events]
     if not told:
-        return "nobody was born, merged or pruned\n"
+        return "no expert was added, merged or pruned\n"
     lines = [f"{event['step']:>9,}  {_where(event, epoch)}{_why(event)}\n" for event, epoch in told[-MOST_LINES:]]
     return "".join(lines)
 
@@ -115,7 +117,7 @@ def _why(event: Mapping[str, Any]) -> str:
 
 def _devices(epoch: Epoch) -> str:
     if epoch.world_size == 1:
-        return f"one process on {epoch.device}: all experts live there\n"
+        return f"one process on {epoch.device} holds all experts\n"
     text = f"{epoch.world_size} processes on {epoch.device}\n"
     for layer, state in epoch.layers.items():
         text += f"{layer}\n" if len(epoch.layers) > 1 else ""
@@ -126,7 +128,7 @@ def _devices(epoch: Epoch) -> str:
 def _held(state: LayerState, rank: int) -> str:
     ids = [str(id) for id in state.ids_on_ranks[rank] if id is not None]
     share = sum(state.nodes[int(id)]["share"] for id in ids)
-    return f"{len(ids)} experts ({', '.join(ids)}), {share:.1%} of the traffic" if ids else "no experts"
+    return f"{len(ids)} experts ({', '.join(ids)}), {share:.1%} of the assignments" if ids else "no experts"
 
 
 def _files(folder: Path) -> str:

@@ -66,7 +66,7 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
     if any(points_of(lines, name) for name in ("train/loss", "eval/loss")):
         drawings["loss"] = lambda figure: draw_loss(figure, lines)
     if loads:
-        drawings["expert_load"] = lambda figure: _draw_loads(figure, loads)
+        drawings["expert_load"] = lambda figure: _draw_loads(figure, loads, placement or {})
     if placement:
         drawings["expert_placement"] = lambda figure: _draw_placement(figure, placement)
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
@@ -101,8 +101,15 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) ->
         step_axis(axes)
 
 
-def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[float | None]]]]) -> None:
-    """Fraction of assignments per expert over time: lines for few experts, a heat map for many."""
+def _draw_loads(
+    figure: Figure,
+    loads: Mapping[str, Sequence[tuple[int, list[float | None]]]],
+    placement: Mapping[str, Sequence[Sequence[int]]],
+) -> None:
+    """Fraction of assignments per expert over time: lines for few experts, a heat map for many.
+
+    Logical experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
+    """
     from matplotlib.ticker import MaxNLocator
 
     layers = spread(list(loads), MOST_LAYERS)
@@ -113,14 +120,16 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
     for layer, axes in zip(layers, panels, strict=False):
         points = loads[layer]
         steps = [step for step, _ in points]
-        experts = max(len(shares) for _, shares in points)
-        # A layer may have grown, and a number that JSON has no words for is null.
-        padded = [[*shares, *[None] * (experts - len(shares))] for _, shares in points]
-        table = [[math.nan if share is None else 100 * share for share in shares] for shares in padded]
-        fair = 100 / experts
+        logical = max(len(shares) for _, shares in points)
+        active = {expert for row in placement.get(layer, [range(logical)]) for expert in row}
+        ids = [e for e in range(logical) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
+        experts = len(ids)
+        # A layer may have grown, and what is not a number is null in JSON.
+        table = [[_percent(shares[e] if e < len(shares) else None) for e in ids] for _, shares in points]
+        fair = 100 / len(active)
         if experts <= 16:
-            for expert, colour in zip(range(experts), palette(experts), strict=True):
-                axes.plot(steps, [row[expert] for row in table], color=colour, lw=1.4, label=str(expert))
+            for column, (expert, colour) in enumerate(zip(ids, palette(experts), strict=True)):
+                axes.plot(steps, [row[column] for row in table], color=colour, lw=1.4, label=str(expert))
             axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
             axes.set_ylim(bottom=0)
             axes.set_ylabel("% of assignments")
@@ -143,6 +152,10 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
         step_axis(axes)
     for axes in panels:
         axes.set_visible(False)
+
+
+def _percent(share: float | None) -> float:
+    return math.nan if share is None else 100 * share
 
 
 def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[int]]]) -> None:

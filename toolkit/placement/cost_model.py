@@ -1,23 +1,20 @@
-"""What time costs what in a run that is under way: the prices that a guard reckons with."""
+"""The cost model of a running training, with which a guard compares the gain of a plan to the cost of migration."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from toolkit.placement.guard import CostModel
 
 LINK_BYTES_PER_SECOND = 10e9
-"""Assumed where it is not measured: a network card of 100 Gbit/s, nearly. Within a node links are faster, so that a
-guard which assumes this refuses a little too much."""
+"""Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster, so that the guard refuses
+a few plans too many there."""
 EXPERT_SHARE = 0.5
-"""The part of a step that grows with the busiest rank's rows: experts' forward and backward, and their transfers. The
-rest is attention, loss, optimizer. Half is common in models of this kind; too high a share overrates gains."""
+"""Assumed, not measured: the fraction of a step that grows with the rows of the busiest rank (experts' forward and
+backward, and their transfers); the rest is attention, loss, optimizer. Too high a fraction overrates gains."""
 
 
 def measured_cost_model(
@@ -55,29 +52,3 @@ def state_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> in
     """What the optimizer keeps for one row of `parameter`; 0 before its first step."""
     states = optimizer.state.get(parameter, {}).values()
     return sum(_row_bytes(s) for s in states if isinstance(s, torch.Tensor) and s.shape == parameter.shape)
-
-
-def link_bytes_per_second(
-    group: dist.ProcessGroup | None, device: torch.device, *, megabytes: int = 16, repeats: int = 3
-) -> float:
-    """How fast a rank of `group` sends to the next one while it receives from the one before: the median of `repeats`,
-    of the slowest rank, hence alike on all. A collective call. LINK_BYTES_PER_SECOND where there is no other rank."""
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    if ranks == 1:
-        return LINK_BYTES_PER_SECOND
-    size = megabytes * 2**20
-    me = dist.get_rank(group)
-    sizes_out, sizes_in = [0] * ranks, [0] * ranks
-    sizes_out[(me + 1) % ranks] = sizes_in[(me - 1) % ranks] = size
-    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
-    incoming = torch.empty_like(outgoing)
-    seconds = []
-    for _ in range(1 + repeats):
-        dist.barrier(group)
-        began = time.perf_counter()
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
-        float(incoming[-1])  # waits for the device
-        seconds.append(time.perf_counter() - began)
-    slowest = torch.tensor(statistics.median(seconds[1:]), device=device)  # The first one opens connections.
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return size / float(slowest)

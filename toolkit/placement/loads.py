@@ -23,8 +23,8 @@ def as_floats(load_E: Load) -> Floats:
 
 
 def checked_load(load_E: Load, current: ExpertPlacement) -> Floats:
-    """`load_E` as float64 (E), scaled so that the largest is at least a half and below 1, or all are 0: no sum or quotient
-    of them can overflow. The factor is a power of two, so scaling rounds nothing.
+    """`load_E` as float64 (E), scaled so that the largest is in [0.5, 1), or all are 0: no sum or quotient of them can
+    overflow. The factor is a power of two, so scaling rounds nothing.
 
     Raises ValueError unless there is a finite number, at least 0, for each expert.
     """

@@ -196,8 +196,8 @@ InitialPlacement = Literal["contiguous", "round_robin"]
 def initial_placement(
     num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
 ) -> ExpertPlacement:
-    """`contiguous` blocks of experts as equal as can be, or expert e on rank e mod `ranks` (`round_robin`); each rank has
-    `spare_slots` empty slots more."""
+    """`contiguous` blocks of experts as equal as can be, or expert e on rank e mod `ranks` (`round_robin`); each rank
+    has `spare_slots` empty slots more."""
     if kind == "round_robin":
         rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
         slots = len(rows[0])

@@ -93,11 +93,6 @@ def rows_between_ranks(
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
 
-def traffic(load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True) -> Traffic:
-    """What the loads of each rank in one forward, int64 (S, E), mean for the ranks."""
-    return Traffic(rows_between_ranks(load_SE, placement, local_first=local_first))
-
-
 @dataclass(frozen=True)
 class MigrationCost:
     """What one change of placement sends."""

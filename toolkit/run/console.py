@@ -1,4 +1,4 @@
-"""Lines for people: one aligned line per log step, and whether a terminal is there for a progress bar."""
+"""Console output: one aligned line per log step, and whether a progress bar can be drawn."""
 
 from __future__ import annotations
 

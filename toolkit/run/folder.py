@@ -1,6 +1,6 @@
-"""The folder of a run: which one, who may use it, and what it says about the run.
+"""The folder of a run: how it is chosen, locked and continued, and what lies in it.
 
-config.json     the configuration, with the recipe's name; a run is held by the folder that has it
+config.json     the configuration and the recipe's name; a folder with this file holds a run
 code.txt        command line, versions, git revision and difference, once per start
 metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
@@ -28,10 +28,10 @@ RUNS = Path("runs")
 
 
 def open_folder(name: str, config: RunConfig) -> tuple[Path, FileLock, bool]:
-    """The folder that `config` asks for, locked, and whether it holds a run to continue. For the main process.
+    """The folder that `config` asks for, locked, and whether it holds a run to continue. Call on the main process only.
 
-    Raises UserError where the folder cannot be used: another job has it, its run is finished or was another one,
-    there is nothing to resume, or it cannot be written.
+    Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
+    nothing to resume, or that cannot be written.
     """
     folder = config.run_dir
     if config.resume == "yes":
@@ -57,12 +57,12 @@ def open_folder(name: str, config: RunConfig) -> tuple[Path, FileLock, bool]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write `values` so that `path` is at every moment either absent, old, or complete."""
+    """Write `values` as JSON, atomically: see `write_text`."""
     write_text(path, to_json(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` so that `path` is at every moment either absent, old, or complete."""
+    """Replace `path` by `text` atomically: a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -72,12 +72,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
-    """What config.json says: every field, without secrets."""
+    """The content of config.json: every field, without secrets."""
     return {"recipe": name, **mask(to_dict(config))}
 
 
 def _create_new(parent: Path) -> Path:
-    """A new folder named by the time, and by a number as well where two runs begin in the same second."""
+    """A new folder named by the time, with a number for further runs in the same second."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 1000):
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
@@ -91,7 +91,7 @@ def _create_new(parent: Path) -> Path:
 
 
 def _newest(name: str) -> Path | None:
-    """The run of this recipe that was started last."""
+    """The folder of the latest run of this recipe."""
     configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
     return configs[-1].parent if configs else None
 
@@ -125,7 +125,7 @@ def _holds_run_to_continue(folder: Path, name: str, config: RunConfig) -> bool:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields that decide what is learned, by dotted name."""
+    """The fields that determine training results, by dotted name."""
     for name, value in values.items():
         if prefix or name not in NOT_OF_THE_TRAJECTORY:
             if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which code and which versions a run was made with."""
+"""Code and versions that a run is made with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_DIFF = 1_000_000
 
 
 def _git(*args: str) -> str | None:
-    """What git answers about the repository of the running script; None where there is no git or no repository."""
+    """The output of a git command in the repository of the running script; None without git or a repository."""
     script = Path(sys.argv[0] or ".")
     folder = script.parent if script.is_file() else Path.cwd()
     try:
@@ -51,7 +51,7 @@ def versions() -> dict[str, Any]:
 
 
 def code_snapshot() -> str:
-    """Command line, versions, revision and the difference to it, without secrets: enough to find the code again."""
+    """Command line, versions, git revision and uncommitted changes, without secrets."""
     lines = [
         f"started: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"command: {shlex.join(sys.orig_argv)}",

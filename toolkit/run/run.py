@@ -1,10 +1,10 @@
-"""A run: the machine (through Accelerate), the seed, the folder, and where metrics go.
+"""A run: the Accelerator, the seed, the folder, metrics and trackers.
 
 with start_run("mnist_moe", config) as run:
     ...
     run.describe(dataset=data.name)             facts for results.json, the summary and the trackers
     results = trainer.fit()                     calls run.log
-    return run.finish(results)                  results.json, summary.txt, and pictures (see `toolkit.callbacks.pictures`)
+    return run.finish(results)                  results.json, summary.txt, pictures (`toolkit.callbacks.pictures`)
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
 
 
 class Sink(Protocol):
-    """Something that wants each line of metrics, such as a progress bar or a tracker."""
+    """A receiver of each line of metrics, such as a progress bar or a tracker."""
 
     def log(self, values: Mapping[str, Any], step: int) -> None: ...
 
 
 class Run:
-    """What a recipe gets from `start_run` and hands to the trainer."""
+    """What `start_run` returns: the Accelerator, the folder and the metrics of one training run."""
 
     def __init__(self, name: str, config: RunConfig, accelerator: Accelerator, *, owns_process_group: bool):
         self.name, self.config, self.accelerator = name, config, accelerator
@@ -74,12 +74,12 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """The folder of checkpoints."""
         return self.folder / "checkpoints"
 
     @property
     def resume(self) -> str:
-        """What the config says about continuing: auto, yes or no."""
+        """The field `resume` of the config: auto, yes or no."""
         return self.config.resume
 
     # --- deciding together ------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Run:
             raise UserError(answer[1])
         return answer[0]
 
-    # --- what a run says --------------------------------------------------------------------------------------
+    # --- facts, console and metrics ---------------------------------------------------------------------------
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -155,14 +155,14 @@ class Run:
             self._draws.append(draw)
 
     def truncate_metrics(self, step: int) -> None:
-        """Forget the lines after `step`, because training continues from there."""
+        """Remove the lines after `step`, from which training continues."""
         if self._metrics is not None:
             self._metrics.truncate(step)
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Write results.json, summary.txt and pictures; return the final numbers. A collective; the run is then finished."""
+        """Write results.json, summary.txt and pictures; returns the results. A collective. The run is then finished."""
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
             text = summarise(numbers, self.folder)
@@ -198,7 +198,7 @@ class Run:
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
-        """Let go of the folder, the trackers and the process group. A second call does nothing."""
+        """Release the folder, the trackers and the process group. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -220,14 +220,14 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # These two reach all ranks alike. After anything else another rank may never come, and waiting would hang.
+        # These two are raised on all ranks. After any other error a rank may be missing, and a collective would hang.
         reaches_all = error is None or isinstance(error, (UserError, Preempted))
         failed = error is not None and not isinstance(error, Preempted)
         self.close(failed=failed, wait_for_ranks=reaches_all)
 
 
 def start_run(name: str, config: RunConfig) -> Run:
-    """Set up the machine, the seed and the folder. A collective; raises UserError on all ranks alike."""
+    """Set up Accelerate, the seed and the folder. A collective; raises the same UserError on all ranks."""
     had_process_group = dist.is_initialized()
     run = Run(name, config, _build_accelerator(config), owns_process_group=not had_process_group)
     try:
@@ -241,18 +241,18 @@ def start_run(name: str, config: RunConfig) -> Run:
     _seed(config.seed)
     if run.device.type == "cpu":
         keep_freed_memory()
-        # numpy looks up the least numbers when it is first asked, and before 2.4 warns where they are flushed.
+        # numpy probes subnormals on first use, and before 2.4 warns where they are flushed to zero.
         for kind in (np.float32, np.float64):
             str(np.finfo(kind))
-        # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
-        # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
+        # Optimizer moments of units that are never active decay to subnormal numbers, below 1e-38, with which a CPU is
+        # ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
         torch.set_flush_denormal(True)
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 
 
 def _open(run: Run) -> tuple[Path, bool]:
-    """Choose, lock and label the folder; what the main process does for all."""
+    """Choose and lock the folder, and write the config and the code into it. On the main process only."""
     folder, run._lock, continues = open_folder(run.name, run.config)
     try:
         write_json(folder / "config.json", recorded_config(run.name, run.config))
@@ -286,13 +286,13 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
 
 
 def _forget_accelerator() -> None:
-    """Clear what Accelerate keeps for the life of a process, so that the next run may choose anew."""
+    """Clear Accelerate's process-wide state, so that the next run can choose another device or precision."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def _seed(seed: int) -> None:
-    """Fix initial weights and whatever a recipe draws without an address of its own (see `toolkit.seeding`)."""
+    """Seed the global generators: initial weights, and draws that have no address of their own (`toolkit.seeding`)."""
     value = derive_seed(seed, "start")
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -300,7 +300,7 @@ def _seed(seed: int) -> None:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread computes 0 where a number is too small to be stored in full."""
+    """Whether this thread flushes subnormal numbers to zero."""
     return sys.float_info.min / 2 == 0
 
 

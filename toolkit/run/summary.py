@@ -1,4 +1,4 @@
-"""summary.txt: what ran, on what, what came out, and where it lies."""
+"""summary.txt: recipe, data, results, machine and folder of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):
         rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
-    shards = f", experts spread over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
+    shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
     width = max(len(name) for name, _ in rows)

@@ -1,4 +1,4 @@
-"""A tracker that cannot hurt the run it watches."""
+"""A wrapper that keeps failures of a tracker away from training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from toolkit.tracking.secrets import mask_text
 
 QUEUE_LENGTH = 2000
-"""Calls that may wait for a slow tracker."""
+"""Calls that are queued for a slow tracker before it is turned off."""
 CLOSE_S = 10.0
 """How long the end of a run waits for a tracker, in seconds."""
 LONGEST_LIST = 64
@@ -33,11 +33,11 @@ class Backend(Protocol):
     def log_images(self, images: Mapping[str, Path]) -> None: ...
 
     def finish(self, *, failed: bool) -> None:
-        """End well; `failed` tells that the run did not."""
+        """End the tracker's run; `failed`: the training run ended with an error."""
         ...
 
     def abandon(self) -> None:
-        """Remove what would disturb the end of this process. The last call, also after a failure."""
+        """Release what would disturb the end of this process. The last call, also after a failure."""
         ...
 
     def kill(self) -> None:
@@ -48,8 +48,8 @@ class Backend(Protocol):
 class GuardedTracker:
     """Runs a backend on a thread of its own, from start to end.
 
-    Training only puts calls into a bounded queue. Whatever goes wrong turns the tracker off with one line, and closing
-    takes no longer than `CLOSE_S` and a moment. metrics.jsonl has every line in any case.
+    Training only puts calls into a bounded queue. Any failure turns the tracker off and prints one line. Closing takes
+    `CLOSE_S` at most, and two seconds more for a tracker that hangs. metrics.jsonl has every line in any case.
     """
 
     def __init__(self, backend: Backend, say: Callable[[str], None]):

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per logged step, the record of truth of a run."""
+"""metrics.jsonl: one JSON object per logged step; pictures and tables are made from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 class MetricsFile:
     """Appends lines, each flushed, so that a kill costs at most the line that was being written.
 
-    Steps only grow. A run that continues from an earlier step cuts the lines after it, and writes them anew.
+    Steps ascend. A run that resumes from an earlier step removes the lines after it first.
     """
 
     def __init__(self, path: Path):
@@ -22,14 +22,14 @@ class MetricsFile:
         self._cut_before_append = path.stat().st_size > 0
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line. The first one after a restart cuts whatever an earlier process wrote from this step on."""
+        """Write one line. The first one after a restart removes what an earlier process wrote from this step on."""
         if self._cut_before_append:
             self.truncate(step - 1)
         self._file.write(to_json({"step": step, **values}).encode() + b"\n")
         self._file.flush()
 
     def truncate(self, step: int) -> None:
-        """Cut the lines after `step`, and a last line that a kill left unfinished."""
+        """Remove the lines after `step`, and a last line that a kill left incomplete."""
         self._cut_before_append = False
         end = 0
         with self.path.open("rb") as lines:
@@ -63,7 +63,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON that every reader takes: NaN and infinity, which JSON has no words for, become null."""
+    """`value` as strict JSON: NaN and infinity become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Keeping secrets out of whatever a run writes: configuration, code difference, command line, trackers."""
+"""Masks secrets in what a run writes: configuration, git diff, command line, trackers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ASSIGNMENT = re.compile(
     r"""(?P<value>[A-Za-z0-9+/_.-]{16,})""",
     re.IGNORECASE,
 )
-"""`WANDB_API_KEY=0123...` and the like: a telling name beside a long value."""
+"""`WANDB_API_KEY=0123...` and the like: the name of a secret beside a long value."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a field called `name` holds something to hide."""
+    """Whether a field called `name` holds a secret."""
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().replace("-", "_").split("_")
     return bool(_SECRET_WORDS & set(words)) or words[-1] in _SECRET_LAST_WORDS
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.domains.speech.audio import LogMel, decode, encode_wav, resample
+from tests.domains.speech.sounds import encode_wav
+from toolkit.domains.speech.audio import LogMel, decode, resample
 from toolkit.errors import UserError
 
 RATE = 8000

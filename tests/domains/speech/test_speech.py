@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from toolkit.domains.speech.audio import LogMel, encode_wav
+from tests.domains.speech.sounds import encode_wav
+from toolkit.domains.speech.audio import LogMel
 from toolkit.domains.speech.characters import Characters
 from toolkit.domains.speech.speech import SpeechData, load_speech
 from toolkit.errors import UserError

@@ -40,7 +40,7 @@ from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous
-from toolkit.placement.traffic import Traffic, migration_cost, traffic
+from toolkit.placement.traffic import Traffic, migration_cost, rows_between_ranks
 from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
@@ -252,7 +252,7 @@ def test_counts_of_sources_add_up_to_those_of_all():
     assert (again.received_FLW == whole.received_FLW).all()
     for forward, layer, group in np.ndindex(5, 2, 2):
         ranks = slice(3 * group, 3 * group + 3)
-        expected = traffic(sent[forward, layer, ranks], placements[layer]).load_R
+        expected = Traffic(rows_between_ranks(sent[forward, layer, ranks], placements[layer])).load_R
         assert (whole.received_FLW[forward, layer, ranks] == expected).all()
 
 

@@ -52,17 +52,6 @@ def _decode_wav(content: bytes) -> tuple[np.ndarray, int]:
     return samples.reshape(-1, channels).mean(1), rate
 
 
-def encode_wav(samples: np.ndarray, rate: int) -> bytes:
-    """16-bit mono WAV of samples (N,) from -1 to 1."""
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes((np.clip(samples, -1, 1) * 32767).round().astype("<i2").tobytes())
-    return buffer.getvalue()
-
-
 def resample(samples: np.ndarray, rate: int, to_rate: int) -> np.ndarray:
     """Samples (N,) at another rate in Hz, by a polyphase filter."""
     if rate == to_rate:

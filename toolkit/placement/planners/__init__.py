@@ -3,7 +3,7 @@
 from toolkit.placement.planners.locality import affinity, node_aware
 from toolkit.placement.planners.registry import PLANNERS, Planner, planner_named, register_planner
 from toolkit.placement.planners.replicas import replicate
-from toolkit.placement.planners.simple import contiguous, few_swaps, lpt, place_new_expert, round_robin, swap
+from toolkit.placement.planners.simple import contiguous, few_swaps, lpt, round_robin, swap
 
 __all__ = [
     "PLANNERS",
@@ -13,7 +13,6 @@ __all__ = [
     "few_swaps",
     "lpt",
     "node_aware",
-    "place_new_expert",
     "planner_named",
     "register_planner",
     "replicate",

@@ -73,8 +73,8 @@ def _bound_without_replicas(load: Floats, room: NDArray[np.int64]) -> float:
     """A lower bound of the load of the busiest rank. `room`: slots per rank, ascending.
 
     For each k, look at the k heaviest experts. Either they are on k different ranks: these also hold the experts for
-    which the other ranks have no slots, and the busiest of the k has at least the mean of all that. Or two of them share
-    a rank, which has at least the two lightest of the k, and the experts that must fill its slots.
+    which the other ranks have no slots, and the busiest of the k has at least the mean of all that. Or two of them are
+    on one rank, which has at least the two lightest of the k, and the experts that must fill its slots.
     """
     experts, ranks = len(load), len(room)
     heavy = np.sort(load)[::-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.loads import Floats, Load, checked_load
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.exact import SearchTooLong, fit
@@ -57,7 +56,7 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
 
 
 def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> PackingState:
-    """The most even placement that a bisection of short searches finds; `packing` where it finds none that is better."""
+    """The most even placement that a bisection of short searches finds; `packing` if it finds no better one."""
     mean = float(load.sum()) / current.ranks
     low, high = max(mean, float(load.max())), packing.imbalance * mean
     for _ in range(BISECTIONS):
@@ -124,17 +123,3 @@ def few_swaps(
     if len(load) <= FEW and not current.has_replicas and load.any():
         return worthwhile_exchanges(PackingState(current, load), gain=gain, target=target, max_moves=max_moves)
     return swap(load, current, target=target, tolerance=2 * gain, max_moves=max_moves)
-
-
-def place_new_expert(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """`current` with one expert more, under the next id, on the rank with a spare slot that has fewest experts; ties go
-    to the least load, then to the lowest rank. Raises ValueError where no slot is spare."""
-    load_R = PackingState(current, checked_load(load_E, current)).load_R
-    spare = [rank for rank, row in enumerate(current.slots) if EMPTY_ROW in row]
-    if not spare:
-        raise ValueError(f"no rank has a spare slot for expert {current.num_experts}")
-    experts_R = [len(row) - row.count(EMPTY_ROW) for row in current.slots]
-    rank = min(spare, key=lambda r: (experts_R[r], load_R[r], r))
-    row = list(current.slots[rank])
-    row[row.index(EMPTY_ROW)] = current.num_experts
-    return ExpertPlacement((*current.slots[:rank], tuple(row), *current.slots[rank + 1 :]))

@@ -1,0 +1,102 @@
+"""The public names: listed once, there at run time and for types, cheap to import, offered by an editor."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import toolkit as tk
+from tests.helpers import ROOT
+
+STUB = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text())
+HEAVY = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro", "scipy", "networkx"}
+UNTYPED_HERE = (
+    "torch accelerate transformers datasets numpy matplotlib networkx scipy sklearn rich psutil PIL tyro filelock"
+)
+"""Libraries whose own types the check of a user's script leaves out: reading torch's takes mypy minutes."""
+MISUSE = """
+import toolkit as tk
+tk.start_run("name")  # no config
+tk.RunConfig(batch_size="many")
+tk.no_such_name
+tk.speech.no_such_name
+class Wrong(tk.Callback):
+    def on_step_end(self, trainer: int) -> None: ...
+"""
+
+
+def run_python(code: str) -> list[str]:
+    """The words that `code` prints in a fresh process."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def listed() -> list[str]:
+    return [name.asname or name.name for node in STUB.body if isinstance(node, ast.ImportFrom) for name in node.names]
+
+
+def test_names_are_listed_once_and_each_is_passed_on():
+    assert len(set(listed())) == len(listed())
+    for node in STUB.body[1:]:
+        assert isinstance(node, ast.ImportFrom), "the stub lists names and nothing else"
+        assert node.level == 1
+        assert all(name.asname == name.name for name in node.names), "`import x as x` passes a name on to users"
+
+
+def test_names_at_run_time_are_those_that_types_see():
+    assert sorted(tk.__all__) == sorted(listed())
+    assert all(hasattr(tk, name) for name in tk.__all__)
+
+
+def test_a_prompt_offers_all_names_before_any_is_loaded():
+    offered, _, loaded = " ".join(
+        run_python(f"import sys, toolkit as tk; print(*dir(tk), '|', *{HEAVY!r} & set(sys.modules))")
+    ).partition(" |")
+    assert set(listed()) <= set(offered.split())
+    assert loaded.split() == []
+
+
+def test_importing_the_command_line_loads_nothing_heavy():
+    code = f"import sys, toolkit, toolkit.cli, toolkit.launch, toolkit.config.run; print(*{HEAVY!r} & set(sys.modules))"
+    assert run_python(code) == []
+
+
+@pytest.mark.parametrize("domain", ["activity", "autoencoder", "continual", "speech", "transformers"])
+def test_names_of_a_domain_can_be_imported(domain: str):
+    names = getattr(tk, domain).__all__
+    assert names
+    assert all(hasattr(getattr(tk, domain), name) for name in names)
+
+
+def test_a_wheel_carries_the_types():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    carried = {path.name for pattern in settings["toolkit"] for path in (ROOT / "toolkit").glob(pattern)}
+    assert {"py.typed", "__init__.pyi"} <= carried
+
+
+@pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is a development dependency")
+def test_a_users_script_passes_mypy_strict_and_misuse_does_not(tmp_path: Path):
+    misuse, settings = tmp_path / "misuse.py", tmp_path / "mypy.ini"
+    misuse.write_text(MISUSE)
+    untyped = ",".join(f"{library}.*" for library in UNTYPED_HERE.split())
+    settings.write_text(f"[mypy]\n[mypy-{untyped}]\nfollow_imports = skip\n")
+    options = ["--strict", "--allow-subclassing-any", "--follow-imports=silent", "--explicit-package-bases"]
+    options += ["--cache-dir", str(tmp_path / "cache"), "--config-file", str(settings)]
+    script = ROOT / "tests" / "api" / "user_script.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, script, misuse],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    errors = re.findall(r"(\w+)\.py:(\d+): error", done.stdout)
+    wrong = [number for number, line in enumerate(MISUSE.splitlines(), start=1) if re.match(r"tk|    def", line)]
+    assert sorted(set(errors)) == [("misuse", str(number)) for number in wrong], done.stdout + done.stderr

@@ -1,0 +1,122 @@
+"""What a user writes against the public API: a recipe of their own, and a loop of their own with `ExpertParallel`.
+
+`test_public_names.py` checks it as strictly as mypy can. It is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.nn import functional
+
+import toolkit as tk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.MoERunConfig):
+    """The user's own fields beside those of every run with experts."""
+
+    width: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tk.require(self.width >= 1, "width", self.width, "take one or more")
+
+
+def full() -> Config:
+    """A few epochs."""
+    return Config(
+        epochs=3, lr=1e-3, schedule=tk.ScheduleConfig(name="cosine"), optimizer=tk.OptimizerConfig(beta2=0.95)
+    )
+
+
+def debug() -> Config:
+    """Seconds."""
+    return replace(full(), dataset="digits", max_steps=5)
+
+
+class Note(tk.Callback):
+    """Remembers the last evaluation."""
+
+    def __init__(self) -> None:
+        self.accuracy = 0.0
+
+    def on_evaluate_end(self, trainer: tk.Trainer, name: str, metrics: dict[str, float]) -> None:
+        self.accuracy = metrics[f"{name}/accuracy"]
+        trainer.record("eval/noted", self.accuracy)
+
+
+class WeightedTask:
+    """A task of the user's own."""
+
+    def count(self, batch: tk.Batch) -> int:
+        return len(batch["label"])
+
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
+        return tk.Loss(
+            functional.cross_entropy(model(batch["input"]), batch["label"], reduction="sum"), self.count(batch)
+        )
+
+    def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
+        return self.loss(model, batch)
+
+
+def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> nn.Module:
+    layer: tk.MoE = tk.make_moe(config.width, 2 * config.width, config.experts, config.top_k, groups=groups)
+    placement: tk.ExpertPlacement = layer.placement
+    tk.require(placement.ranks == groups.ep_size, "experts", config.experts, "take a multiple of the ranks")
+    pixels = tk.Pixels(mean=data.mean, std=data.std)
+    return tk.ResidualClassifier(pixels, layer, num_pixels=28 * 28, dim=config.width, num_classes=data.num_classes)
+
+
+def main(config: Config) -> dict[str, Any]:
+    with tk.start_run("mine", config) as run:
+        data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
+        model = build_model(config, data, groups)
+        run.describe(dataset=data.name, **tk.describe_experts(model, groups))
+        penalty = tk.RouterPenalty(model, balance_weight=0.01)
+        task: tk.Task = tk.Classification(penalty=penalty) if config.experts else WeightedTask()
+        callbacks = [*tk.expert_callbacks(model, config, penalty), Note()]
+        trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=callbacks)
+        return run.finish(trainer.fit())
+
+
+def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """A loop on Accelerate whose experts are spread over the processes and moved while it runs."""
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    experts = tk.ExpertParallel(accelerator, planner="swap", replan_every=100)
+    model, optimizer = experts.prepare(model, optimizer)
+    last = 0.0
+    for inputs, labels in batches:
+        loss = functional.cross_entropy(model(inputs), labels)
+        accelerator.backward(loss)
+        experts.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        last = loss.item()
+    return last
+
+
+def speech(folder: Path) -> int:
+    features = tk.speech.LogMel(sample_rate=8000, num_mels=40)
+    letters = tk.speech.Characters()
+    settings: dict[str, Any] = {"tail_s": 0.3, "stride": 2}
+    data = tk.speech.load_speech(
+        "manifest", folder, features=features, characters=letters, agree=lambda f: f(), **settings
+    )
+    try:
+        return len(data.train)
+    except tk.UserError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    tk.run_recipe(main, {"full": full, "debug": debug}, __doc__)
