@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from toolkit.parallel.ownership import EMPTY_ROW, Ownership, ownership_of
+from toolkit.parallel.ownership import EMPTY_ROW, Ownership, local_rows, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -53,10 +53,10 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
                     files[file][key] = whole.cpu()  # now, so that no device ever holds two that were gathered
         elif _writes(ownership, rank):
             for row, row_id in _owned(ownership):
-                files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
+                files[rows_file][f"{name}/{row_id}"] = local_rows(parameter)[row : row + 1]
                 for key, value in state.items():
-                    # What the rows of a stack share, such as Adam's step, goes with each, as rows may be dealt anew.
-                    each = value[row : row + 1] if value.ndim else value.clone()
+                    # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
+                    each = local_rows(value)[row : row + 1] if value.ndim else value.clone()
                     files[rows_file][f"{name}/{row_id}/{key}"] = each
     return {
         file: {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -190,7 +190,7 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
         else:
             for row, row_id in _held(ownership):
-                yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
+                yield f"{name}/{row_id}", local_rows(parameter.detach())[row : row + 1]
     yield from _buffers(model)
 
 
@@ -245,10 +245,24 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
                 # Rows that come from several stacks may differ in age: the oldest has the least bias to correct.
                 state[key] = torch.maximum(state.get(key, value), value)
                 continue
-            whole = state.setdefault(key, value.new_zeros(parameter.shape[0], *value.shape[1:]))
+            whole = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
             if row_id in rows:
                 whole[rows[row_id]] = value[0]
+    if isinstance(parameter, DTensor):
+        return {key: _sharded_like(parameter, value) if value.ndim else value for key, value in state.items()}
     return state
+
+
+def _sharded_like(parameter: DTensor, rows: Tensor) -> DTensor:
+    """The rows of this rank as its shard of an optimizer state of `parameter`."""
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:

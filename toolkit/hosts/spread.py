@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import compute_rows, has_stacked_parameters
+from toolkit.hosts.foreign import has_stacked_parameters, run_experts
 from toolkit.moe.layer import MoE
-from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import EMPTY_ROW
@@ -98,11 +97,6 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
         x_TD = hidden.reshape(-1, hidden.shape[-1])
-        rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
-        if not recomputing():
-            training = module.training and torch.is_grad_enabled()
-            stack.count(plan.order, plan.load_E, ids_TK, training=training)
-        outputs = compute_rows(compute, rows, plan.rows_per_slot)
-        return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
+        return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
 
     module.forward = forward

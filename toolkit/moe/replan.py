@@ -27,7 +27,7 @@ from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance, shares
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.plan import plan_layer
-from toolkit.placement.planners.registry import planner_named
+from toolkit.placement.planners.registry import Planner, planner_named
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -52,10 +52,11 @@ class Migration:
     report: MigrationReport
 
 
-def wanted_statistics(planner: str, options: Mapping[str, Any]) -> set[str]:
+def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set[str]:
     """The planner's arguments without a default that `options` leave open, all of which training can count. Raises
     UserError for an unknown planner, and for one that wants something else."""
-    arguments = inspect.signature(planner_named(planner)).parameters.values()
+    choose = planner_named(planner) if isinstance(planner, str) else planner
+    arguments = inspect.signature(choose).parameters.values()
     wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
     if unknown := sorted(wanted - COUNTED):
         raise UserError(
@@ -78,7 +79,7 @@ class Replanner:
         self,
         stacks: Mapping[str, ExpertStack],
         *,
-        planner: str,
+        planner: str | Planner,
         every: int,
         guarded: bool = True,
         options: Mapping[str, Any] | None = None,

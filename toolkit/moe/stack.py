@@ -25,7 +25,7 @@ class ExpertStack:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
-        self.parameters, self.groups = dict(parameters), groups
+        self._parameters, self.groups = dict(parameters), groups
         self.dispatcher = make_dispatcher(placement, groups)
         # Not buffers: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
         self.load_E = torch.zeros(placement.num_experts, dtype=torch.int64)
@@ -40,7 +40,12 @@ class ExpertStack:
         self.last_crossings = torch.zeros((), dtype=torch.int64)
         """Distinct pairs of a token of this rank and another node that has experts of it, in the last training
         forward."""
-        self._mark()
+        self.mark()
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name; dimension 0 counts this rank's slots."""
+        return self._parameters
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -60,7 +65,7 @@ class ExpertStack:
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)
-        self._mark()
+        self.mark()
 
     @torch.no_grad()
     def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
@@ -110,14 +115,24 @@ class ExpertStack:
         """From now on count how many other nodes each token visits, given the node of each rank of the shard group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
-    def _mark(self) -> None:
-        placement, here = self.placement, self.groups.ep_rank
+    @property
+    def storage_groups(self) -> ExpertGroups:
+        """The ranks among which rows are stored. Others than `groups` where FSDP shards the experts, too."""
+        return self.groups
+
+    def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
+        return placement
+
+    def mark(self) -> None:
+        """Declare which rows this rank owns, under the ids of their experts."""
+        groups, stored = self.storage_groups, self.stored(self.placement)
         for parameter in self.parameters.values():
             mark_owned(
                 parameter,
-                row_ids=placement.slots[here],
-                groups=self.groups,
-                rows_of_ranks=placement.slots if placement.has_replicas else None,
+                row_ids=stored.slots[groups.ep_rank],
+                groups=groups,
+                rows_of_ranks=stored.slots if stored.has_replicas else None,
                 holder=self,
             )
 
