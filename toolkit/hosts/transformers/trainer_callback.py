@@ -24,11 +24,19 @@ FOLDER = "toolkit"
 """Within each checkpoint of the Trainer."""
 
 
-def replan_callback(planner: str | Planner, *, every: int, guarded: bool = True, **options: Any) -> TrainerCallback:
+def replan_callback(
+    planner: str | Planner,
+    *,
+    every: int,
+    guarded: bool = True,
+    link_gbytes_per_second: float | None = 10.0,
+    expert_time_share: float = 0.5,
+    **options: Any,
+) -> TrainerCallback:
     """For transformers' Trainer: after each `every` steps, move experts where `planner` wants them for the load since.
 
-    The arguments are those of `toolkit.moe.replan.Replanner`, of which the callback has one, as `replanner`, once
-    training has begun; `options` are the planner's.
+    The arguments are those of `toolkit.moe.replan.Replanner`, which the callback has as its `replanner`; `options` are
+    the planner's.
 
     Trainer does not resume models that were sharded when they were loaded. With this callback it does: pass
     `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
@@ -38,10 +46,19 @@ def replan_callback(planner: str | Planner, *, every: int, guarded: bool = True,
     """
     from transformers import TrainerCallback
 
-    Replanner({}, planner=planner, every=every, guarded=guarded, options=options)  # refuses before any data are loaded
+    replanner = Replanner(
+        {},
+        planner=planner,
+        every=every,
+        guarded=guarded,
+        link_gbytes_per_second=link_gbytes_per_second,
+        expert_time_share=expert_time_share,
+        options=options,
+    )
 
     class Replan(TrainerCallback):
-        replanner: Replanner | None = None
+        def __init__(self) -> None:
+            self.replanner = replanner
 
         def on_init_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             for module in trainer["model"].modules():
@@ -53,7 +70,7 @@ def replan_callback(planner: str | Planner, *, every: int, guarded: bool = True,
             stacks = expert_stacks(model)
             for stack in stacks.values():
                 stack.mark()
-            self.replanner = Replanner(stacks, planner=planner, every=every, guarded=guarded, options=options)
+            self.replanner.watch(stacks)
             if state.global_step == 0:
                 return
             saved = load_tensors(_folder(args, state), model, optimizer)
@@ -63,11 +80,9 @@ def replan_callback(planner: str | Planner, *, every: int, guarded: bool = True,
                 group["lr"] = rate
 
         def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
-            assert self.replanner is not None
             self.replanner.after_step(state.global_step, trainer["optimizer"])
 
         def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
-            assert self.replanner is not None
             content = {"replanner": self.replanner.state_dict(), "scheduler": trainer["lr_scheduler"].state_dict()}
             folder = _folder(args, state)
             save_tensors(folder, trainer["model"], trainer["optimizer"], content)
