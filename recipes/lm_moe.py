@@ -103,7 +103,7 @@ def main(config: Config) -> dict[str, Any]:
             callbacks=[
                 tk.ExpertLoad(model),
                 tk.TraceRecorder(model, enabled=config.record_traces, top_k=[config.top_k] * config.layers),
-                tk.Replan(model, planner=config.planner, every=config.replan_every, guarded=config.guard),
+                tk.Replan.from_config(model, config),
             ],
         )
         results = trainer.fit()

@@ -223,9 +223,8 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`. A collective; raises UserError where it does not fit."""
-        checkpoint.load_checkpoint(
-            folder, model=self.raw_model, optimizer=self.optimizer, run=self.run, adopt=self.load_state_dict
-        )
+        saved = checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
+        self.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but weights and optimizer states, as plain JSON values. A collective."""

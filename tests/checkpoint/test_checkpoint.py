@@ -20,9 +20,11 @@ from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from toolkit.checkpoint.tensor_files import SavedTensors, load_optimizer
+from toolkit.moe.migrate import migrate
 from toolkit.optim import build_optimizer
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
+from toolkit.placement.placement import ExpertPlacement
 
 
 class OneRank:
@@ -584,24 +586,22 @@ def test_a_loop_of_ones_own_loads_what_a_trainer_saved(tmp_path):
     assert_same(now, trained())
 
 
-def test_what_is_said_with_the_tensors_is_adopted_before_they_are_read_and_only_where_they_fit(tmp_path):
-    save_tensors(tmp_path / "saved", *trained(), {"rows": [3, 1, 0, 2]})
+def test_experts_are_placed_where_they_were_saved_and_only_where_the_checkpoint_fits(tmp_path):
+    moved = trained()
+    migrate(moved[0].moe.expert_stack, ExpertPlacement(((3, 1, 0, 2),)), moved[1])
+    save_tensors(tmp_path / "saved", *moved)
     model, optimizer = trained(steps=0)
-
-    def adopt(extra: dict[str, Any]) -> None:
-        for parameter in (model.moe.experts.up, model.moe.experts.down):
-            mark_owned(parameter, row_ids=extra["rows"], groups=ExpertGroups())
-
-    load_tensors(tmp_path / "saved", model, optimizer, adopt=adopt)
-    expected = trained()
-    up, now = expected[0].moe.experts.up, model.moe.experts.up
-    assert torch.equal(now, up[[3, 1, 0, 2]])
-    moment = expected[1].state[up]["exp_avg"]
-    assert torch.equal(optimizer.state[now]["exp_avg"], moment[[3, 1, 0, 2]])
-    told: list[Any] = []
+    load_tensors(tmp_path / "saved", model, optimizer)
+    assert model.moe.placement == moved[0].moe.placement
+    expected, now = moved[0].moe.experts.up, model.moe.experts.up
+    assert torch.equal(now, expected)
+    assert torch.equal(now, trained()[0].moe.experts.up[[3, 1, 0, 2]])
+    assert torch.equal(optimizer.state[now]["exp_avg"], moved[1].state[expected]["exp_avg"])
+    larger = trained(experts=6)
+    before = larger[0].moe.placement
     with pytest.raises(tk.UserError, match="build the model that it was made with"):
-        load_tensors(tmp_path / "saved", *trained(experts=6), adopt=told.append)
-    assert not told
+        load_tensors(tmp_path / "saved", *larger)
+    assert larger[0].moe.placement == before
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path, monkeypatch):

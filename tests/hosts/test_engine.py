@@ -80,7 +80,7 @@ def place(kind: str) -> Any:
     """By name: in any order; 4 on rank 0; experts 0 and 1 on every rank; the last expert on all ranks but the last two
     and its own, so three copies on four ranks."""
     if kind == "blocks":
-        return None
+        return "contiguous"
 
     def placement(layer: str, experts: int, ranks: int) -> ExpertPlacement:
         order = torch.randperm(experts, generator=torch.Generator().manual_seed(len(layer))).tolist()

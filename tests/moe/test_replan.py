@@ -15,6 +15,7 @@ from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.replan import Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.groups import make_expert_groups
+from toolkit.placement.guard import CostModel
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.registry import PLANNERS, register_planner
 
@@ -79,6 +80,49 @@ def test_planners_hear_who_sent_what_and_which_experts_were_chosen_together(
     for got, want in run_distributed(told, world, stop, ep_size):
         for mine, expected in zip(got, want, strict=True):
             np.testing.assert_allclose(mine, expected)
+
+
+def guard_after_two_steps(**assumptions: Any) -> CostModel:
+    layer, clock = a_layer(1), iter([0.0, 3.0])
+    optimizer = torch.optim.SGD(layer.parameters())
+    replanner = Replanner(expert_stacks(layer), planner="lpt", every=2, **assumptions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.moe.replan.time.perf_counter", lambda: next(clock, 4.0))
+        for number in (1, 2):
+            step(layer, number)
+            replanner.after_step(number, optimizer)
+    (guard,) = replanner.guards.values()
+    return guard.cost_model
+
+
+def test_what_the_guard_assumes_can_be_given() -> None:
+    assumed = guard_after_two_steps()
+    rows = TOKENS * 2
+    assert (assumed.bytes_per_second, assumed.seconds_per_row) == (10e9, 0.5 * 3.0 / rows)
+    given = guard_after_two_steps(link_gbytes_per_second=2.5, expert_time_share=0.8)
+    assert (given.bytes_per_second, given.seconds_per_row) == (2.5e9, pytest.approx(0.8 * 3.0 / rows))
+
+
+def link_speed_of_the_guard() -> tuple[float, float]:
+    layer = a_layer(2)
+    replanner = Replanner(expert_stacks(layer), planner="lpt", every=1, link_gbytes_per_second=None)
+    step(layer, 1)
+    replanner.after_step(1, torch.optim.SGD(layer.parameters()))
+    (guard,) = replanner.guards.values()
+    return guard.cost_model.bytes_per_second, replanner.link_gbytes_per_second or 0.0
+
+
+def test_the_link_is_measured_where_that_is_asked_for() -> None:
+    (measured, noted), other = run_distributed(link_speed_of_the_guard, 2)
+    assert (measured, noted) == other
+    assert measured == pytest.approx(noted * 1e9)
+    assert measured not in (0, 10e9)
+
+
+@pytest.mark.parametrize("wrong", [{"link_gbytes_per_second": 0.0}, {"expert_time_share": 1.5}, {"every": 0}])
+def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{'replan_every' if 'every' in wrong else next(iter(wrong))}="):
+        Replanner({}, **({"planner": "lpt", "every": 2} | wrong))
 
 
 def test_every_planner_that_we_ship_can_be_told_what_it_wants() -> None:

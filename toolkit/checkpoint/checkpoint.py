@@ -1,30 +1,28 @@
-"""Checkpoints: saved together, verified, and free of any layout of ranks.
+"""Checkpoints: saved by all ranks, verified, and loadable under another layout of ranks.
 
     checkpoints/step-00000100/
         *.safetensors    weights and optimizer states, see `toolkit.checkpoint.tensor_files`
         state.json       step, metric sums, callbacks, results, the configuration
-        manifest.json    format, step, world, where rows were and who wrote them, size and SHA-256 of every file
+        manifest.json    format, step, world size, placement of rows, which file holds which, size and SHA-256 of files
 
-How a folder gets written, so that it is complete or not there, is in `toolkit.checkpoint.manifest`. Safetensors and JSON only:
-loading runs no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; a loop of one's own `save_tensors` and
-`load_tensors`, which need no `Run` and write the same.
+`toolkit.checkpoint.manifest` writes a folder so that it is complete or not there. Safetensors and JSON only: loading
+executes no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; other loops `save_tensors` and
+`load_tensors`, which need no `Run` and write the same files.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from toolkit.checkpoint import manifest
+from toolkit.checkpoint.collectives import is_main, on_main, together
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
@@ -48,9 +46,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 STATE = "state.json"
 
-T = TypeVar("T")
-
-
 # --- saving ------------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +68,7 @@ def save_checkpoint(
     if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
         return final
     try:
-        _on_main(lambda: manifest.sweep(folder))
+        on_main(lambda: manifest.sweep(folder))
         _save(final, model, optimizer, state=state, config=_trajectory(run), step=step)
     except OSError as error:
         run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
@@ -99,7 +94,7 @@ def save_tensors(
             raise UserError(f"{folder} holds something that is no checkpoint: save to another folder.")
 
     try:
-        _on_main(prepare)
+        on_main(prepare)
         _save(final, model, optimizer, state=extra or {}, config={}, step=None)
     except OSError as error:
         raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
@@ -119,10 +114,10 @@ def _save(
     placement = describe_places(model)
     files = files_to_write(model, optimizer)
     content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
-    needed = sum(_together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
+    needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
     try:
-        _on_main(lambda: _make_room(writing, needed))
-        reports = _together(lambda: _write(writing, files, content if _is_main() else None))
+        on_main(lambda: _make_room(writing, needed))
+        reports = together(lambda: _write(writing, files, content if is_main() else None))
         about = {
             "format": FORMAT,
             "step": step,
@@ -132,9 +127,9 @@ def _save(
             "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
             "placement": placement,
         }
-        _on_main(lambda: manifest.publish(writing, final, about))
+        on_main(lambda: manifest.publish(writing, final, about))
     except OSError as error:
-        if _is_main():
+        if is_main():
             shutil.rmtree(writing, ignore_errors=True)
         raise OSError(f"{error}; {needed:,} bytes needed, {_free(final.parent):,} free in {final.parent}") from error
 
@@ -173,7 +168,7 @@ def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
 
 
 def find_checkpoint(folder: Path, run: Run) -> Path | None:
-    """The newest checkpoint under `folder` that verifies, or None; says what it passes over. A collective."""
+    """The newest checkpoint under `folder` that verifies, or None; warns of those that do not. A collective."""
 
     def newest() -> Path | None:
         for path in _newest_first(folder):
@@ -206,28 +201,22 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Run,
-    adopt: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Put the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
+    """Load the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
 
-    A collective. Raises UserError on every rank, before any tensor is touched, where the checkpoint is of another
-    format, configuration or model. On as many ranks with as many slots experts are placed where they were saved, before
-    tensors are read; `adopt` is given the state after that.
+    A collective. On as many ranks with as many slots experts are placed where they were saved, before tensors are read,
+    so that nothing migrates; elsewhere they stay where they are. Raises UserError on every rank, before anything is
+    changed, where the checkpoint is of another format, configuration or model.
     """
     remedy = "use the settings it was made with, or another --run-dir"
-    return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy, adopt=adopt)
+    return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy)
 
 
-def load_tensors(
-    folder: Path | str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    adopt: Callable[[dict[str, Any]], None] | None = None,
-) -> dict[str, Any]:
-    """Verify what `save_tensors` (or a `Trainer`) wrote, and put it into `model` and `optimizer`; returns its `extra`.
+def load_tensors(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Verify what `save_tensors` (or a `Trainer`) wrote, and load it into `model` and `optimizer`; returns its `extra`.
 
-    A collective. Raises UserError on every rank where it is missing, damaged or does not fit. `adopt` as above.
+    A collective. Experts are placed as by `load_checkpoint`. Raises UserError on every rank where the checkpoint is
+    missing, damaged or does not fit.
     """
     path = Path(folder).absolute()
 
@@ -236,8 +225,8 @@ def load_tensors(
         if damage := manifest.find_damage(path):
             raise UserError(f"checkpoint {folder} cannot be loaded: {damage}: use another.")
 
-    _on_main(check)
-    return _load(path, model, optimizer, config=None, remedy="build the model that it was made with", adopt=adopt)
+    on_main(check)
+    return _load(path, model, optimizer, config=None, remedy="build the model that it was made with")
 
 
 def _load(
@@ -247,10 +236,9 @@ def _load(
     *,
     config: dict[str, Any] | None,
     remedy: str,
-    adopt: Callable[[dict[str, Any]], None] | None,
 ) -> dict[str, Any]:
-    """`config`: what it must have been made with, where that is known."""
-    about, saved = _on_main(lambda: _read(path))
+    """`config`: the settings that it must have been made with, or None to accept any."""
+    about, saved = on_main(lambda: _read(path))
     with SavedTensors() as tensors:
 
         def compare() -> tuple[list[str], set[str]]:
@@ -259,7 +247,7 @@ def _load(
             return lines + _misfits(saved, model, optimizer, tensors), {weight for weight, _ in targets(model)}
 
         try:
-            answers = _together(compare)
+            answers = together(compare)
         except OSError as error:
             raise UserError(
                 f"checkpoint {path} cannot be read ({error}): every machine must see this folder."
@@ -272,8 +260,6 @@ def _load(
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
         adopt_places(model, about.get("placement", {}))
-        if adopt is not None:
-            adopt(saved["training"])
         load_model(model, tensors)
         load_optimizer(model, optimizer, tensors)
     if saved["optimizer"]["scaler"] is not None:
@@ -292,7 +278,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What was configured otherwise, each as half a sentence."""
+    """Settings that differ, each as half a sentence."""
     return [
         f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
         for field in sorted(then | now)
@@ -303,7 +289,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _misfits(
     saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors
 ) -> list[str]:
-    """What keeps this rank's model and optimizer from using the checkpoint, each as half a sentence."""
+    """Why this rank's model and optimizer cannot use the checkpoint, each reason as half a sentence."""
     lines = []
     then, now = saved["optimizer"], _describe(optimizer)
     if then["name"] != now["name"]:
@@ -325,60 +311,8 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _trajectory(run: Run) -> dict[str, Any]:
-    """The settings that decide what is learned."""
+    """The settings that training results depend on."""
     return {name: value for name, value in mask(to_dict(run.config)).items() if name not in NOT_OF_THE_TRAJECTORY}
-
-
-# --- ranks -------------------------------------------------------------------------------------------------------
-
-
-def _gather(value: T) -> list[T]:
-    """`value` of every rank, in order of rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _is_main() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _together(work: Callable[[], T]) -> list[T]:
-    """What `work` gave on every rank.
-
-    Where it failed on one, all of them raise: UserError as it was, OSError if the disk was the cause, else
-    RuntimeError.
-    """
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    said = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
-    outcomes = _gather((result, said))
-    failures = [(*said, rank) for rank, (_, said) in enumerate(outcomes) if said is not None]
-    if failures:
-        kind, message, rank = min(failures)
-        where = f" on rank {rank}" if len(outcomes) > 1 and _KINDS[kind] is not UserError else ""
-        raise _KINDS[kind](message + where) from failure
-    return [result for result, _ in outcomes]  # type: ignore[misc]
-
-
-_KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
-"""A bug comes before a full disk, which may be its consequence."""
-
-
-def _kind(failure: Exception) -> type[Exception]:
-    if isinstance(failure, UserError):
-        return UserError
-    return OSError if isinstance(failure, (OSError, SafetensorError)) else RuntimeError
-
-
-def _on_main(work: Callable[[], T]) -> T:
-    """What `work` gave on the main process, which alone does it."""
-    return _together(lambda: work() if _is_main() else None)[0]  # type: ignore[return-value]
 
 
 def _free(folder: Path) -> int:

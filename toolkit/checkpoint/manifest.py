@@ -4,9 +4,9 @@
     .writing-step-00000100/    a save in progress, or what a killed one left behind
     .removing-step-00000090/   a deletion in progress, likewise
 
-A kill, or a machine that loses power, can come between any two of these operations, so their order is the point: the
-files and their fsyncs, the manifest and its fsync, the folder's fsync, the rename, the parent's fsync. Nothing that
-verifies is deleted before something newer verifies.
+A process may be killed, or a machine lose power, between any two operations. Hence their order: the files and their
+fsyncs, the manifest and its fsync, the folder's fsync, the rename, the parent's fsync. Nothing that verifies is deleted
+before something newer verifies.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def seal(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write `value` in the one spelling that `read_json` takes."""
-    file.write_text(_spell(value), encoding="utf-8")
+    """Write `value` in the one form that `read_json` accepts."""
+    file.write_text(_canonical(value), encoding="utf-8")
 
 
 def read_json(file: Path) -> Any:
     """What `write_json` wrote. Raises ValueError where the text is not exactly that."""
     text = file.read_text(encoding="utf-8")
     value = json.loads(text)
-    if _spell(value) != text:
+    if _canonical(value) != text:
         raise ValueError("it was altered")
     return value
 
@@ -46,8 +46,8 @@ def read_json(file: Path) -> Any:
 def publish(writing: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Add the manifest to the sealed files in `writing`, read all of it back, and give the folder its `final` name.
 
-    What had that name is deleted after that; a kill between the two leaves `recover` something to find. Raises OSError
-    where something else is read than was written.
+    A folder that had that name is deleted afterwards; `recover` completes the rename where the process was killed in
+    between. Raises OSError where what is read differs from what was written.
     """
     write_json(writing / NAME, manifest | {"digest": digest(manifest)})
     seal(writing / NAME)
@@ -104,7 +104,7 @@ def _hide(folder: Path) -> Path:
 
 
 def recover(final: Path) -> None:
-    """Give `final` its name where a kill came between hiding its predecessor and that."""
+    """Complete the rename to `final` where the process was killed after hiding its predecessor."""
     writing = final.with_name(WRITING + final.name)
     if not final.exists() and (writing / NAME).exists() and find_damage(writing) is None:
         writing.rename(final)
@@ -117,13 +117,13 @@ def sweep(parent: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _spell(value: Any) -> str:
+def _canonical(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def digest(value: dict[str, Any]) -> str:
     """SHA-256 of `value` as JSON."""
-    return hashlib.sha256(_spell(value).encode()).hexdigest()
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints seen and rewritten without their model: in one process, one rank's rows at a time."""
+"""Checkpoints described, resharded and exported without their model: in one process, one rank's rows at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.errors import UserError
 from toolkit.placement.placement import ExpertPlacement
 
 RowIds = dict[str, list[list[int]]]
-"""Parameter -> the row ids of each rank of a shard group."""
+"""Parameter -> the row ids of each rank of an EP group."""
 
 
 def read_verified(folder: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_verified(folder: Path) -> dict[str, Any]:
 
 
 def row_places(about: dict[str, Any]) -> RowIds:
-    """Where each parameter's rows were when they were saved; where that was not noted, who wrote them."""
+    """The rows that each rank held when they were saved; in manifests without a placement, those that it wrote."""
     if "placement" in about:
         return {name: place["slots"] for name, place in about["placement"].items()}
     places: RowIds = {}
@@ -62,13 +62,13 @@ def describe(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             }
             for layer, names in layers(places).items()
         }
-        copied = len(tensors.weights.keys() - rows)
+        replicated = len(tensors.weights.keys() - rows)
     return {
         "step": about["step"],
         "format": about["format"],
         "processes": about["world_size"],
         "files": {name: seal["bytes"] for name, seal in sorted(about["files"].items())},
-        "replicated_tensors": copied,
+        "replicated_tensors": replicated,
         "layers": found,
     }
 
@@ -81,7 +81,7 @@ def reshard(source: Path, target: Path, place: Callable[[int], ExpertPlacement])
     about = read_verified(source)
     old = row_places(about)
     if not old:
-        raise UserError(f"checkpoint {source} has no rows to deal out: all its tensors are copied ones.")
+        raise UserError(f"checkpoint {source} has no experts to reshard: all its tensors are replicated.")
     with SavedTensors() as tensors, _new(target) as writing:
         tensors.open(source, about["files"])
         experts = {name: tensors.rows_of(name) for name in old}
@@ -139,7 +139,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @contextmanager
 def _new(target: Path) -> Iterator[Path]:
-    """A folder to write `target` in, which is gone where that failed."""
+    """A temporary folder to write `target` in, which is deleted at the end."""
     if target.exists():
         raise UserError(f"{target} exists already: choose another name.")
     writing = target.with_name(manifest.WRITING + target.name)

@@ -1,13 +1,13 @@
-"""The tensors of a checkpoint: under which keys, in which files, and how they get out of and into a model.
+"""The tensors of a checkpoint: keys, files, and how they are read from and written to a model.
 
-    model.safetensors           copied parameters and buffers, by name; from the main process
+    model.safetensors           replicated parameters and buffers, by name; from the main process
     optimizer.safetensors       their optimizer states, "<parameter>.<state>"
     experts-00000.safetensors   rows with stable ids, from each rank that owns some: "<parameter>/<id>" and
     experts-00001.safetensors   "<parameter>/<id>/<state>"; each keeps its row dimension of 1
 
-Of a row that has copies, the owner's is saved. A rank reads its rows by id from whichever file has them, so what one
-number of processes or one placement saved, another can load. Parameters that are spread as a `DTensor`, as FSDP2
-does, are copied parameters here: they are gathered one at a time, and taken apart likewise.
+Of a row with replicas the owner's is saved. A rank reads its rows by id from whichever file holds them, so a checkpoint
+loads under any number of processes and any placement. Parameters that FSDP2 shards as a `DTensor` are saved like
+replicated ones: gathered one at a time, and sharded again when they are loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from toolkit.parallel.ownership import EMPTY_ROW, Ownership, ownership_of
+from toolkit.parallel.ownership import EMPTY_ROW, Ownership, local_rows, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -37,7 +37,7 @@ FileContents = dict[str, dict[str, Tensor]]
 
 
 def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileContents:
-    """What this rank writes. A collective, because of tensors that are spread."""
+    """What this rank writes. A collective, because sharded tensors are gathered."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows_file = ROWS.format(rank=rank)
     files: FileContents = {MODEL: dict(_buffers(model)) if rank == 0 else {}, OPTIMIZER: {}, rows_file: {}}
@@ -50,13 +50,13 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
             for file, key, value in [(MODEL, name, parameter), *moments]:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if rank == 0:
-                    files[file][key] = whole.cpu()  # now, so that no device ever holds two that were gathered
+                    files[file][key] = whole.cpu()  # at once, so that no device holds two gathered tensors
         elif _writes(ownership, rank):
             for row, row_id in _owned(ownership):
-                files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
+                files[rows_file][f"{name}/{row_id}"] = local_rows(parameter)[row : row + 1]
                 for key, value in state.items():
-                    # What the rows of a stack share, such as Adam's step, goes with each, as rows may be dealt anew.
-                    each = value[row : row + 1] if value.ndim else value.clone()
+                    # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
+                    each = local_rows(value)[row : row + 1] if value.ndim else value.clone()
                     files[rows_file][f"{name}/{row_id}/{key}"] = each
     return {
         file: {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -66,7 +66,7 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
 
 
 def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameter -> its rows' ids, in the order of slots, on each rank of a shard group. A collective."""
+    """Parameter -> its rows' ids, in the order of slots, on each rank of an EP group. A collective."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     shardings = {name: s for name, parameter in model.named_parameters() if (s := ownership_of(parameter)) is not None}
     mine = {name: (ownership.groups.ep_size, list(ownership.row_ids)) for name, ownership in shardings.items()}
@@ -74,7 +74,7 @@ def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
     if world > 1:
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
-    # All shard groups hold the same, and the first one is the first ranks.
+    # All EP groups hold the same, and the first one is the first ranks.
     return {name: {"slots": [rank[name][1] for rank in everyones[:size]]} for name, (size, _) in mine.items()}
 
 
@@ -100,12 +100,12 @@ def _held(ownership: Ownership) -> Iterator[tuple[int, int]]:
 
 
 def _owned(ownership: Ownership) -> Iterator[tuple[int, int]]:
-    """(row, stable id) of the rows that this rank steps, where others may have copies."""
+    """(row, stable id) of the rows that this rank steps and saves, of those with replicas too."""
     return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if ownership.owns[row])
 
 
 def _writes(ownership: Ownership, rank: int) -> bool:
-    """Whether this rank's shard group is the one, of those that hold the same rows, that saves them."""
+    """Whether this rank saves its rows: the first of its expert data-parallel group does."""
     if ownership.groups.ep_size == 1:
         return rank == 0
     replicas = ownership.groups.expert_dp_group
@@ -137,7 +137,7 @@ class SavedTensors:
                     self.states.setdefault(weight, {})[state] = file, key
 
     def known(self) -> set[str]:
-        """Every weight that something is said about."""
+        """Every weight of which the files hold a value or a state."""
         return {*self.weights, *self.states}
 
     def rows_of(self, parameter: str) -> list[int]:
@@ -183,14 +183,14 @@ def _split(file: str, key: str) -> tuple[str, str | None]:
 
 
 def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Where this rank wants the weight of each key to be put."""
+    """Key -> the tensor of `model` to load it into, for this rank's weights."""
     for name, parameter in model.named_parameters():
         ownership = ownership_of(parameter)
         if ownership is None:
             yield name, parameter
         else:
             for row, row_id in _held(ownership):
-                yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
+                yield f"{name}/{row_id}", local_rows(parameter.detach())[row : row + 1]
     yield from _buffers(model)
 
 
@@ -211,7 +211,7 @@ def load_model(model: nn.Module, tensors: SavedTensors) -> None:
 
 
 def _spread_like(target: DTensor, whole: Tensor) -> DTensor:
-    """This rank's part of `whole`, cut without asking other ranks, which have read the same."""
+    """This rank's shard of `whole`, without communication: the other ranks have read the same."""
     part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
     assert isinstance(part, DTensor)
     return part
@@ -238,17 +238,31 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
         return state
     state = {}
     rows = {row_id: row for row, row_id in _owned(ownership)}
-    # Who owns nothing now may do so after the next migration, so it needs what rows share, and room for the others.
+    # A rank that owns nothing may do so after the next migration: it needs what rows share, and state of their shape.
     for row_id in rows or tensors.rows_of(name)[:1]:
         for key, value in tensors.state(f"{name}/{row_id}").items():
             if value.ndim == 0:
-                # Rows that come from several stacks may differ in age: the oldest has the least bias to correct.
+                # Rows may differ in their number of steps: the largest corrects the moments' bias the least.
                 state[key] = torch.maximum(state.get(key, value), value)
                 continue
-            whole = state.setdefault(key, value.new_zeros(parameter.shape[0], *value.shape[1:]))
+            whole = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
             if row_id in rows:
                 whole[rows[row_id]] = value[0]
+    if isinstance(parameter, DTensor):
+        return {key: _sharded_like(parameter, value) if value.ndim else value for key, value in state.items()}
     return state
+
+
+def _sharded_like(parameter: DTensor, rows: Tensor) -> DTensor:
+    """The rows of this rank as its shard of an optimizer state of `parameter`."""
+    return DTensor.from_local(
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:

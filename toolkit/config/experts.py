@@ -36,6 +36,10 @@ class ExpertRunConfig(RunConfig):
     """Place experts in blocks of consecutive ids at the start, or round-robin."""
     guard: bool = True
     """Refuse plans whose gain does not pay for their bytes, by the step times of this run."""
+    link_gbytes_per_second: float | None = 10.0
+    """What the guard assumes that a process sends and receives; 10 is a 100 Gbit/s network card. None measures it."""
+    expert_time_share: float = 0.5
+    """What the guard assumes of a step to be spent in experts and their transfers, as a fraction."""
     record_traces: bool = False
     """Write how tokens were routed, forward by forward, to traces.npz in the run's folder, for `toolkit lab`."""
     balance_weight: float = 0.007
@@ -57,6 +61,9 @@ class ExpertRunConfig(RunConfig):
         )
         require(self.replan_every >= 1, "replan_every", self.replan_every, "take one step or more")
         require(self.spare_slots >= 0, "spare_slots", self.spare_slots, "take zero or more")
+        speed, share = self.link_gbytes_per_second, self.expert_time_share
+        require(speed is None or 0 < speed < math.inf, "link_gbytes_per_second", speed, "take a positive number")
+        require(0 < share <= 1, "expert_time_share", share, "take a fraction above 0, up to 1")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1

@@ -213,6 +213,8 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "spare_slots",
         "initial_placement",
         "guard",
+        "link_gbytes_per_second",
+        "expert_time_share",
         "record_traces",
     }
 )

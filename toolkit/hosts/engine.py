@@ -42,10 +42,11 @@ class ExpertParallel:
     experts of every mixture in transformers.
 
     `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
-    `planner` and `replan_every`: a name out of `toolkit.placement.planners`, and optimizer steps between plans; None leaves
-    experts where they are. `guarded` refuses plans that do not pay, see `toolkit.moe.replan`. `spare_slots`: empty
-    slots on each rank, for copies of hot experts and for growth. `placement`: where experts are at first; contiguous deals
-    out equal blocks. `dense`: what keeps the other parameters in step, DDP or FSDP2.
+    `planner` and `replan_every`: a name out of `toolkit.placement.planners`, and optimizer steps between plans; None
+    leaves experts where they are. `guarded`, `link_gbytes_per_second`, `expert_time_share`: see `Replanner`.
+    `spare_slots`: empty slots on each rank, for replicas of experts in demand. `placement`: where experts are at first,
+    in contiguous blocks of ids, round-robin, or as a function of (layer, number of experts, `ep_size`) says.
+    `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class ExpertParallel:
         spare_slots: int = 0,
         placement: InitialPlacement | PlacementOf = "contiguous",
         guarded: bool = True,
+        link_gbytes_per_second: float | None = 10.0,
+        expert_time_share: float = 0.5,
         planner_options: Mapping[str, Any] | None = None,
         dense: Literal["ddp", "fsdp2"] = "ddp",
     ):
@@ -72,26 +75,35 @@ class ExpertParallel:
                 "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
             )
         self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
-        self.planner, self.replan_every, self.guarded = planner, replan_every, guarded
-        self.planner_options, self.spare_slots, self._place = planner_options, spare_slots, placement
+        self.spare_slots, self._place = spare_slots, placement
         self.groups = ExpertGroups()
         self.stacks: dict[str, ExpertStack] = {}
-        """The experts of each layer, by the layer's name; their `placement` says where each one lives."""
+        """The experts of each layer, by the layer's name; their `placement` says where each one is."""
         self.replanner: Replanner | None = None
+        if planner is not None and replan_every is not None:
+            self.replanner = Replanner(
+                {},
+                planner=planner,
+                every=replan_every,
+                guarded=guarded,
+                link_gbytes_per_second=link_gbytes_per_second,
+                expert_time_share=expert_time_share,
+                options=planner_options,
+            )
         self.steps = 0
         """Optimizer steps since `prepare`."""
         self._meter: LoadMeter | None = None
 
     @property
     def migrations(self) -> list[Migration]:
-        """What moved so far."""
+        """What was moved since `prepare`, by this process."""
         return self.replanner.migrations if self.replanner else []
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> tuple[Any, ...]:
         """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
 
         All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
-        (it must not have stepped yet). Raises UserError where no experts are found or they cannot be dealt out.
+        (it must not have stepped yet). Raises UserError where no experts are found, or ranks cannot share them.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
@@ -109,14 +121,8 @@ class ExpertParallel:
             for parameter in owned:
                 if parameter.requires_grad:
                     self._average_in_backward(parameter)
-        if self.planner is not None and self.replan_every is not None:
-            self.replanner = Replanner(
-                self.stacks,
-                planner=self.planner,
-                every=self.replan_every,
-                guarded=self.guarded,
-                options=self.planner_options,
-            )
+        if self.replanner is not None:
+            self.replanner.watch(self.stacks)
         prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
         self._model, self._optimizer = model, optimizer
         optimizer.register_step_post_hook(lambda *_: self._after_step())
@@ -130,7 +136,7 @@ class ExpertParallel:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """What `accelerator.clip_grad_norm_` is after `prepare`: the norm over all experts, alike on every rank."""
+        """What `accelerator.clip_grad_norm_` is after `prepare`: the norm over the experts of all ranks, the same on each."""
         if norm_type != 2:
             raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2 alone.")
         if not self.accelerator.sync_gradients:
@@ -151,13 +157,16 @@ class ExpertParallel:
         return self._meter.read(self.steps)[1]
 
     def save(self, folder: Path | str, **extra: Any) -> None:
-        """Write model, optimizer, placement and `extra` (plain JSON values) as a checkpoint. A collective."""
+        """Write model, optimizer, placement, guard and `extra` (plain JSON values) as a checkpoint. A collective."""
         replanner = self.replanner.state_dict() if self.replanner else None
         state = {"steps": self.steps, "replanner": replanner, "extra": extra}
         save_tensors(folder, self._model, self._optimizer, state)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
-        """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`."""
+        """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`.
+
+        On as many ranks with as many slots experts are placed where they were saved. A collective.
+        """
         state = load_tensors(folder, self._model, self._optimizer)
         self.steps = state["steps"]
         if self._meter is not None:

@@ -11,6 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from toolkit.moe.load.routing_log import Choices
+from toolkit.moe.recompute import recomputing
+from toolkit.moe.stack import ExpertStack
+
 
 def has_stacked_parameters(module: nn.Module) -> bool:
     """Whether all of the module's own parameters have one row for each of its `num_experts`."""
@@ -25,6 +29,26 @@ def slots_of_rows(rows_per_slot: Tensor, num_rows: int) -> Tensor:
     slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
     slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # spares `toolkit.hosts.transformers.kernel` a sort
     return slot_N1
+
+
+def run_experts(
+    module: nn.Module,
+    stack: ExpertStack,
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    """(T, D): each token's weighted outputs of its experts, on whichever ranks of `stack` they are. A collective.
+
+    `forward` is that of the foreign `module`, which computes this rank's slots.
+    """
+    rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
+    y_TD = stack.dispatcher.combine(compute_rows(forward, rows, plan.rows_per_slot), plan, weights_TK)
+    if not recomputing():
+        training = module.training and torch.is_grad_enabled()
+        stack.record(plan, Choices(ids_TK, None), x_TD, y_TD, training=training)
+    return y_TD
 
 
 def compute_rows(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:

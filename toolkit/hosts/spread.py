@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import compute_rows, has_stacked_parameters
+from toolkit.hosts.foreign import has_stacked_parameters, run_experts
 from toolkit.moe.layer import MoE
-from toolkit.moe.load.routing_log import Choices
-from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import EMPTY_ROW
@@ -99,12 +97,6 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
         x_TD = hidden.reshape(-1, hidden.shape[-1])
-        rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
-        rows = compute_rows(compute, rows, plan.rows_per_slot)
-        outputs = stack.dispatcher.combine(rows, plan, weights_TK).view(hidden.shape)
-        if not recomputing():
-            training = module.training and torch.is_grad_enabled()
-            stack.record(plan, Choices(ids_TK, None), hidden, outputs, training=training)
-        return outputs
+        return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
 
     module.forward = forward

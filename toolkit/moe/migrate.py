@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.moe.stack import ExpertStack
+from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups
-from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.parallel.ownership import EMPTY_ROW, local_rows
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement, Place, moves, owner_moves
 from toolkit.placement.rounds import Round, Transfer, schedule
@@ -61,20 +61,20 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     it, and UserError for optimizer state that cannot be told apart by expert.
     """
     started = time.perf_counter()
-    old, groups = stack.placement, stack.groups
-    _check(old, new)
+    _check(stack.placement, new)
+    groups, old, stored = stack.storage_groups, stack.stored(stack.placement), stack.stored(new)
     weights, states = rows_of_weights(stack), rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
     payloads = [
-        _Payload(list(weights.values()), schedule(moves(old, new)), groups),
-        _Payload(list(states.values()), schedule(owner_moves(old, new)) if states else [], groups),
+        _Payload(list(weights.values()), schedule(moves(old, stored)), groups),
+        _Payload(list(states.values()), schedule(owner_moves(old, stored)) if states else [], groups),
     ]
     _carry(payloads)
-    for slot, expert in enumerate(new.slots[groups.ep_rank]):
+    for slot, expert in enumerate(stored.slots[groups.ep_rank]):
         here = Place(groups.ep_rank, slot)
         if expert == EMPTY_ROW:
             payloads[0].zero(slot)
-        if expert == EMPTY_ROW or new.owner(expert) != here:
+        if expert == EMPTY_ROW or stored.owner(expert) != here:
             payloads[1].zero(slot)
     for parameter in stack.parameters.values():
         parameter.grad = None
@@ -86,6 +86,35 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
         rounds=max(len(payload.rounds) for payload in payloads),
         seconds=time.perf_counter() - started,
     )
+
+
+def place_experts(
+    model: nn.Module,
+    placement: ExpertPlacement | Mapping[str, ExpertPlacement],
+    optimizer: Optimizer | None = None,
+) -> dict[str, MigrationReport]:
+    """Move the experts of all layers, or of those named, between a step and the next forward. A collective.
+
+    Pass the optimizer once it has stepped, so that its rows move too. Raises UserError, on every rank alike, for a
+    model or layer without experts of ours to move, and for a placement with other slots or experts than the layer has.
+    """
+    stacks = expert_stacks(model)
+    if not stacks:
+        raise UserError(
+            f"model {type(model).__name__} has no experts that can move: make them with make_moe, ExpertParallel, "
+            "spread_experts, or in transformers with use_toolkit_ep() and a DistributedConfig that names it."
+        )
+    wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(stacks, placement)
+    for name, new in wanted.items():
+        if name not in stacks:
+            raise UserError(f"model {type(model).__name__} has no experts at {name!r}: use one of {list(stacks)}.")
+        slots, experts = stacks[name].placement.slots_per_rank, stacks[name].num_experts
+        if new.slots_per_rank != slots or new.num_experts != experts:
+            raise UserError(
+                f"a placement of {new.num_experts} experts with {new.slots_per_rank} slots per rank cannot be used for "
+                f"{name!r}, which has {experts} experts and {slots} slots: move experts between the slots there are."
+            )
+    return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
 
 
 # --- what has rows -----------------------------------------------------------------------------------------------
@@ -100,8 +129,8 @@ def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
 
 
 def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
-    """Name -> (S, ...)."""
-    return {name: _with_contiguous_rows(name, parameter) for name, parameter in stack.parameters.items()}
+    """Name -> (S, ...), the rows that this rank stores."""
+    return {name: _with_contiguous_rows(name, local_rows(p)) for name, p in stack.parameters.items()}
 
 
 def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -118,7 +147,7 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
             if not isinstance(value, Tensor) or value.ndim == 0:
                 continue
             if value.shape[0] == parameter.shape[0]:
-                rows[f"{name}.{key}"] = _with_contiguous_rows(f"{name}.{key}", value)
+                rows[f"{name}.{key}"] = _with_contiguous_rows(f"{name}.{key}", local_rows(value))
             elif value.shape[0] != 1:
                 raise UserError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} where the experts are "
@@ -139,7 +168,7 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
 
     It also is the collective that NCCL wants before the first exchange in which not all ranks take part.
     """
-    group = stack.groups.ep_group
+    group = stack.storage_groups.ep_group
     if group is None:
         return
     layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]

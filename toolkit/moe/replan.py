@@ -22,14 +22,21 @@ from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.unwrapping import unwrapped
-from toolkit.placement.cost_model import measured_cost_model, state_bytes
+from toolkit.placement.cost_model import (
+    EXPERT_SHARE,
+    LINK_BYTES_PER_SECOND,
+    link_bytes_per_second,
+    measured_cost_model,
+    state_bytes,
+)
 from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance, shares
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.plan import plan_layer
-from toolkit.placement.planners.registry import planner_named
+from toolkit.placement.planners.registry import Planner, planner_named
 
 if TYPE_CHECKING:
+    from toolkit.config.experts import ExpertRunConfig
     from toolkit.trainer import Trainer
 
 
@@ -52,10 +59,11 @@ class Migration:
     report: MigrationReport
 
 
-def wanted_statistics(planner: str, options: Mapping[str, Any]) -> set[str]:
+def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set[str]:
     """The planner's arguments without a default that `options` leave open, all of which training can count. Raises
     UserError for an unknown planner, and for one that wants something else."""
-    arguments = inspect.signature(planner_named(planner)).parameters.values()
+    choose = planner_named(planner) if isinstance(planner, str) else planner
+    arguments = inspect.signature(choose).parameters.values()
     wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
     if unknown := sorted(wanted - COUNTED):
         raise UserError(
@@ -68,32 +76,49 @@ def wanted_statistics(planner: str, options: Mapping[str, Any]) -> set[str]:
 class Replanner:
     """Every `every` optimizer steps, asks `planner` where each layer's experts should live, and moves them there.
 
-    The loads of the window are added up over all ranks, so all make the same plans. `guarded` has a guard for each
-    layer, which refuses a plan that does not pay for its bytes, by the step times of this run, and orders the return
-    to an earlier one that was better; without it every plan is carried out. `options` are the planner's.
-    Raises UserError for an unknown planner.
+    The loads of the window are summed over all ranks, so all make the same plans. `guarded` has a guard for each layer,
+    which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement that proved
+    better; without it every plan is carried out. `options` are the planner's.
+
+    The guard measures the time of a step and counts bytes. Two of its numbers are assumptions, for you to correct:
+    `link_gbytes_per_second`, at which one rank sends and receives (10 is a 100 Gbit/s network card; None measures it at
+    the first plan), and `expert_time_share`, the fraction of a step that grows with the assignments of the busiest
+    rank. Too high a share or too fast a link has experts moved for less than they gain.
+
+    Raises UserError for an unknown planner, and for numbers that cannot be.
     """
 
     def __init__(
         self,
         stacks: Mapping[str, ExpertStack],
         *,
-        planner: str,
+        planner: str | Planner,
         every: int,
         guarded: bool = True,
+        link_gbytes_per_second: float | None = LINK_BYTES_PER_SECOND / 1e9,
+        expert_time_share: float = EXPERT_SHARE,
         options: Mapping[str, Any] | None = None,
     ):
         self.options = dict(options or {})
         self.wanted = wanted_statistics(planner, self.options)
         if every < 1:
             raise UserError(f"replan_every={every}: take one step or more.")
-        self.stacks, self.planner, self.every = dict(stacks), planner, every
-        self.guarded = guarded
+        if link_gbytes_per_second is not None and not link_gbytes_per_second > 0:
+            raise UserError(f"link_gbytes_per_second={link_gbytes_per_second}: take a positive number, or None.")
+        if not 0 < expert_time_share <= 1:
+            raise UserError(f"expert_time_share={expert_time_share}: take a fraction above 0, up to 1.")
+        self.link_gbytes_per_second, self.expert_time_share = link_gbytes_per_second, expert_time_share
+        self.planner, self.every, self.guarded = planner, every, guarded
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """What was carried out since the start of this process."""
         self.planner_seconds = 0.0
         """Spent on making plans on this rank, since the start of this process."""
+        self.watch(stacks)
+
+    def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
+        """Plan for `stacks`, by layer, from now on."""
+        self.stacks = dict(stacks)
         pairs = "together_EE" in self.wanted
         self._cursors = {name: stack.log.cursor(pairs=pairs) for name, stack in stacks.items()}
         self._ends: list[float] = []
@@ -147,11 +172,14 @@ class Replanner:
         return [load_E.cpu().double() / (self.every * groups) for load_E in take_loads(list(self._cursors.values()))]
 
     def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:
-        """Have the guards reckon with the median step of this window, that of the slowest rank. A collective."""
+        """Give the guards the median step time of this window, that of the slowest rank. A collective."""
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
         stacks, inner = list(self.stacks.values()), unwrapped(optimizer)
-        # A rank whose experts never had a token may have no optimizer state yet: all reckon with the most of any.
+        if self.link_gbytes_per_second is None:
+            group, device = stacks[0].storage_groups.ep_group, stacks[0].load_E.device
+            self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
+        # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
         kept = [sum(state_bytes(p, inner) for p in stack.parameters.values()) for stack in stacks]
         agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
         if dist.is_initialized():
@@ -162,7 +190,14 @@ class Replanner:
             float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
         )
         for (name, stack), most in zip(self.stacks.items(), optimizer_bytes, strict=True):
-            cost_model = measured_cost_model(stack.parameters.values(), None, step_seconds=seconds, rows=rows)
+            cost_model = measured_cost_model(
+                stack.parameters.values(),
+                None,
+                step_seconds=seconds,
+                rows=rows,
+                expert_share=self.expert_time_share,
+                bytes_per_second=self.link_gbytes_per_second * 1e9,
+            )
             cost_model = replace(cost_model, optimizer_bytes=int(most))
             if name in self.guards:
                 self.guards[name].cost_model = cost_model
@@ -193,6 +228,8 @@ class Replanner:
 class Replan(Callback):
     """Moves experts between ranks every `every` steps, as `planner` says; None leaves them where they are.
 
+    `options` are those of `Replanner`; `from_config` takes all from a recipe's config.
+
     Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, each since the
     last line; `moe/migration_bytes_per_step` over the whole run; `moe/predicted_imbalance`, what the plans in force
     promised, mean over layers that have one, to hold beside `moe/rank_imbalance_of_sum`; and of this rank
@@ -206,6 +243,18 @@ class Replan(Callback):
         self._predicted: dict[str, float] = {}
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
+
+    @classmethod
+    def from_config(cls, model: torch.nn.Module, config: ExpertRunConfig) -> Replan:
+        """As the flags `--planner`, `--replan-every`, `--no-guard` and those of the guard's assumptions say."""
+        return cls(
+            model,
+            planner=config.planner,
+            every=config.replan_every,
+            guarded=config.guard,
+            link_gbytes_per_second=config.link_gbytes_per_second,
+            expert_time_share=config.expert_time_share,
+        )
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.replanner.stacks:

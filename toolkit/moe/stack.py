@@ -27,12 +27,17 @@ class ExpertStack:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
-        self.parameters, self.groups = dict(parameters), groups
+        self._parameters, self.groups = dict(parameters), groups
         self.dispatcher = make_dispatcher(placement, groups)
         self.log = RoutingLog(placement.num_experts, groups)
         self.node_of_peer: Tensor | None = None
         """The node of each rank of the EP group; None unless `count_crossings` was called."""
-        self._mark()
+        self.mark()
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name; dimension 0 counts this rank's slots."""
+        return self._parameters
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -52,7 +57,7 @@ class ExpertStack:
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)
-        self._mark()
+        self.mark()
 
     @torch.no_grad()
     def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
@@ -99,14 +104,24 @@ class ExpertStack:
         """Count the other nodes that each token goes to, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
-    def _mark(self) -> None:
-        placement, here = self.placement, self.groups.ep_rank
+    @property
+    def storage_groups(self) -> ExpertGroups:
+        """The ranks among which rows are stored. Others than `groups` where FSDP shards the experts, too."""
+        return self.groups
+
+    def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
+        return placement
+
+    def mark(self) -> None:
+        """Declare which rows this rank owns, under the ids of their experts."""
+        groups, stored = self.storage_groups, self.stored(self.placement)
         for parameter in self.parameters.values():
             mark_owned(
                 parameter,
-                row_ids=placement.slots[here],
-                groups=self.groups,
-                rows_of_ranks=placement.slots if placement.has_replicas else None,
+                row_ids=stored.slots[groups.ep_rank],
+                groups=groups,
+                rows_of_ranks=stored.slots if stored.has_replicas else None,
                 holder=self,
             )
 

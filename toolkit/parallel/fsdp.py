@@ -1,4 +1,4 @@
-"""FSDP2 for the parameters that every rank would otherwise copy; experts stay whole, with their owners."""
+"""FSDP2 for the parameters that would otherwise be replicated; experts are not sharded and stay with their owners."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from toolkit.errors import UserError
 def fully_shard_dense(
     model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, *, ignored: Iterable[Tensor]
 ) -> None:
-    """Cut all parameters of `model` but `ignored` into one piece per rank, in place. A collective.
+    """Shard all parameters of `model` but `ignored` over the ranks, in place. A collective.
 
-    Modules that repeat in a list are gathered one after the other, the rest together. `optimizer` is given the new
-    parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would put DDP
-    around it; so autocast is entered here. Does nothing in a world of one.
+    Modules that repeat in a list are gathered one at a time, the rest together. `optimizer` is given the new
+    parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
+    DDP; so autocast is entered here. Does nothing on one process.
 
-    Raises UserError for fp16, whose loss scaling would be judged by each rank for itself.
+    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately.
     """
     if accelerator.num_processes == 1:
         return
@@ -31,8 +31,8 @@ def fully_shard_dense(
         raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    # Parameters are gathered as they are, because casting is left to autocast, as under DDP; and those of the root are
-    # let go, too, so that between two steps the model has the parameters that the optimizer knows.
+    # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
+    # resharded, too, so that between two steps the model has the parameters that the optimizer has.
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(),
@@ -52,7 +52,7 @@ def fully_shard_dense(
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:
-    """The outermost modules that sit in lists: the blocks of a transformer."""
+    """The outermost modules in lists: the blocks of a transformer."""
     for module in model.children():
         if isinstance(module, nn.ModuleList):
             yield from module

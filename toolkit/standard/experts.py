@@ -30,7 +30,7 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
         BiasBalancing(model),
         ExpertLoad(model),
         TraceRecorder(model, enabled=config.record_traces),
-        Replan(model, planner=config.planner, every=config.replan_every, guarded=config.guard),
+        Replan.from_config(model, config),
     ]
 
 

@@ -16,13 +16,13 @@ from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
 from toolkit.hosts.transformers import (
-    PlacedExperts,
     causal_lm,
     place_experts,
-    placed_experts,
     replan_callback,
     use_toolkit_ep,
 )
+from toolkit.hosts.transformers.host import ToolkitEP
+from toolkit.moe.stack import expert_stacks
 from toolkit.placement.placement import ExpertPlacement
 
 STEPS, SAMPLES = 4, 8
@@ -39,20 +39,62 @@ def reverse(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: 
     return ExpertPlacement(tuple(row[::-1] for row in current.slots[::-1]))
 
 
-def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -> dict[str, Any]:
-    from torch.utils.data import Dataset
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+def load(folder: Path, world: int, ep_size: int, family: str, implementation: str) -> Any:
     from transformers.distributed import DistributedConfig
 
-    implementation = "all_to_all" if placement == "stock" else "toolkit"
-    distributed = DistributedConfig(fsdp_size=world, ep_size=ep_size, ep_implementation=implementation)
-    model = causal_lm(
+    return causal_lm(
         folder / family,
         dtype=torch.float64,
-        distributed_config=distributed,
+        distributed_config=DistributedConfig(fsdp_size=world, ep_size=ep_size, ep_implementation=implementation),
         experts_implementation="batched_mm",  # grouped products know no float64
     )
-    replan = replan_callback(reverse, every=1)
+
+
+def fit(model: Any, world: int, callbacks: list[Any], *, resume: str | None = None, **arguments: Any) -> Any:
+    """Trainer's `STEPS` steps; returns the trainer, and each step's loss and gradient norm."""
+    from torch.utils.data import Dataset
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class Samples(Dataset):
+        def __len__(self) -> int:
+            return STEPS * SAMPLES
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            ids = tokens(index // SAMPLES, SAMPLES)[index % SAMPLES]
+            return {"input_ids": ids, "labels": ids}
+
+    lines: list[tuple[float, float]] = []
+
+    class Trace(TrainerCallback):
+        def on_log(self, *_: Any, logs: Any, **__: Any) -> None:
+            if "loss" in logs:
+                lines.append((logs["loss"], float(logs["grad_norm"])))
+
+    given: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": SAMPLES // world,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    settings = TrainingArguments(**(given | arguments))
+    trainer = Trainer(model, settings, train_dataset=Samples(), callbacks=[Trace(), *callbacks])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, lines
+
+
+def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -> dict[str, Any]:
+    model = load(folder, world, ep_size, family, "all_to_all" if placement == "stock" else "toolkit")
+    replan = replan_callback(reverse, every=1, guarded=False)
     refused = []
     if placement == "permuted":
         uneven = ExpertPlacement((ORDER[:5], ORDER[5:]))
@@ -63,64 +105,32 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
                 refused.append(str(error))
     if placement in ("permuted", "recomputed"):
         place_experts(model, ExpertPlacement.from_slot_of_expert(ORDER, ep_size))
-
-    class Samples(Dataset):
-        def __len__(self) -> int:
-            return STEPS * SAMPLES
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            ids = tokens(index // SAMPLES, SAMPLES)[index % SAMPLES]
-            return {"input_ids": ids, "labels": ids}
-
-    class Trace(TrainerCallback):
-        def __init__(self) -> None:
-            self.lines: list[tuple[float, float]] = []
-
-        def on_log(self, *_: Any, logs: Any, **__: Any) -> None:
-            if "loss" in logs:
-                self.lines.append((logs["loss"], float(logs["grad_norm"])))
-
-    trace = Trace()
-    arguments = TrainingArguments(
-        output_dir=str(folder / "out"),
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=SAMPLES // world,
-        learning_rate=1e-2,
-        max_grad_norm=0.3,
-        gradient_checkpointing=placement == "recomputed",
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        train_sampling_strategy="sequential",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
-    callbacks = [trace, replan] if placement == "replanned" else [trace]
-    trainer = Trainer(model, arguments, train_dataset=Samples(), callbacks=callbacks)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    callbacks = [replan] if placement == "replanned" else []
+    out, recomputed = str(folder / "out"), placement == "recomputed"
+    trainer, lines = fit(model, world, callbacks, output_dir=out, gradient_checkpointing=recomputed)
     saved = folder / f"{family}-{world}-{ep_size}-{placement}"
     trainer.save_model(str(saved))
     dist.barrier()
     return {
-        "lines": trace.lines,
+        "lines": lines,
         "weights": dict(causal_lm(saved, dtype=torch.float64).state_dict()) if dist.get_rank() == 0 else {},
-        "moved": [report.cost.experts for report in replan.reports],
-        "held": [placed.placement.slots for placed in placed_experts(model).values()],
+        "moved": [migration.report.cost.experts for migration in replan.replanner.migrations] if callbacks else [],
+        "held": [stack.placement.slots for stack in expert_stacks(model).values()],
         "refused": refused,
-        "load": [placed.load_E.tolist() for placed in placed_experts(model).values()],
+        "load": [stack.load_E.tolist() for stack in expert_stacks(model).values()],
     }
 
 
-def train_all(folder: Path, cases: list[tuple[int, int, str, str]]) -> list[dict[str, Any]]:
+def quiet() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     use_toolkit_ep()
+
+
+def train_all(folder: Path, cases: list[tuple[int, int, str, str]]) -> list[dict[str, Any]]:
+    quiet()
     return [train(folder, *case) for case in cases]
 
 
@@ -174,18 +184,20 @@ def test_placements_that_do_not_fit_are_refused_on_every_rank(runs: Any):
 
 
 def test_models_that_came_another_way_are_refused():
-    with pytest.raises(UserError, match="no experts under ep_implementation='toolkit'"):
+    with pytest.raises(UserError, match="has no experts that can move"):
         place_experts(causal_lm(config("mixtral")), ExpertPlacement((ORDER,)))
 
 
 def test_ranks_that_share_a_batch_are_refused():
     with pytest.raises(UserError, match="tp_size=2"):
-        PlacedExperts(nn.Identity(), SimpleNamespace(), SimpleNamespace(size=lambda: 2))
+        ToolkitEP(nn.Identity(), SimpleNamespace(), SimpleNamespace(size=lambda: 2))
 
 
-def test_an_interval_of_no_steps_is_refused():
+def test_an_interval_of_no_steps_and_an_unknown_planner_are_refused():
     with pytest.raises(UserError, match="every=0"):
         replan_callback("swap", every=0)
+    with pytest.raises(UserError, match="swapp"):
+        replan_callback("swapp", every=10)
 
 
 def test_a_transformers_without_a_registry_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -200,3 +212,58 @@ def test_loads_are_counted_by_expert(runs: Any):
         again = torch.tensor([rank["load"] for rank in runs[(2, 2, "qwen3_moe", other)]]).sum(0)
         assert torch.equal(total, again), other
     assert total.sum(1).tolist() == [STEPS * SAMPLES * 12 * 2] * 2
+
+
+RESUMED = [(2, 2, reverse, False), (4, 2, reverse, False), (2, 2, "lpt", True)]
+"""(processes, ep_size, planner, guarded)."""
+
+
+def interrupted(folder: Path, world: int, ep_size: int, planner: Any, guarded: bool) -> list[dict[str, Any]]:
+    """Four steps, then the last two of them again from the checkpoint of step 2 by a new model and Trainer."""
+    ends, out = [], str(folder / f"out-{world}-{guarded}")
+    for resume in (None, f"{out}/checkpoint-2"):
+        model = load(folder, world, ep_size, "dropout", "toolkit")
+        replan = replan_callback(planner, every=1, guarded=guarded)
+        saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "output_dir": out}
+        schedule = {"lr_scheduler_type": "linear", "warmup_steps": 1}
+        _, lines = fit(model, world, [replan], resume=resume, **saving, **schedule)
+        stacks = expert_stacks(model).values()
+        ends.append(
+            {
+                "lines": lines[-2:],
+                "weights": {name: p.detach().full_tensor() for name, p in model.named_parameters()},
+                "held": [stack.placement.slots for stack in stacks],
+                "steps": sorted({migration.step for migration in replan.replanner.migrations}),
+                "windows": [guard.state_dict()["windows"] for guard in replan.replanner.guards.values()],
+            }
+        )
+    return ends
+
+
+def interrupted_all(folder: Path, cases: list[Any]) -> list[Any]:
+    quiet()
+    return [interrupted(folder, *case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_resumed_trainer_has_its_experts_where_they_were_and_ends_with_the_same_bits(world: int, tmp_path: Path):
+    torch.manual_seed(0)
+    settings = config("qwen3_moe")
+    settings.attention_dropout = 0.1
+    awaken(causal_lm(settings, dtype=torch.float64)).save_pretrained(tmp_path / "dropout")
+    cases = [case for case in RESUMED if case[0] == world]
+    for case, *ranks in zip(
+        cases, *run_distributed(interrupted_all, world, tmp_path, cases, timeout_s=300), strict=True
+    ):
+        for whole, again in ranks:
+            assert len(again["lines"]) == 2
+            assert again["lines"] == whole["lines"]
+            assert again["held"] == whole["held"]
+            assert again["weights"].keys() == whole["weights"].keys()
+            for name, value in whole["weights"].items():
+                assert torch.equal(again["weights"][name], value), name
+            if case[3]:
+                assert again["windows"] == whole["windows"]
+                assert len(again["windows"][0]) == STEPS
+            else:
+                assert again["steps"] == [3, 4], "a migration on resume, or none afterwards"

@@ -3,22 +3,17 @@ not to be imported."""
 
 from toolkit.hosts.transformers.anatomy import RouterWatch, experts_modules, routers, watch_routers
 from toolkit.hosts.transformers.build import causal_lm
-from toolkit.hosts.transformers.host import (
-    PlacedExperts,
-    place_experts,
-    placed_experts,
-    replan_callback,
-    use_toolkit_ep,
-)
+from toolkit.hosts.transformers.host import use_toolkit_ep
 from toolkit.hosts.transformers.kernel import use_toolkit_kernel
 from toolkit.hosts.transformers.model_card import export_language_model
 from toolkit.hosts.transformers.sampling import sample_tokens
 from toolkit.hosts.transformers.saving import save_pretrained
 from toolkit.hosts.transformers.shapes import describe_language_model, language_model_config
+from toolkit.hosts.transformers.trainer_callback import replan_callback
 from toolkit.hosts.transformers.upcycle import upcycle
+from toolkit.moe.migrate import place_experts
 
 __all__ = [
-    "PlacedExperts",
     "RouterWatch",
     "causal_lm",
     "describe_language_model",
@@ -26,7 +21,6 @@ __all__ = [
     "export_language_model",
     "language_model_config",
     "place_experts",
-    "placed_experts",
     "replan_callback",
     "routers",
     "sample_tokens",

@@ -52,8 +52,8 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _num_experts(experts: nn.Module) -> int:
     """Over all ranks."""
-    placed = getattr(experts, "expert_stack", None) or getattr(experts, "placed_experts", None)
-    return int(placed.placement.num_experts if placed is not None else experts.num_experts)  # type: ignore[arg-type]
+    stack = getattr(experts, "expert_stack", None)
+    return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
 
 
 class RouterWatch:

@@ -6,16 +6,16 @@
     place_experts(model, placement)                              # any permutation, at any step boundary
     Trainer(model, args, callbacks=[replan_callback("swap", every=200)], ...)
 
-transformers shards experts as `Shard(0)` DTensors, so every rank has equally many slots and no expert has copies; which
-expert is in which slot is free, and may change. `state_dict`, and with it `save_pretrained`, is always in
-the order of expert ids.
+transformers shards experts as `Shard(0)` DTensors, so every rank has equally many slots and no expert has replicas;
+which expert is in which slot is free, and may change. State dicts, and with them `save_pretrained`, are always in the
+order of expert ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,25 +23,75 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import compute_rows
-from toolkit.moe.dispatch import AllToAllDispatcher
-from toolkit.moe.migrate import MigrationReport, migrate
-from toolkit.moe.recompute import recomputing
+from toolkit.hosts.foreign import run_experts
+from toolkit.moe.migrate import migrate
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel.groups import ExpertGroups
-from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement, contiguous
-from toolkit.placement.plan import plan_layer
-from toolkit.placement.planners import Planner
-
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
 
 NAME = "toolkit"
 
 
-class PlacedExperts:
-    """Brings an experts module its tokens, wherever its experts live. One per module, as its `placed_experts`."""
+class ShardedStack(ExpertStack):
+    """Experts that transformers holds as DTensors: FSDP may shard the slots of an expert-parallel rank further.
+
+    FSDP replaces parameters after this is made, so `mark` is to be called again before they are saved or loaded.
+    """
+
+    def __init__(self, module: nn.Module, placement: ExpertPlacement, groups: ExpertGroups):
+        self._module = module
+        super().__init__({}, placement, groups)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return dict(self._module.named_parameters(recurse=False))
+
+    @property
+    def storage_groups(self) -> ExpertGroups:
+        return ExpertGroups(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+    @cached_property
+    def _coordinates(self) -> list[tuple[int, int]]:
+        """Of each process: which part of its slots it stores, and its expert-parallel rank."""
+        first, world = next(iter(self.parameters.values())), dist.get_world_size()
+        assert isinstance(first, DTensor)
+        mesh = first.device_mesh.mesh
+        if sorted(mesh.flatten().tolist()) != list(range(world)) or mesh.ndim > 2:
+            raise UserError(
+                f"experts spread over a mesh of shape {tuple(mesh.shape)} among {world} processes "
+                "cannot be moved: use fsdp_size equal to the number of processes, without dp_replicate_size or pp_size."
+            )
+        at = {int(rank): divmod(index, self.placement.ranks) for index, rank in enumerate(mesh.flatten())}
+        return [at[rank] for rank in range(world)]
+
+    def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
+        shards = len(self._coordinates) // placement.ranks
+        rows = []
+        for shard, ep_rank in self._coordinates:
+            slots = placement.slots[ep_rank]
+            size = -(-len(slots) // shards)  # as torch.chunk cuts
+            rows.append(slots[shard * size : (shard + 1) * size])
+        return ExpertPlacement(tuple(rows))
+
+    def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
+        if len(rows_of_ranks) != len(self._coordinates):
+            return
+        slots: list[list[int]] = [[] for _ in range(self.placement.ranks)]
+        for (_, ep_rank), rows in sorted(zip(self._coordinates, rows_of_ranks, strict=True)):
+            slots[ep_rank] += rows
+        super().adopt(slots)
+
+    def mark(self) -> None:
+        first = next(iter(self.parameters.values()))
+        if isinstance(first, DTensor) and not first.is_meta and first.device_mesh.size() == dist.get_world_size():
+            super().mark()
+
+
+class ToolkitEP:
+    """An expert-parallel implementation of transformers, made for each experts module: see `EPImplementation` there.
+
+    The module's `expert_stack` is as in every other host. Raises UserError where ranks share a batch.
+    """
 
     needs_shared_batch = False
 
@@ -51,106 +101,61 @@ class PlacedExperts:
                 f"tp_size={tp_mesh.size()} gives ranks a batch in common, which ep_implementation={NAME!r} does not "
                 'know: use tp_size=1, or ep_implementation="auto".'
             )
-        ranks = ep_mesh.size()
-        self.experts, self.experts_forward = experts, experts.forward
-        self.slots = int(experts.num_experts)  # type: ignore[arg-type]
+        ranks, slots = ep_mesh.size(), int(experts.num_experts)  # type: ignore[arg-type]
         groups = ExpertGroups(ranks, ep_mesh.get_local_rank(), ep_mesh.get_group())
-        self.dispatcher = AllToAllDispatcher(contiguous(self.slots * ranks, ranks), groups)
-        self.load_E = torch.zeros(self.slots * ranks, dtype=torch.int64)
-        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
-        experts.placed_experts = self  # type: ignore[assignment]
-        experts.register_state_dict_post_hook(lambda _, state, prefix, __: self._in_order_of_ids(state, prefix))
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        return self.dispatcher.placement
+        self.experts, self.forward = experts, experts.forward
+        self.stack = ShardedStack(experts, contiguous(slots * ranks, ranks), groups)
+        experts.expert_stack = self.stack  # type: ignore[assignment]
+        experts.register_state_dict_post_hook(lambda _, state, prefix, __: self._to_order_of_ids(state, prefix))
+        experts.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: self._to_slots(state, prefix))
 
     def __call__(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        rows, plan = self.dispatcher.dispatch(hidden_TD, ids_TK)
-        if self.experts.training and torch.is_grad_enabled() and not recomputing():
-            self.load_E = self.load_E.to(plan.load_E.device) + plan.load_E
-        rows = compute_rows(self.experts_forward, rows, plan.rows_per_slot)
-        return self.dispatcher.combine(rows, plan, weights_TK)
-
-    def place(self, new: ExpertPlacement, optimizer: torch.optim.Optimizer | None = None) -> MigrationReport:
-        """Carry weights and optimizer rows to where `new` has them, and route by it. A collective of all ranks."""
-        if new.slots_per_rank != self.placement.slots_per_rank:
-            raise UserError(
-                f"a placement with {new.slots_per_rank} slots per rank cannot be used by "
-                f"ep_implementation={NAME!r}, which has {self.placement.slots_per_rank}: "
-                "move experts between the slots there are."
-            )
-        parameters = dict(self.experts.named_parameters(recurse=False))
-        storage = _Storage(parameters, self.placement)
-        report = migrate(storage.stack, storage.layout(new), storage.local_state(optimizer))
-        for parameter in parameters.values():
-            parameter.grad = None
-        self.dispatcher.place(new)
-        return report
+        """(T, D), of this rank's tokens."""
+        return run_experts(self.experts, self.stack, self.forward, hidden_TD, ids_TK, weights_TK)
 
     @torch.no_grad()
-    def _in_order_of_ids(self, state: dict[str, Any], prefix: str) -> None:
-        """What leaves the module leaves it in the order that everybody else expects. A collective of all ranks."""
-        blocks = contiguous(self.placement.num_experts, self.placement.ranks)
-        if self.placement == blocks:
+    def _to_order_of_ids(self, state: dict[str, Any], prefix: str) -> None:
+        """Reorder what leaves the module as its other readers expect. A collective of all ranks."""
+        stack = self.stack
+        by_id = contiguous(stack.num_experts, stack.placement.ranks)
+        if stack.placement == by_id:
             return
-        copies = {}
-        for name, _parameter in self.experts.named_parameters(recurse=False):
-            value = state[prefix + name].detach()
-            local = value.to_local().clone()
-            copies[name] = DTensor.from_local(
-                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
-        storage = _Storage(copies, self.placement)
-        migrate(storage.stack, storage.layout(blocks))
+        copies = {name: _clone(state[prefix + name]) for name in stack.parameters}
+        migrate(ShardedStack(_holding(copies), stack.placement, stack.groups), by_id)
         state.update({prefix + name: value for name, value in copies.items()})
 
-
-class _Storage:
-    """What each rank stores of one module, for a migration: FSDP cuts the slots of an expert-parallel rank further."""
-
-    def __init__(self, sharded: Mapping[str, Tensor], placement: ExpertPlacement):
-        self.sharded = dict(sharded)
-        first = next(iter(self.sharded.values()))
-        assert isinstance(first, DTensor)
-        ranks_GP = first.device_mesh.mesh.view(-1, placement.ranks)  # how often the slots are cut, times ep_size
-        world = dist.get_world_size()
-        if sorted(first.device_mesh.mesh.flatten().tolist()) != list(range(world)) or first.device_mesh.ndim > 2:
-            raise UserError(
-                f"experts spread over a mesh of shape {tuple(first.device_mesh.mesh.shape)} among {world} processes "
-                "cannot be moved: use fsdp_size equal to the number of processes, without dp_replicate_size or pp_size."
-            )
-        self._place_of = {int(rank): divmod(index, placement.ranks) for index, rank in enumerate(ranks_GP.flatten())}
-        self._cuts = len(ranks_GP)
-        groups = ExpertGroups(world, dist.get_rank(), dist.group.WORLD)
-        local = {name: nn.Parameter(_local(value)) for name, value in self.sharded.items()}
-        self.stack = ExpertStack(local, self.layout(placement), groups)
-
-    def layout(self, placement: ExpertPlacement) -> ExpertPlacement:
-        """Which experts each process stores, where `placement` says which ones each expert-parallel rank computes."""
-        rows = []
-        for rank in range(len(self._place_of)):
-            cut, ep_rank = self._place_of[rank]
-            slots = placement.slots[ep_rank]
-            size = -(-len(slots) // self._cuts)  # as torch.chunk cuts
-            rows.append(slots[cut * size : (cut + 1) * size])
-        return ExpertPlacement(tuple(rows))
-
-    def local_state(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The optimizer's rows that this rank stores, under the parameters that a migration knows."""
-        if optimizer is None:
-            return None
-        states = unwrapped(optimizer).state
-        return SimpleNamespace(
-            state={
-                self.stack.parameters[name]: {key: _local(value) for key, value in states.get(sharded, {}).items()}
-                for name, sharded in self.sharded.items()
-            }
-        )
+    @torch.no_grad()
+    def _to_slots(self, state: dict[str, Any], prefix: str) -> None:
+        """Reorder what is loaded from the order of ids: whole tensors, or DTensors with this module's layout."""
+        stack, world = self.stack, dist.get_world_size()
+        loaded = {name: state[prefix + name] for name in stack.parameters if prefix + name in state}
+        by_id = contiguous(stack.num_experts, stack.placement.ranks)
+        sharded = {name: _clone(value) for name, value in loaded.items() if isinstance(value, DTensor)}
+        if sharded and stack.placement != by_id:
+            migrate(ShardedStack(_holding(sharded), by_id, stack.groups), stack.placement)
+        here = list(stack.stored(stack.placement).slots[dist.get_rank()]) if world > 1 else []
+        for name, value in loaded.items():
+            if name not in sharded:
+                sharded[name] = _shard_like(stack.parameters[name], value[here])
+        state.update({prefix + name: value for name, value in sharded.items()})
 
 
-def _local(value: Any) -> Any:
-    return value.to_local().detach() if isinstance(value, DTensor) else value
+def _clone(value: DTensor) -> DTensor:
+    return _shard_like(value, value.to_local().detach().clone())
+
+
+def _shard_like(like: Any, rows: Tensor) -> DTensor:
+    """`rows` as this rank's shard of a tensor that is spread as `like`."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _holding(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module with `tensors` as its parameters."""
+    module = nn.Module()
+    for name, value in tensors.items():
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return module
 
 
 def use_toolkit_ep() -> str:
@@ -167,63 +172,5 @@ def use_toolkit_ep() -> str:
             f"transformers {transformers.__version__} cannot be given an expert-parallel implementation: "
             "use 5.23 or newer, or ExpertParallel under DDP."
         ) from None
-    EPImplementationInterface.register(NAME, PlacedExperts)
+    EPImplementationInterface.register(NAME, ToolkitEP)
     return NAME
-
-
-def placed_experts(model: nn.Module) -> dict[str, PlacedExperts]:
-    """The experts of `model` that came under `ep_implementation="toolkit"`, by the name of their module."""
-    found = {name: getattr(module, "placed_experts", None) for name, module in model.named_modules()}
-    return {name: placed for name, placed in found.items() if isinstance(placed, PlacedExperts)}
-
-
-def place_experts(
-    model: nn.Module,
-    placement: ExpertPlacement | Mapping[str, ExpertPlacement],
-    optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, MigrationReport]:
-    """Move the experts of all layers, or of those named, between a step and the next forward. A collective.
-
-    Pass the optimizer once it has stepped, so that its rows move too.
-    """
-    layers = placed_experts(model)
-    if not layers:
-        raise UserError(
-            f"model {type(model).__name__} has no experts under ep_implementation={NAME!r}: "
-            "call use_toolkit_ep(), and load it with a DistributedConfig that names it."
-        )
-    wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
-    if unknown := sorted(wanted.keys() - layers.keys()):
-        raise UserError(f"model {type(model).__name__} has no experts at {unknown[0]!r}: use one of {list(layers)}.")
-    return {name: layers[name].place(new, optimizer) for name, new in wanted.items()}
-
-
-def replan_callback(planner: str | Planner, *, every: int, **options: Any) -> TrainerCallback:
-    """For transformers' Trainer: after each `every` steps, move experts where `planner` wants them for the load since.
-
-    `options` are the planner's. All ranks count together, so they agree.
-    """
-    from transformers import TrainerCallback
-
-    if every < 1:
-        raise UserError(f"every={every} steps is no interval: use at least 1.")
-
-    class Replan(TrainerCallback):
-        def __init__(self) -> None:
-            self.before: dict[str, Tensor] = {}
-            self.reports: list[MigrationReport] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
-            if state.global_step % every:
-                return
-            model, optimizer = trainer["model"], trainer["optimizer"]
-            for name, placed in placed_experts(model).items():
-                load_E = placed.load_E - self.before.get(name, torch.zeros_like(placed.load_E)).to(placed.load_E.device)
-                self.before[name] = placed.load_E
-                dist.all_reduce(load_E)
-                per_step_E = load_E.double().cpu() / every
-                new = plan_layer(planner, per_step_E, placed.placement, steps=every, **options)
-                if new is not None:
-                    self.reports.append(placed.place(new, optimizer))
-
-    return Replan()

@@ -27,10 +27,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     rank = dist.get_rank() if dist.is_initialized() else 0
     kept = dict(inner.named_parameters(remove_duplicate=False))
     for name, value in inner.state_dict().items():
-        if id(kept.get(name)) in place_of:
-            value = gather_experts(*place_of[id(kept[name])])
-        elif isinstance(value, DTensor):
+        if isinstance(value, DTensor):  # experts under transformers' own expert parallelism, too: in order of ids
             value = value.full_tensor().cpu()
+        elif id(kept.get(name)) in place_of:
+            value = gather_experts(*place_of[id(kept[name])])
         if rank == 0 and value is not None:
             state[name] = value
     failure: list[str | None] = [None]
@@ -52,7 +52,7 @@ def _moved(stack: ExpertStack) -> bool:
 
 @torch.no_grad()
 def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None:
-    """(E, ...) in main memory of rank 0, by expert id; None elsewhere. A collective of rank 0's shard group."""
+    """(E, ...) in main memory of rank 0, by expert id; None elsewhere. A collective of rank 0's EP group."""
     groups, placement = stack.groups, stack.placement
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= groups.ep_size:

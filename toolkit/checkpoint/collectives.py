@@ -1,0 +1,60 @@
+"""Work that succeeds on every rank, or raises on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from toolkit.errors import UserError
+
+T = TypeVar("T")
+
+_KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
+"""In order of precedence: a bug comes before a full disk, which may be its consequence."""
+
+
+def is_main() -> bool:
+    """Whether this is the main process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """The result of `work` on every rank, in order of rank. A collective.
+
+    Where it failed on one rank, all raise: UserError as it was, OSError if the disk was the cause, else RuntimeError.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    report = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
+    outcomes = _gather((result, report))
+    failures = [(*report, rank) for rank, (_, report) in enumerate(outcomes) if report is not None]
+    if failures:
+        kind, message, rank = min(failures)
+        where = f" on rank {rank}" if len(outcomes) > 1 and _KINDS[kind] is not UserError else ""
+        raise _KINDS[kind](message + where) from failure
+    return [result for result, _ in outcomes]  # type: ignore[misc]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """The result of `work`, which only the main process does, on every rank. A collective; raises as `together`."""
+    return together(lambda: work() if is_main() else None)[0]  # type: ignore[return-value]
+
+
+def _gather(value: T) -> list[T]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _kind(failure: Exception) -> type[Exception]:
+    if isinstance(failure, UserError):
+        return UserError
+    return OSError if isinstance(failure, (OSError, SafetensorError)) else RuntimeError

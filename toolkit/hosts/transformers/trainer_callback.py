@@ -1,0 +1,112 @@
+"""Moving experts under transformers' Trainer, and resuming such a training."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.moe.replan import Replanner
+from toolkit.moe.stack import expert_stacks
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from toolkit.placement.planners import Planner
+
+FOLDER = "toolkit"
+"""Within each checkpoint of the Trainer."""
+
+
+def replan_callback(
+    planner: str | Planner,
+    *,
+    every: int,
+    guarded: bool = True,
+    link_gbytes_per_second: float | None = 10.0,
+    expert_time_share: float = 0.5,
+    **options: Any,
+) -> TrainerCallback:
+    """For transformers' Trainer: after each `every` steps, move experts where `planner` wants them for the load since.
+
+    The arguments are those of `toolkit.moe.replan.Replanner`, which the callback has as its `replanner`; `options` are
+    the planner's.
+
+    Trainer does not resume models that were sharded when they were loaded. With this callback it does: pass
+    `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
+    to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`, on any number of processes.
+
+    Raises UserError for an unknown planner, and on resuming from a checkpoint outside `output_dir` or without these.
+    """
+    from transformers import TrainerCallback
+
+    replanner = Replanner(
+        {},
+        planner=planner,
+        every=every,
+        guarded=guarded,
+        link_gbytes_per_second=link_gbytes_per_second,
+        expert_time_share=expert_time_share,
+        options=options,
+    )
+
+    class Replan(TrainerCallback):
+        def __init__(self) -> None:
+            self.replanner = replanner
+
+        def on_init_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            for module in trainer["model"].modules():
+                if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+                    module.register_load_state_dict_pre_hook(_distribute)
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            model, optimizer, scheduler = trainer["model"], trainer["optimizer"], trainer["lr_scheduler"]
+            stacks = expert_stacks(model)
+            for stack in stacks.values():
+                stack.mark()
+            self.replanner.watch(stacks)
+            if state.global_step == 0:
+                return
+            saved = load_tensors(_folder(args, state), model, optimizer)
+            self.replanner.load_state_dict(saved["replanner"])
+            scheduler.load_state_dict(saved["scheduler"])
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            self.replanner.after_step(state.global_step, trainer["optimizer"])
+
+        def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            content = {"replanner": self.replanner.state_dict(), "scheduler": trainer["lr_scheduler"].state_dict()}
+            folder = _folder(args, state)
+            save_tensors(folder, trainer["model"], trainer["optimizer"], content)
+            torch.save(_random_states(), folder.parent / f"rng_state_{args.process_index}.pth")
+
+    return Replan()
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
+
+
+def _distribute(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before whole tensors are loaded into parameters that are sharded: shard them alike."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            state[prefix + name] = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def _random_states() -> dict[str, Any]:
+    """What Trainer reads from `rng_state_<rank>.pth`, which it does not write with `save_only_model`."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.random.get_rng_state_all()
+    return states
