@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.moe.layer import moe_layers
-from toolkit.moe.load.routing_log import MOST_ASSIGNMENTS, Choices, count_pairs
+from toolkit.moe.load.routing_log import MOST_ASSIGNMENTS, Choices, ForwardCursor, count_pairs
 from toolkit.parallel.groups import sum_over_ranks
 
 Ids = tuple[int | None, ...]
@@ -72,39 +72,38 @@ class RoutingStatistics:
     """Reads the routing logs of a model's `MoE` layers between `begin_step` and `end_step`, a forward per micro-batch.
 
     Tensors stay on the device until `take`. `uids_of_logical` is asked at the start of each step, so counts follow the
-    uid when a logical expert is given to another. Further training forwards of a step, such as those of a replay, are
-    not counted.
+    uid when a logical expert is given to another. Training forwards after those of the micro-batches, such as a
+    replay's, are not counted.
     """
 
     def __init__(self, model: nn.Module, *, num_classes: int, uids_of_logical: Callable[[str], Ids]):
         self.layers = moe_layers(model)
         self.num_classes, self.uids_of_logical = num_classes, uids_of_logical
-        self._cursors = {name: layer.expert_stack.log.follow(choices=True) for name, layer in self.layers.items()}
+        self._cursors: dict[str, ForwardCursor] = {}
+        """Of the step that is running."""
         self._uids: dict[str, Ids] = {}
         self._labels: dict[str, Iterator[Tensor | None]] = {}
         self._forget()
         self._total = self._nothing()
-        self.end_step()
 
     def begin_step(self, labels: Iterable[Tensor | None]) -> None:
         """`labels`: the class of each sample, one tensor per micro-batch of the coming step; None if it has none."""
         self.end_step()
         of_step = list(labels)
-        for name, cursor in self._cursors.items():
-            self._uids[name], self._labels[name] = self.uids_of_logical(name), iter(of_step)
-            cursor.accept(len(of_step))
+        self._cursors = {name: layer.expert_stack.log.follow(choices=True) for name, layer in self.layers.items()}
+        self._uids = {name: self.uids_of_logical(name) for name in self.layers}
+        self._labels = {name: iter(of_step) for name in self.layers}
 
     def end_step(self) -> None:
         self._read()
-        for cursor in self._cursors.values():
-            cursor.accept(0)
+        self._cursors = {}
 
     def _read(self) -> None:
         """Take the forwards of this step so far."""
         for name, cursor in self._cursors.items():
             notes = self._notes[name]
             # Forwards first, or `zip` would take a label before it finds that no forward is left.
-            for forward, labels in zip(cursor.take(), self._labels.get(name, ()), strict=False):
+            for forward, labels in zip(cursor.take(), self._labels[name], strict=False):
                 assert forward.choices is not None
                 notes.append(_Note(self._uids[name], forward.choices, labels))
                 self._waiting[name] += forward.choices.expert_ids_TK.numel()
@@ -157,7 +156,8 @@ class RoutingStatistics:
             sums.clear()
 
     def take(self) -> dict[str, Counts]:
-        """The counts of all ranks since the last call, by layer. A collective."""
+        """The counts of all ranks since the last call, by layer; ends the step. A collective."""
+        self.end_step()
         self._collect()
         total, self._total = self._total, self._nothing()
         return total

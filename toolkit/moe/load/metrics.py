@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,28 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+PER_FORWARD = {"received_FLW", "imbalance_FL"}
+
+
+class _Sums:
+    """Dataclass fields that are arrays: sums over forwards, but for those of `PER_FORWARD`."""
+
+    def parts(self) -> dict[str, NDArray[Any]]:
+        return vars(self)
+
+    def then(self, later: Self) -> Self:
+        """These forwards and `later` ones."""
+        before, after = self.parts(), later.parts()
+        return type(self)(
+            **{
+                name: np.concatenate([part, after[name]]) if name in PER_FORWARD else part + after[name]
+                for name, part in before.items()
+            }
+        )
+
+
 @dataclass(frozen=True)
-class Counts:
+class Counts(_Sums):
     """What some source ranks sent. Counts of different sources in the same forwards add up element by element."""
 
     load_LE: Ints
@@ -40,26 +60,13 @@ class Counts:
 
     def flat(self) -> Ints:
         """All numbers in one array, for one reduction over ranks."""
-        return np.concatenate([part.ravel() for part in self._parts()])
+        return np.concatenate([part.ravel() for part in self.parts().values()])
 
     def unflat(self, numbers: Ints) -> Counts:
         """The inverse of `flat`, for counts of the same shapes."""
-        parts = self._parts()
-        pieces = np.split(numbers, np.cumsum([part.size for part in parts])[:-1])
-        return Counts(*[piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)])
-
-    def _parts(self) -> tuple[Ints, ...]:
-        return self.load_LE, self.dropped_LE, self.received_FLW, self.sent_LWR, self.crossings_L
-
-    def then(self, later: Counts) -> Counts:
-        """These and `later` forwards of the same sources."""
-        return Counts(
-            self.load_LE + later.load_LE,
-            self.dropped_LE + later.dropped_LE,
-            np.concatenate([self.received_FLW, later.received_FLW]),
-            self.sent_LWR + later.sent_LWR,
-            self.crossings_L + later.crossings_L,
-        )
+        ends = np.cumsum([part.size for part in self.parts().values()])[:-1]
+        pieces = zip(np.split(numbers, ends), self.parts().values(), strict=True)
+        return Counts(*[piece.reshape(part.shape) for piece, part in pieces])
 
 
 def count(
@@ -93,7 +100,7 @@ def count(
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(_Sums):
     """Sums over all ranks in a window of steps. Consecutive windows add up with `then`."""
 
     load_LE: Ints
@@ -109,38 +116,18 @@ class Window:
         imbalance_FL = max_over_mean(counts.received_FLW)
         return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_L)
 
-    def then(self, later: Window) -> Window:
-        return Window(
-            self.load_LE + later.load_LE,
-            self.dropped_LE + later.dropped_LE,
-            np.concatenate([self.imbalance_FL, later.imbalance_FL]),
-            self.sent_LWR + later.sent_LWR,
-            self.crossings_L + later.crossings_L,
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "load": self.load_LE.tolist(),
-            "dropped": self.dropped_LE.tolist(),
-            "imbalance": self.imbalance_FL.tolist(),
-            "sent": self.sent_LWR.tolist(),
-            "crossings": self.crossings_L.tolist(),
-        }
+        return {name: part.tolist() for name, part in self.parts().items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
         """The inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
-        sent, crossings = (np.array(data[name], dtype=np.int64) for name in ("sent", "crossings"))
-        if sent.shape != like.sent_LWR.shape:
-            sent, crossings = like.sent_LWR, like.crossings_L
-        return cls(
-            np.array(data["load"], dtype=np.int64),
-            np.array(data["dropped"], dtype=np.int64),
-            np.array(data["imbalance"], dtype=np.float64).reshape(-1, like.imbalance_FL.shape[1]),
-            sent,
-            crossings,
-        )
+        parts = {name: np.array(data[name], dtype=part.dtype) for name, part in like.parts().items()}
+        parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
+        if parts["sent_LWR"].shape != like.sent_LWR.shape:
+            parts |= {"sent_LWR": like.sent_LWR, "crossings_L": like.crossings_L}
+        return cls(**parts)
 
 
 def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:

@@ -187,7 +187,6 @@ class ForwardCursor:
     def __init__(self, *, choices: bool):
         self.choices = choices
         self._waiting: list[RoutedForward] = []
-        self._room: int | None = None
 
     def __len__(self) -> int:
         """Forwards that wait to be taken."""
@@ -198,16 +197,8 @@ class ForwardCursor:
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def accept(self, forwards: int) -> None:
-        """Drop what waits, and from now on keep the next `forwards` forwards only, until the next call."""
-        self._waiting, self._room = [], forwards
-
     def deliver(self, forward: RoutedForward) -> None:
         """To be called by the log."""
-        if self._room is not None:
-            if self._room == 0:
-                return
-            self._room -= 1
         self._waiting.append(forward if self.choices else forward._replace(choices=None))
 
 
