@@ -33,11 +33,12 @@ from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
+from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
 from toolkit.domains.continual.plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, permuted_stream, rotated_stream, split_stream
-from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
+from toolkit.domains.continual.training import stream_task, task_order
 from toolkit.run.folder import write_json
 
 PAGE = ROOT / "docs" / "continual_learning.md"
@@ -170,7 +171,8 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
             balance = tk.RouterPenalty(model, balance_weight=config.balance_weight)
             elastic = None if cell.strength is None else ElasticWeights(model, cell.strength)
             task = stream_task(stream, penalty=elastic or balance)
-            ends = task_order(run, stream).task_ends
+            tasks = task_order(run, stream)
+            ends = tasks.task_ends
             callbacks: list[tk.Callback] = [DriftWatch()]
             if elastic is not None:
                 callbacks += [Consolidation(elastic, stream, ends)]
@@ -186,8 +188,17 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
                     model, active, balance, task, stream.train, num_classes=stream.num_classes
                 )
             joint = BatchOrder(num_samples=len(stream.train), batch_size=config.batch_size, seed=cell.seed)
-            order = joint if arm.method == "joint" else None
-            trainer = stream_trainer(run, task, model, stream, order=order, callbacks=callbacks)
+            order = joint if arm.method == "joint" else tasks
+            trainer = tk.standard_trainer(
+                run,
+                task,
+                model,
+                train=stream.train,
+                order=order,
+                max_steps=ends[-1],
+                evaluation=TaskEvaluation(stream.tests, ends),
+                callbacks=callbacks,
+            )
             return {**asdict(cell), "parameters": parameters, "task_ends": ends, **trainer.fit()}
 
 

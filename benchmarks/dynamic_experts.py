@@ -32,8 +32,9 @@ from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, dynamic, full, main
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import EvalBatches
+from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.streams import permuted_stream
-from toolkit.domains.continual.training import stream_task, stream_trainer
+from toolkit.domains.continual.training import stream_task, task_order
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import reordered
 from toolkit.moe.lifecycle.callback import Lifecycle
@@ -121,10 +122,20 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 )
                 lives.__class__ = AroundSleep
                 assert isinstance(lives, AroundSleep)
-                trainer = stream_trainer(run, task, model, stream, callbacks=[remember, lives, report])
-                per_task = trainer.max_steps // stream.num_tasks
-                ends = tuple(per_task * (index + 1) for index in range(stream.num_tasks))
-                lives.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                tasks = task_order(run, stream)
+                ends = tasks.task_ends
+                per_task = ends[0]
+                trainer = tk.standard_trainer(
+                    run,
+                    task,
+                    model,
+                    train=stream.train,
+                    order=tasks,
+                    max_steps=ends[-1],
+                    evaluation=TaskEvaluation(stream.tests, ends),
+                    callbacks=[remember, lives, report],
+                )
+                lives.watch([tk.EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
                 results = trainer.fit()
         changes = [after - before for before, after in lives.around]
         kinds = [event.kind for event in lives.history]

@@ -231,7 +231,7 @@ class ReplayBetweenSteps(Callback):
         self.record = record
         self.changed: list[bool] = []
 
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
+    def on_step_start(self, _: Trainer, micro_batches: list[Batch]) -> None:
         self.micro_batches = micro_batches
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -177,7 +177,7 @@ class Replanner:
         self._ends = []
         stacks, inner = list(self.stacks.values()), unwrapped(optimizer)
         if self.link_gbytes_per_second is None:
-            group, device = stacks[0].storage_groups.ep_group, stacks[0].load_E.device
+            group, device = stacks[0].storage_groups.ep_group, stacks[0].log.load_E.device
             self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
         kept = [sum(state_bytes(p, inner) for p in stack.parameters.values()) for stack in stacks]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from toolkit.placement.guard import CostModel
@@ -52,3 +55,30 @@ def state_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> in
     """What the optimizer keeps for one row of `parameter`; 0 before its first step."""
     states = optimizer.state.get(parameter, {}).values()
     return sum(_row_bytes(s) for s in states if isinstance(s, torch.Tensor) and s.shape == parameter.shape)
+
+
+def link_bytes_per_second(
+    group: dist.ProcessGroup | None, device: torch.device, *, megabytes: int = 16, repeats: int = 3
+) -> float:
+    """Measured bytes per second at which a rank of `group` sends to the next one while it receives from the one before:
+    the median of `repeats`, of the slowest rank, hence the same on all. A collective. LINK_BYTES_PER_SECOND where there
+    is no other rank."""
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if ranks == 1:
+        return LINK_BYTES_PER_SECOND
+    size = megabytes * 2**20
+    me = dist.get_rank(group)
+    sizes_out, sizes_in = [0] * ranks, [0] * ranks
+    sizes_out[(me + 1) % ranks] = sizes_in[(me - 1) % ranks] = size
+    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+    seconds = []
+    for _ in range(1 + repeats):
+        dist.barrier(group)
+        began = time.perf_counter()
+        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
+        float(incoming[-1])  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor(statistics.median(seconds[1:]), device=device)  # The first one opens connections.
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return size / float(slowest)

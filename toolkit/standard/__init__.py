@@ -1,1 +1,1 @@
-"""The usual trainer with the usual callbacks, wired from a config."""
+"""A trainer with the usual callbacks, made from a config."""

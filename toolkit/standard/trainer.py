@@ -1,4 +1,4 @@
-"""The usual trainer of a recipe, put together from its config. A recipe that wants another calls `Trainer` itself."""
+"""A `Trainer` made from a config, with the usual callbacks. For other choices construct `Trainer` yourself."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
 from toolkit.task import Task
@@ -33,19 +34,30 @@ def standard_trainer(
     model: nn.Module,
     *,
     train: TensorTable,
-    test: TensorTable,
+    test: TensorTable | None = None,
     augment: Augment | None = None,
     order: Order | None = None,
+    max_steps: int | None = None,
+    evaluation: Callback | None = None,
     callbacks: Sequence[Callback] = (),
     eval_batch_size: int = EVAL_BATCH_SIZE,
 ) -> Trainer:
-    """AdamW on the config's schedule; evaluates and saves each epoch, resumes, and can be preempted.
+    """AdamW on the config's schedule; evaluates on `test` and saves each epoch, resumes, and can be preempted.
 
-    `augment` changes training batches, see `toolkit.data.BlankPixels`; `order` takes the place of a new permutation
-    each epoch. `callbacks` run before the usual ones, so what they record is on the line that is printed.
+    `augment` changes training batches, see `toolkit.data.BlankPixels`. `order` replaces the random permutation of each
+    epoch, and `max_steps` the config's number of epochs. `evaluation` is a callback in place of `test`, such as
+    `toolkit.domains.continual.TaskEvaluation`. `callbacks` run before the usual ones, so that what they record is on
+    the line of metrics that is printed.
+
+    Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test`.
     """
-    config = run.config
-    stopping = config.early_stopping
+    config, stopping = run.config, run.config.early_stopping
+    if (test is None) == (evaluation is None):
+        raise ValueError("give either `test`, a table, or `evaluation`, a callback")
+    if test is None and stopping.patience is not None:
+        raise UserError(
+            f"--early-stopping.patience {stopping.patience}: this run has no single test set, leave it out."
+        )
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
     make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
     source = train if augment is None else AugmentedTable(train, augment)
@@ -58,7 +70,12 @@ def standard_trainer(
         order=order,
         **where,
     )
-    max_steps = config.epochs * batches.steps_per_epoch
+    if test is not None:
+        evaluation = Evaluation(
+            EvalBatches(test, batch_size=eval_batch_size, **where), config.eval_every * batches.steps_per_epoch
+        )
+    assert evaluation is not None
+    max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
     optimizer = build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
@@ -82,10 +99,7 @@ def standard_trainer(
             BarrierWait(),
             *callbacks,
             Throughput(),
-            Evaluation(
-                EvalBatches(test, batch_size=eval_batch_size, **where),
-                every_steps=config.eval_every * batches.steps_per_epoch,
-            ),
+            evaluation,
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
             Preemption(),

@@ -16,6 +16,8 @@ from toolkit.tracking.jsonl import read_metrics
 
 METHODS: dict[str, dict[str, Any]] = {"elastic": {"strength": 1e3}, "replay": {"capacity": 20}}
 
+OF_THE_MACHINE = {"samples_per_second", "train_seconds", "peak_memory_bytes"}
+
 
 class StopAfter(tk.Callback):
     def __init__(self, step: int):
@@ -32,7 +34,8 @@ def train(config: tk.RunConfig, *callbacks: tk.Callback, **method: Any) -> tuple
         results = trainer.fit()
         state = {name: value.clone() for name, value in trainer.raw_model.state_dict().items()}
         states = {type(c).__name__: c.state_dict() for c in trainer.callbacks}
-    return results | {"memory": states.get("Remember")}, state
+    learned = {key: value for key, value in results.items() if key not in OF_THE_MACHINE}
+    return learned | {"memory": states.get("Remember")}, state
 
 
 def train_in_float64(config: tk.RunConfig, **method: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,6 +111,12 @@ def test_any_number_of_processes_learns_and_remembers_the_same(world_size, whole
             assert results["accuracy_matrix"] == alone["accuracy_matrix"]
             for key, value in weights_alone.items():
                 torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9)
+
+
+def test_stopping_early_is_refused_where_no_single_test_set_could_tell_when(tmp_path):
+    config = toy_config(tmp_path / "run", early_stopping=tk.EarlyStoppingConfig(patience=2))
+    with pytest.raises(tk.UserError, match=r"--early-stopping\.patience 2: this run has no single test set"):
+        train(config)
 
 
 def test_weights_that_are_cut_into_pieces_cannot_be_held(tmp_path):

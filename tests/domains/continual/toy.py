@@ -15,10 +15,11 @@ from toolkit.callbacks.drift import DriftWatch
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
+from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, rotated_stream, split_stream
-from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
+from toolkit.domains.continual.training import stream_task, task_order
 
 
 def images(count: int, seed: int) -> TensorTable:
@@ -71,4 +72,14 @@ def toy_trainer(
             memory = ReplayMemory(stream.train, capacity, seed=config.seed)
             methods += [Replay(memory, 8), Remember(memory, every=3)]
         task = stream_task(stream, penalty=penalty)
-        yield stream_trainer(run, task, model, stream, callbacks=[*methods, *callbacks])
+        tasks = task_order(run, stream)
+        yield tk.standard_trainer(
+            run,
+            task,
+            model,
+            train=stream.train,
+            order=tasks,
+            max_steps=tasks.steps_per_epoch,
+            evaluation=TaskEvaluation(stream.tests, tasks.task_ends),
+            callbacks=[*methods, *callbacks],
+        )

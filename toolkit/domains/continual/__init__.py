@@ -7,7 +7,7 @@ from toolkit.domains.continual.ewc import Consolidation, ElasticWeights, fisher_
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.scores import AccuracyMatrix
 from toolkit.domains.continual.streams import TaskOrder, TaskStream, permuted_stream, rotated_stream, split_stream
-from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
+from toolkit.domains.continual.training import stream_task, task_order
 
 __all__ = [
     "AccuracyMatrix",
@@ -26,6 +26,5 @@ __all__ = [
     "rotated_stream",
     "split_stream",
     "stream_task",
-    "stream_trainer",
     "task_order",
 ]

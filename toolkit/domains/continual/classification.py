@@ -14,7 +14,7 @@ from toolkit.task import Batch, Loss
 class ClassificationWithinTasks:
     """Cross-entropy in nats and accuracy among the classes of each example's task: `classes[batch["task"]]`.
 
-    The scenario "task" of `toolkit.domains.continual.streams`: a model with a head for each task, as one output that is masked.
+    The scenario "task" of `toolkit.domains.continual.streams`: a head for each task, as one masked output.
     `penalty` is as in `toolkit.tasks.Classification`.
     """
 

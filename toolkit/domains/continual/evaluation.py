@@ -6,31 +6,36 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.throughput import Throughput
+from toolkit.data.batches import EvalBatches
 from toolkit.domains.continual.scores import AccuracyMatrix
 
 if TYPE_CHECKING:
-    from toolkit.data.batches import EvalBatches
+    from toolkit.data.table import TensorTable
+    from toolkit.task import Batch
     from toolkit.trainer import Trainer
 
 
 class TaskEvaluation(Callback):
-    """Evaluates on held-out data of each task before the first step and at each of `task_ends` (in steps).
+    """Evaluates on the held-out table of each task before the first step and at each of `task_ends` (in steps).
 
-    The metrics are eval/task0/accuracy, eval/task0/loss, ...; when all tasks are learned, the results get
-    `accuracy_before`, `accuracy_matrix` and the scores of `AccuracyMatrix`.
+    The metrics are eval/task0/accuracy, eval/task0/loss, ...; after the last task the results get `accuracy_before`,
+    `accuracy_matrix` and the scores of `AccuracyMatrix`. `batch_size` is over all ranks.
     """
 
-    def __init__(self, tests: Sequence[EvalBatches], task_ends: Sequence[int]):
-        self.tests, self.task_ends = list(tests), list(task_ends)
+    runs_after = (Throughput,)
+
+    def __init__(self, tests: Sequence[TensorTable], task_ends: Sequence[int], *, batch_size: int = 1000):
+        self.tests, self.task_ends, self.batch_size = list(tests), list(task_ends), batch_size
         self._before: list[float] = []
         self._after: list[list[float]] = []
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if trainer.state.step == 0:
             self._before = self._evaluate(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        # Not those that are in the state: a checkpoint that was taken in time has them.
+        # A checkpoint that was taken after a task's end has its row already.
         if trainer.state.step in self.task_ends[len(self._after) :]:
             self._after.append(self._evaluate(trainer))
 
@@ -40,8 +45,19 @@ class TaskEvaluation(Callback):
             trainer.results |= {"accuracy_before": self._before, "accuracy_matrix": self._after} | matrix.scores()
 
     def _evaluate(self, trainer: Trainer) -> list[float]:
-        names = [f"eval/task{task}" for task in range(len(self.tests))]
-        return [trainer.evaluate(test, name)[f"{name}/accuracy"] for test, name in zip(self.tests, names, strict=True)]
+        run, accuracies = trainer.run, []
+        for task, table in enumerate(self.tests):
+            batches = EvalBatches(
+                table,
+                batch_size=self.batch_size,
+                rank=run.rank,
+                world_size=run.world_size,
+                device=run.device,
+                num_workers=run.config.num_workers,
+            )
+            name = f"eval/task{task}"
+            accuracies.append(trainer.evaluate(batches, name)[f"{name}/accuracy"])
+        return accuracies
 
     def state_dict(self) -> dict[str, Any]:
         return {"before": self._before, "after": self._after}
