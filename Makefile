@@ -6,6 +6,7 @@ GPUS ?=
 CPUS ?=
 ARGS ?=
 ROUNDS ?= 5
+KERNELS ?=
 VENV ?= .venv
 PYTHON ?= python3
 
@@ -46,9 +47,15 @@ smoke: $(VENV)/.installed ## every recipe's debug preset, on one and on two proc
 	    $(PY) $$recipe debug --cpu --num-processes $$processes --tracker none --run-dir "$$(mktemp -d)/run"; \
 	done; done
 
+# What makes torch compute, and so round, as on a processor with less than this one: without AVX-512, without vectors.
+KERNELS_avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+KERNELS_default := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
+
 .PHONY: test
-test: $(VENV)/.installed-dev ## all tests that need no GPU
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
+test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or default: as on a lesser processor
+	@case "$(KERNELS)" in ""|avx2|default) ;; \
+	    *) echo "error: KERNELS=$(KERNELS): take avx2 or default." >&2; exit 2;; esac
+	$(KERNELS_$(KERNELS)) $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times

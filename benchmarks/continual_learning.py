@@ -28,16 +28,16 @@ sys.path.insert(0, str(ROOT))
 import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, full
+from toolkit.callbacks.drift import DriftWatch
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.domains.continual.drift import DriftWatch
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
+from toolkit.domains.continual.plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, permuted_stream, rotated_stream, split_stream
 from toolkit.domains.continual.training import stream_task, stream_trainer, task_order
-from toolkit.pictures.continual_plots import draw_accuracy_matrices, draw_average_accuracies
 from toolkit.run.folder import write_json
 
 PAGE = ROOT / "docs" / "continual_learning.md"
@@ -163,7 +163,7 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
             **arm.settings,
         )
         with tk.start_run("continual_learning", config) as run:
-            data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+            data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
             stream = STREAMS[cell.stream](data, cell.seed)
             model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
             parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -31,6 +31,7 @@ import toolkit as tk
 from benchmarks.report import write_report
 from recipes.mnist_moe import Config, build_model, dynamic, full, main
 from toolkit.config.experts import LifecycleConfig
+from toolkit.data.batches import EvalBatches
 from toolkit.domains.continual.streams import permuted_stream
 from toolkit.domains.continual.training import stream_task, stream_trainer
 from toolkit.moe.layer import MoE, moe_layers
@@ -76,7 +77,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 class AroundSleep(Lifecycle):
     """A lifecycle that evaluates the tasks seen so far before and after it sleeps."""
 
-    def watch(self, tests: list[tk.EvalBatches], task_ends: tuple[int, ...]) -> None:
+    def watch(self, tests: list[EvalBatches], task_ends: tuple[int, ...]) -> None:
         self.tests, self.task_ends, self.around = tests, task_ends, list[tuple[float, float]]()
 
     def sleep(self, trainer: tk.Trainer) -> None:
@@ -110,7 +111,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 config, schedule=tk.ScheduleConfig(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
             )
             with tk.start_run("dynamic_experts", config) as run:
-                data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+                data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
                 stream = permuted_stream(data, seed=seed, divided=True)
                 model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
                 penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
@@ -123,7 +124,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 trainer = stream_trainer(run, task, model, stream, callbacks=[remember, lives, report])
                 per_task = trainer.max_steps // stream.num_tasks
                 ends = tuple(per_task * (index + 1) for index in range(stream.num_tasks))
-                lives.watch([tk.EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                lives.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
                 results = trainer.fit()
         changes = [after - before for before, after in lives.around]
         kinds = [event.kind for event in lives.history]
@@ -155,7 +156,7 @@ def mergers(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             tempfile.TemporaryDirectory() as folder,
             tk.start_run("dynamic_experts", config := merge_config(folder, data_dir, seed)) as run,
         ):
-            data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+            data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
             model = build_model(config, data, tk.make_expert_groups(1))
             with torch.enable_grad():
                 task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=config.balance_weight))

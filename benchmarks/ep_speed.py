@@ -41,7 +41,7 @@ from toolkit.hosts.foreign import slots_of_rows
 from toolkit.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
 from toolkit.hosts.transformers.kernel import experts_forward
 from toolkit.moe.dispatch import AllToAllDispatcher
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import contiguous
 from toolkit.run.run import keep_freed_memory
 

@@ -69,7 +69,7 @@ def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, dict[int
     forest = "random forest, hand-made features"
     scores: dict[str, dict[int, Scores]] = {frequent: {0: []}, centroid: {0: []}, forest: {seed: [] for seed in seeds}}
     for fold in range(FOLDS):
-        data = load_activity("hmp", data_dir, agree=lambda decide: decide(), fold=fold, folds=FOLDS)
+        data = load_activity("hmp", data_dir, on_main=lambda decide: decide(), fold=fold, folds=FOLDS)
         train, test = data.train.columns, data.test.columns
         x, test_x = features(train["input"].numpy()), features(test["input"].numpy())
         models: list[tuple[Scores, Any]] = [

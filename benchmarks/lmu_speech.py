@@ -68,7 +68,7 @@ def with_beam(folder: Path, config: Config, data_dir: Path | None, *, lexicon: b
         characters=characters,
         tail_s=config.tail_s,
         stride=config.stride,
-        agree=lambda decide: decide(),
+        on_main=lambda decide: decide(),
     )
     known = Lexicon(data.words(characters.space), characters.space) if lexicon else None
     task = CTC(characters.decode, blank=characters.blank, beam_size=BEAM, lexicon=known)

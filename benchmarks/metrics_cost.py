@@ -35,11 +35,10 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
-from toolkit.moe.load.forwards import ForwardLoads
-from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.moe.load.routing_log import RoutingLog
+from toolkit.optim import build_optimizer, warmup_cosine
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.run.run import start_run
-from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
@@ -120,7 +119,7 @@ def rank_main(rank: int, world: int, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", rank=rank, world_size=world)
-    ForwardLoads._note = timed(ForwardLoads._note)  # type: ignore[method-assign]
+    RoutingLog.add = timed(RoutingLog.add)  # type: ignore[method-assign]
     ExpertLoad.on_step_end = timed(ExpertLoad.on_step_end)  # type: ignore[method-assign]
     results = {log_every: [train(log_every) for _ in range(RUNS)] for log_every in (10, 50)}
     if rank == 0:

@@ -33,8 +33,8 @@ from benchmarks.report import write_report
 from tests.helpers import peak_bytes, run_distributed
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.migrate import migrate
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.gradients import average_owned_gradients
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, contiguous, with_spare_slots
 
 DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
@@ -55,7 +55,7 @@ def trained_layer(
     rows = list(layer.expert_stack.parameters.values())
     layer(torch.randn(64, DIM)).square().mean().backward()
     if dist.is_initialized():
-        ownership.average_owned_gradients(rows, dist.get_world_size())
+        average_owned_gradients(rows, dist.get_world_size())
     optimizer.step()
     return layer, optimizer, rows
 

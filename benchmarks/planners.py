@@ -7,7 +7,7 @@
     python benchmarks/planners.py drift           swaps beside planning from scratch, on load that drifts
     python benchmarks/planners.py guard           plans beside doing nothing, over each span of two plans
 
-Imbalance is max / mean of rows per rank; `bound` is `toolkit.placement.imbalance.lower_bound`. Writes
+Imbalance is max / mean of rows per rank; `bound` is `toolkit.placement.planners.bounds.lower_bound`. Writes
 benchmarks/results/planners_<table>.json.
 """
 
@@ -29,9 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from toolkit.placement.guard import CostModel, MigrationGuard
-from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.replay import replay, worst_span
 from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
 

@@ -6,7 +6,7 @@
 
 Checks the revision out into a temporary git worktree and runs every configuration below there and in this tree, with
 the same seed, on the CPU, one thread per process, offline: the `debug` preset of every recipe on one and on two
-processes, experts that are moved, copied, grown, merged and pruned, the two other ways to balance, dropped tokens, and
+processes, experts that are moved, replicated, grown, merged and pruned, the two other ways to balance, dropped tokens, and
 an example that does not use our trainer. Each tree imports its own toolkit. Then compares metrics.jsonl, line by line,
 and results.json. Prints a row for each configuration; exit code 1 where any differs or does not run.
 
@@ -37,15 +37,32 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import machine
 
-RENAMED_FLAGS: dict[str, str] = {}
+LIFECYCLE_FLAGS = (
+    "tolerated",
+    "check-every",
+    "check-samples",
+    "cooldown-checks",
+    "sleep-every",
+    "min-sleep-every",
+    "max-sleep-every",
+    "memory-size",
+    "replay-steps",
+    "replay-lr",
+    "undo-above",
+    "prune-below",
+    "min-age",
+    "merge-distance",
+    "merge-similarity",
+)
+RENAMED_FLAGS: dict[str, str] = {f"--lifecycle.{flag}": f"--life.{flag}" for flag in LIFECYCLE_FLAGS}
 """Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
 
-For example {"--dynamic.check-every": "--life.check-every"}; names of recipe files and of arguments are words too.
+For example {"--dynamic.check-every": "--lifecycle.check-every"}; names of recipe files and of arguments are words too.
 """
-RENAMED_KEYS: dict[str, str] = {}
+RENAMED_KEYS: dict[str, str] = {r"life/(.*)": r"lifecycle/\1", "experts_living": "active_experts"}
 """Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
 
-For example {r"moe/dead_(.*)": r"moe/inactive_\\1"}. Keys are those of metrics.jsonl and results.json; what is nested in
+Keys are those of metrics.jsonl and results.json; what is nested in
 them has its own key: `expert_placement/block`.
 """
 
@@ -57,10 +74,10 @@ EXPERT_RECIPES = ("mnist_moe", "lm_moe")
 MOVED = "--planner swap --replan-every 10 --no-guard"
 """Not guarded: the guard compares times, which differ from run to run."""
 DYNAMIC = (
-    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --life.tolerated 0 --life.check-every 1 "
-    "--life.check-samples 36 --life.cooldown-checks 4 --life.sleep-every 14 --life.min-sleep-every 9 "
-    "--life.max-sleep-every 20 --life.memory-size 40 --life.replay-steps 2 --life.replay-lr 1e-2 --life.undo-above 0.1 "
-    "--life.prune-below 0.8 --life.min-age 12 --life.merge-distance 0.95 --life.merge-similarity 0.1"
+    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.tolerated 0 --lifecycle.check-every 1 "
+    "--lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 --lifecycle.sleep-every 14 --lifecycle.min-sleep-every 9 "
+    "--lifecycle.max-sleep-every 20 --lifecycle.memory-size 40 --lifecycle.replay-steps 2 --lifecycle.replay-lr 1e-2 --lifecycle.undo-above 0.1 "
+    "--lifecycle.prune-below 0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 --lifecycle.merge-similarity 0.1"
 )
 """In 138 steps one expert is merged, one is pruned, there are nine sleeps, and something is undone; with
 `--experts 8` experts are grown as well."""

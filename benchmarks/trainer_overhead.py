@@ -42,8 +42,8 @@ from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.models.mlp import MLP
+from toolkit.optim import constant
 from toolkit.run.run import start_run
-from toolkit.schedules import constant
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 

@@ -101,7 +101,7 @@ def main(config: Config) -> dict[str, Any]:
         data = tk.activity.load_activity(
             config.dataset,
             config.data_dir,
-            agree=run.agree,
+            on_main=run.on_main_and_share,
             window_seconds=config.window_seconds,
             overlap=config.overlap,
             fold=config.fold,
@@ -109,11 +109,14 @@ def main(config: Config) -> dict[str, Any]:
         )
         model = build_model(config, data)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
-        run.say(f"{data.describe()}; loss balanced by class: {config.class_balance}")
+        run.print(f"{data.describe()}; loss balanced by class: {config.class_balance}")
         task = tk.activity.VotedClassification(
             class_weights=tk.activity.class_weights(data.class_counts, config.class_balance)
         )
-        return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
+        trainer = tk.standard_trainer(
+            run, task, model, train=data.train, test=data.test, callbacks=[tk.activity.ConfusionPicture()]
+        )
+        return run.finish(trainer.fit())
 
 
 PRESETS = {"full": full, "debug": debug, "flatten": flatten, "average": average, "first": first}

@@ -78,15 +78,21 @@ def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lm_moe", config) as run:
-        sizes = {"block_size": config.context, "batch_size": config.batch_size}
-        data = tk.load_text(config.dataset, config.data_dir, tokenizer=config.tokenizer, agree=run.agree, **sizes)
+        data = tk.load_text(
+            config.dataset,
+            config.data_dir,
+            tokenizer=config.tokenizer,
+            block_size=config.context,
+            batch_size=config.batch_size,
+            on_main=run.on_main_and_share,
+        )
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
         groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
         tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=config.initial_placement)
         run.describe(**tk.describe_experts(model, groups))
-        weights = {"balance_weight": config.balance_weight, "z_weight": config.z_weight}
-        penalty = tk.transformers.GlobalRouterPenalty(model, **weights) if config.experts else None
+        routers = tk.transformers.watch_routers(model) if config.experts else []
+        penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
         trainer = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
@@ -104,7 +110,7 @@ def main(config: Config) -> dict[str, Any]:
         prompts = data.prompts(3, config.context - config.sample_tokens)
         ids = tk.transformers.sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]
-        run.say("\n\n".join(["", *samples]))
+        run.print("\n\n".join(["", *samples]))
         if config.export:
             facts, folder = asdict(config) | run.facts | results, run.folder / "model"
             tk.transformers.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)

@@ -105,7 +105,7 @@ def main(config: Config) -> dict[str, Any]:
         )
         how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
         data = tk.speech.load_speech(
-            config.dataset, config.data_dir, **how, features=mel, characters=letters, agree=run.agree
+            config.dataset, config.data_dir, **how, features=mel, characters=letters, on_main=run.on_main_and_share
         )
         task, model = build(config, data, letters)
         parameters = sum(p.numel() for p in model.parameters())

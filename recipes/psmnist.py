@@ -74,7 +74,7 @@ def build_model(config: Config, num_classes: int) -> nn.Module:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("psmnist", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         model = build_model(config, data.num_classes)
         parameters = sum(p.numel() for p in model.parameters())
         run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)

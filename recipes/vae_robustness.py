@@ -99,7 +99,7 @@ def build(
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("vae_robustness", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
         few = tk.autoencoder.FewLabels(

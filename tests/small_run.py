@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import toolkit as tk
+from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.preemption import Preemption
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.balance import BiasBalancing
 from toolkit.moe.load.expert_load import ExpertLoad
-from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
-from toolkit.schedules import warmup_cosine
+from toolkit.optim import build_optimizer, warmup_cosine
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.tracking.jsonl import read_metrics
 
 DIM, CLASSES, SAMPLES, BATCH, EPOCHS = 8, 3, 95, 10, 2
@@ -96,11 +98,11 @@ def small_trainer(
             callbacks=[
                 BiasBalancing(model),
                 ExpertLoad(model),
-                tk.Evaluation(EvalBatches(table, batch_size=40, **where)),
+                Evaluation(EvalBatches(table, batch_size=40, **where)),
                 *callbacks,
-                tk.Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+                Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
                 stop or Stop(),
-                tk.Preemption(),
+                Preemption(),
             ],
         )
 

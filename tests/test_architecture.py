@@ -1,12 +1,13 @@
-"""Who may import whom, and what every recipe has. No file is excepted."""
+"""Who may import whom, how large things may be, and what every recipe has. No file is excepted."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
+import io
+import tokenize
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,47 +17,50 @@ from tests.helpers import ROOT
 TOOLKIT = sorted((ROOT / "toolkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
-# Package or module of ours -> what it never imports.
-FORBIDDEN = {
-    "toolkit.trainer": ("toolkit.moe", "toolkit.models", "toolkit.tasks"),
-    "toolkit.moe": ("toolkit.trainer", "toolkit.run.run", "toolkit.data", "toolkit.models", "toolkit.tasks"),
-    "toolkit.models": ("toolkit.data", "toolkit.trainer", "toolkit.run.run", "toolkit.tasks"),
-    "toolkit.data": ("toolkit.moe", "toolkit.models", "toolkit.trainer", "toolkit.run.run", "toolkit.tasks"),
-    "toolkit.tasks": ("toolkit.moe", "toolkit.models", "toolkit.data", "toolkit.trainer", "toolkit.run.run"),
-    "toolkit.parallel.ownership": ("toolkit.moe", "toolkit.trainer", "toolkit.run.run"),
-    "toolkit.callbacks": ("toolkit.moe", "toolkit.models", "toolkit.trainer"),
-    "toolkit": ("recipes", "tests", "benchmarks"),
-    "recipes": ("recipes", "tests", "benchmarks"),
-}
-LEAVES = {
-    "toolkit.errors",
-    "toolkit.version",
-    "toolkit.state",
-    "toolkit.schedules",
-    "toolkit.seeding",
-    "toolkit.metrics",
-}
-"""Modules that import nothing of ours but each other."""
+FLOORS = """
+toolkit.__main__
+toolkit.commands
+toolkit
+toolkit.standard  toolkit.doctor
+toolkit.hosts  toolkit.lab  toolkit.domains
+toolkit.models  toolkit.tasks
+toolkit.moe.lifecycle
+toolkit.moe
+toolkit.trainer
+toolkit.callbacks
+toolkit.sweep  toolkit.batch_size
+toolkit.checkpoint
+toolkit.run
+toolkit.pictures
+toolkit.placement
+toolkit.data
+toolkit.tracking
+toolkit.optim
+toolkit.parallel
+toolkit.cli
+toolkit.launch
+toolkit.config
+toolkit.metrics  toolkit.task  toolkit.state  toolkit.seeding  toolkit.version  toolkit.errors
+"""
+"""Packages and modules from top to bottom. Each imports from the floors below it only: not above, not beside."""
 
-# Package of others -> where it may be imported.
 FENCES = {
     "tyro": ("toolkit.cli",),
     "wandb": (),
     "accelerate": (
         "toolkit.run.run",
-        "toolkit.trainer",
-        "toolkit.parallel.ownership",
+        "toolkit.run.provenance",
+        "toolkit.parallel",
         "toolkit.checkpoint.checkpoint",
-        "toolkit.tracking",
+        "toolkit.tracking.trackers",
         "toolkit.data.batches",
         "toolkit.launch",
         "toolkit.doctor",
-        "toolkit.parallel.fsdp",
         "toolkit.hosts.engine",
     ),
     "transformers": ("toolkit.hosts.transformers", "toolkit.data.tokenizer"),
-    "matplotlib": ("toolkit.tracking",),
-    "datasets": ("toolkit.data",),
+    "matplotlib": ("toolkit.pictures", "toolkit.domains"),
+    "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
     "cloudpickle": (),
     "dill": (),
@@ -64,8 +68,26 @@ FENCES = {
     "shelve": (),
     "joblib": (),
 }
+"""A library -> where it may be imported."""
 ONLY_INSIDE_FUNCTIONS = {"matplotlib", "datasets", "transformers"}
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
+MOST_MODULES_AT_THE_ROOT, MOST_MODULES_IN_A_FOLDER, MOST_LINES_OF_A_FILE = 14, 16, 350
+
+
+# --- reading imports -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import as it is written, wherever it stands in a file."""
+
+    module: str
+    name: str | None
+    """What `from module import name` takes; None for `import module`."""
+    when_imported: bool
+    """Whether it runs when its file is imported: it is not in a function."""
+    for_types: bool
+    """Whether it never runs."""
 
 
 def module_name(path: Path) -> str:
@@ -77,78 +99,164 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every module that `path` imports when it runs, and whether it does so when it is itself imported."""
-
-    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> tuple[Import, ...]:
+    def visit(node: ast.AST, at_import: bool, for_types: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            yield from ((alias.name, at_import) for alias in node.names)
+            yield from (Import(alias.name, None, at_import, for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide who imports whom"
-            # `from toolkit import parallel` imports a module, `from toolkit.run.run import Run` a name: both are covered.
-            yield node.module or "", at_import
-            yield from ((f"{node.module}.{alias.name}", at_import) for alias in node.names)
+            yield from (Import(node.module or "", alias.name, at_import, for_types) for alias in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for child in node.body:
+                yield from visit(child, False, True)
             for child in node.orelse:
-                yield from visit(child, at_import)
+                yield from visit(child, at_import, for_types)
         else:
             inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             for child in ast.iter_child_nodes(node):
-                yield from visit(child, at_import and not inside)
+                yield from visit(child, at_import and not inside, for_types)
 
-    return visit(parsed(path), True)
+    return tuple(visit(parsed(path), True, False))
+
+
+def home(module: str, name: str | None, files: dict[str, Path]) -> str:
+    """The module that `name` comes from, through any package that only passes it on."""
+    if name is None:
+        return module
+    if f"{module}.{name}" in files:
+        return f"{module}.{name}"
+    for found in imports(files[module]) if module in files else ():
+        if found.name == name and found.module in files:
+            return home(found.module, name, files)
+    return module
+
+
+def modules_imported(path: Path, files: dict[str, Path], *, for_types: bool) -> set[str]:
+    """The modules among `files` that `path` imports: those that it names, and the homes of the names that it takes."""
+    named = set()
+    for found in imports(path):
+        if for_types or not found.for_types:
+            is_module = f"{found.module}.{found.name}" in files
+            named |= {home(found.module, found.name, files)} | (set() if is_module else {found.module})
+    if not for_types:
+        # Modules that are imported by their name at run time, as sub-commands are.
+        texts = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)}
+        named |= {text for text in texts if isinstance(text, str) and "." in text}
+    return {module for module in named if module in files and module != module_name(path)}
 
 
 def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def test_imports_are_found_wherever_they_hide(tmp_path: Path):
-    file = tmp_path / "module.py"
-    file.write_text(
-        "import a.b\nfrom toolkit import moe\nif TYPE_CHECKING:\n    import seen_by_mypy_only\n"
-        "try:\n    import tried\nexcept ImportError:\n    pass\ndef f():\n    import late\n"
-    )
-    assert set(imports(file)) == {
-        ("a.b", True),
-        ("toolkit", True),
-        ("toolkit.moe", True),
-        ("tried", True),
-        ("late", False),
+ROOMS = [line.split() for line in FLOORS.split("\n") if line]
+FILES = {module_name(path): path for path in TOOLKIT}
+
+
+def floor_and_room(module: str) -> tuple[int, str]:
+    """The floor of `module`, counted from the top, and its room: the innermost where rooms contain each other."""
+    rooms = [(len(room), number, room) for number, floor in enumerate(ROOMS) for room in floor if within(module, room)]
+    _, number, room = max(rooms)
+    assert (room == "toolkit") == (module == "toolkit"), f"{module} is in no room: name it in FLOORS"
+    return number, room
+
+
+# --- the tests of this file's own reading ----------------------------------------------------------------------------
+
+
+def test_imports_are_found_wherever_they_hide_and_followed_home(tmp_path: Path):
+    sources = {
+        "module": "import a.b\nfrom package import passed_on, submodule\nif TYPE_CHECKING:\n    import types_only\n"
+        "try:\n    import tried\nexcept ImportError:\n    pass\ndef f():\n    import late\n",
+        "package": "from origin import passed_on\n",
+        "origin": "passed_on = 1\n",
+        "package.submodule": "",
     }
+    files = {name: tmp_path / f"{name}.py" for name in sources}
+    for name, text in sources.items():
+        files[name].write_text(text)
+    found = {(found.module, found.when_imported, found.for_types) for found in imports(files["module"])}
+    assert found == {
+        ("a.b", True, False),
+        ("package", True, False),
+        ("types_only", False, True),
+        ("tried", True, False),
+        ("late", False, False),
+    }
+    assert home("package", "passed_on", files) == "origin"
+    assert home("package", "submodule", files) == "package.submodule"
+    assert home("package", "defined_there", files) == "package"
 
 
-@pytest.mark.parametrize("path", [*TOOLKIT, *RECIPES], ids=module_name)
-def test_a_module_imports_only_what_its_place_allows(path: Path):
-    name = module_name(path)
-    for imported, _ in imports(path):
-        for place, forbidden in FORBIDDEN.items():
-            if within(name, place):
-                assert not any(within(imported, other) for other in forbidden), f"{name} imports {imported}"
-        if name in LEAVES:
-            assert (
-                not within(imported, "toolkit")
-                or imported == "toolkit"
-                or any(within(imported, leaf) for leaf in LEAVES)
-            ), f"{name} imports {imported}"
+def test_every_module_has_a_floor_and_every_floor_a_module():
+    assert {floor_and_room(module)[1] for module in FILES} == {room for floor in ROOMS for room in floor}
+
+
+# --- the architecture ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TOOLKIT, ids=module_name)
+def test_a_module_imports_from_the_floors_below_it(path: Path):
+    floor, room = floor_and_room(module_name(path))
+    for imported in modules_imported(path, FILES, for_types=False):
+        below, other = floor_and_room(imported)
+        assert other == room or below > floor, f"{module_name(path)} ({room}) imports {imported} ({other})"
+
+
+def test_rooms_form_no_circle_but_the_one_for_types():
+    edges = set()
+    for path in TOOLKIT:
+        floor, room = floor_and_room(module_name(path))
+        for imported in modules_imported(path, FILES, for_types=True):
+            other_floor, other = floor_and_room(imported)
+            if other != room and other_floor <= floor:
+                edges.add((room, other))
+    # Callbacks are annotated with the trainer that calls them.
+    assert edges == {("toolkit.callbacks", "toolkit.trainer")}
+
+
+def test_modules_form_no_circle():
+    graph = {name: modules_imported(path, FILES, for_types=False) for name, path in FILES.items()}
+    finished: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way[way.index(module) :], module])
+        if module not in finished:
+            for imported in graph[module]:
+                visit(imported, (*way, module))
+            finished.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_nothing_of_ours_imports_recipes_tests_or_benchmarks_and_recipes_only_the_toolkit():
+    for path in [*TOOLKIT, *RECIPES]:
+        for found in imports(path):
+            assert found.module.partition(".")[0] not in ("recipes", "tests", "benchmarks"), module_name(path)
+    for path in TOOLKIT:
+        whole = [found for found in imports(path) if (found.module, found.name) == ("toolkit", None)]
+        assert not whole, f"{module_name(path)}: `import toolkit` hides who imports whom"
 
 
 @pytest.mark.parametrize("path", [*TOOLKIT, *RECIPES], ids=module_name)
 def test_a_library_is_imported_only_behind_its_fence(path: Path):
     name = module_name(path)
-    for imported, at_import in imports(path):
-        library = imported.partition(".")[0]
-        if library in FENCES:
-            assert any(within(name, place) for place in FENCES[library]), f"{name} imports {imported}"
-        assert not (at_import and library in ONLY_INSIDE_FUNCTIONS), f"{name} imports {imported} outside a function"
+    for found in imports(path):
+        library = found.module.partition(".")[0]
+        if library in FENCES and not found.for_types:
+            assert any(within(name, place) for place in FENCES[library]), f"{name} imports {found.module}"
+        at_import = found.when_imported and library in ONLY_INSIDE_FUNCTIONS
+        assert not at_import, f"{name} imports {found.module} outside a function"
 
 
-def test_the_rules_speak_of_modules_that_exist():
-    names = {module_name(path) for path in [*TOOLKIT, *RECIPES]} | {"recipes", "tests", "benchmarks"}
-    planned = {"toolkit.hosts.transformers"}
-    places = {*FORBIDDEN, *LEAVES, *(other for row in FORBIDDEN.values() for other in row)}
-    places |= {place for row in FENCES.values() for place in row}
-    assert places - planned <= names
+def test_fences_stand_around_modules_that_import_the_library():
+    for library, places in FENCES.items():
+        for place in places:
+            inside = [path for name, path in FILES.items() if within(name, place)]
+            used = any(found.module.partition(".")[0] == library for path in inside for found in imports(path))
+            assert used, f"{place} does not import {library}"
 
 
 @pytest.mark.parametrize("path", TOOLKIT, ids=module_name)
@@ -164,6 +272,34 @@ def test_nothing_is_read_or_written_as_pickle(path: Path):
             assert keyword.arg != "allow_pickle" or value is False, f"{path}: allow_pickle={value}"
 
 
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_folder_is_too_full_to_be_taken_in():
+    for folder in {path.parent for path in TOOLKIT}:
+        most = MOST_MODULES_AT_THE_ROOT if folder == ROOT / "toolkit" else MOST_MODULES_IN_A_FOLDER
+        assert len(list(folder.glob("*.py"))) <= most, folder
+
+
+@pytest.mark.parametrize("path", TOOLKIT, ids=module_name)
+def test_no_file_is_too_long(path: Path):
+    assert len(path.read_text().splitlines()) <= MOST_LINES_OF_A_FILE
+
+
+def test_the_training_loop_stays_short():
+    assert len((ROOT / "toolkit" / "trainer.py").read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("path", [*TOOLKIT, *RECIPES], ids=module_name)
+def test_a_line_holds_one_statement(path: Path):
+    semicolons = [
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.OP and token.string == ";"
+    ]
+    assert not semicolons, f"{path}: lines {semicolons}"
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=module_name)
 def test_a_recipe_is_short_has_a_debug_preset_and_is_tested(path: Path):
     assert len(path.read_text().splitlines()) <= 120
@@ -174,34 +310,3 @@ def test_a_recipe_is_short_has_a_debug_preset_and_is_tested(path: Path):
 
 def test_there_are_recipes():
     assert RECIPES
-
-
-def test_the_loop_can_be_read_standing_up():
-    assert len((ROOT / "toolkit" / "trainer.py").read_text().splitlines()) < 250
-
-
-def test_importing_the_toolkit_loads_nothing_heavy():
-    heavy = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro"}
-    code = f"import sys, toolkit, toolkit.cli, toolkit.launch, toolkit.config.run; print(*{heavy!r} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
-
-
-def test_every_public_name_can_be_imported():
-    code = "import toolkit; [getattr(toolkit, name) for name in toolkit.__all__]"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_the_public_names_that_types_see_are_those_that_programs_get():
-    import toolkit
-
-    tree = ast.parse((ROOT / "toolkit" / "__init__.py").read_text())
-    guarded = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        node.module: sorted(name.name for name in node.names)
-        for node in ast.walk(guarded)
-        if isinstance(node, ast.ImportFrom)
-    }
-    assert seen == {module: sorted(names) for module, names in toolkit._HOMES.items()}
-    for name in toolkit.__all__:
-        assert getattr(toolkit, name) is not None

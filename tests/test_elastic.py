@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import run_distributed
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
 from toolkit.callbacks.base import Callback
@@ -26,15 +27,16 @@ from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.moe import replan
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
-from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import make_expert_groups, ownership_of
+from toolkit.optim import build_optimizer, warmup_cosine
+from toolkit.parallel.groups import make_expert_groups
+from toolkit.parallel.ownership import ownership_of
 from toolkit.run.run import start_run
-from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
@@ -242,7 +244,10 @@ LEGS: list[tuple[Layout, int]] = [
 
 def train(folder: Path, layout: Layout, until: int) -> tuple[list[float], dict[str, Tensor]]:
     trace = Trace()
-    with trainer_of(folder, layout, "loss", [trace, StopAt(until), Checkpointing()], log_every=1) as trainer:
+    with (
+        in_float64(),
+        trainer_of(folder, layout, "loss", [trace, StopAt(until), Checkpointing()], log_every=1) as trainer,
+    ):
         trainer.fit()
         return trace.losses, by_id(trainer.raw_model, "weight")
 
@@ -255,8 +260,8 @@ def test_a_run_that_goes_from_four_processes_to_two_eight_and_one_keeps_its_loss
         losses += leg
     assert len(losses) == len(expected) == STEPS
     for found, wanted in zip(losses, expected, strict=True):
-        assert abs(found - wanted) <= 1e-6 * abs(wanted)
-    assert_equal_rows(last, weights, 1e-6)
+        assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
+    assert_equal_rows(last, weights, IN_FLOAT64)
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
@@ -264,7 +269,7 @@ def replanned(folder: Path, layout: Layout, planner: str, until: int) -> dict[st
     """Losses, everything a checkpoint would hold, and where experts are, of a run that moves them every three steps."""
     trace = Trace()
     callbacks = [trace, StopAt(until), Checkpointing()]
-    with trainer_of(folder, layout, "loss", callbacks, planner, log_every=1) as trainer:
+    with in_float64(), trainer_of(folder, layout, "loss", callbacks, planner, log_every=1) as trainer:
         trainer.fit()
         placements = [stack.placement for stack in expert_stacks(trainer.raw_model).values()]
         return {"losses": trace.losses, "placements": placements} | contents(trainer)
@@ -289,18 +294,41 @@ def test_a_run_that_moves_experts_continues_bit_for_bit_on_as_many_processes(lay
             assert torch.equal(cut["tensors"][name], value), name
 
 
+def continued(folder: Path, layout: Layout, planner: str) -> tuple[Any, Any, int]:
+    """Placements of a run that is stopped after a plan, those when it is continued, and what migrated in between."""
+    first = replanned(folder, layout, planner, 7)
+    migrated = []
+    migrate = replan.migrate
+    replan.migrate = lambda *args: migrated.append(args) or migrate(*args)
+    try:
+        second = replanned(folder, layout, planner, 8)
+    finally:
+        replan.migrate = migrate
+    return first["placements"], second["placements"], len(migrated)
+
+
+def test_a_continued_run_places_its_experts_before_it_reads_them_and_migrates_none(tmp_path: Path):
+    layout: Layout = (2, 2, "spare")
+    for then, now, migrated in run_distributed(continued, 2, tmp_path, layout, "replicate"):
+        assert then == now != [place(layout[2], layout[1])] * 2
+        assert migrated == 0
+
+
 def test_a_run_that_moved_experts_goes_on_with_other_processes(tmp_path: Path):
     ((expected, _),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), 12)
     first, *_ = run_distributed(replanned, 4, tmp_path / "run", (4, 4, "spare"), "replicate", 7)
     second, *_ = run_distributed(replanned, 2, tmp_path / "run", (2, 2, "spare"), "replicate", 12)
     for found, wanted in zip(first["losses"] + second["losses"], expected, strict=True):
-        assert abs(found - wanted) <= 1e-6 * abs(wanted)
+        assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
 
 
 def losses_under(folder: Path, layout: Layout, until: int, dense_parallel: str) -> list[float]:
     trace = Trace()
     callbacks = [trace, StopAt(until), Checkpointing()]
-    with trainer_of(folder, layout, "loss", callbacks, log_every=1, dense_parallel=dense_parallel) as trainer:
+    with (
+        in_float64(),
+        trainer_of(folder, layout, "loss", callbacks, log_every=1, dense_parallel=dense_parallel) as trainer,
+    ):
         trainer.fit()
     return trace.losses
 
@@ -316,7 +344,7 @@ def test_a_run_goes_from_whole_dense_parameters_to_cut_ones_and_back(tmp_path: P
         leg, *_ = run_distributed(losses_under, layout[0], tmp_path / "run", layout, until, dense_parallel)
         losses += leg
     for found, wanted in zip(losses, expected, strict=True):
-        assert abs(found - wanted) <= 1e-6 * abs(wanted)
+        assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
 
 
 def test_another_batch_size_or_seed_is_still_refused(tmp_path: Path):

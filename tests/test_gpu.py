@@ -14,9 +14,8 @@ from toolkit.models.mlp import Pixels, ResidualClassifier
 from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, constant
 from toolkit.run.run import start_run
-from toolkit.schedules import constant
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 

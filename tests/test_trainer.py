@@ -17,8 +17,8 @@ from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.moe.layer import make_moe
-from toolkit.parallel.ownership import ExpertGroups
-from toolkit.schedules import constant, warmup_cosine
+from toolkit.optim import constant, warmup_cosine
+from toolkit.parallel.groups import ExpertGroups
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
@@ -222,6 +222,35 @@ class StopAtTwo(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.state.step == 2:
             trainer.request_stop("enough")
+
+
+class ReplayBetweenSteps(Callback):
+    """One more optimizer step on the last micro-batches after each step, left out of the metrics where told so."""
+
+    def __init__(self, record: bool) -> None:
+        self.record = record
+        self.changed: list[bool] = []
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
+        self.micro_batches = micro_batches
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        step, sums, before = trainer.state.step, trainer.sums.compute(), trainer.parameters[0].detach().clone()
+        trainer.learn(self.micro_batches, 0.5, record=self.record)
+        self.changed.append(not torch.equal(before, trainer.parameters[0]))
+        assert trainer.state.step == step
+        assert (trainer.sums.compute() == sums) is not self.record
+
+
+def replayed(record: bool) -> list[bool]:
+    replay = ReplayBetweenSteps(record)
+    toy_trainer(max_steps=2, accumulation=2, callbacks=[replay]).fit()
+    return replay.changed
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_step_that_is_not_recorded_updates_weights_and_leaves_the_metrics(record: bool):
+    assert run_distributed(replayed, 1, record) == [[True, True]]
 
 
 def steps_until_stopped() -> tuple[int, str | None]:

@@ -1,11 +1,6 @@
-"""The public names, once: `toolkit/__init__.py` loads each when it is first used."""
+"""The public names, listed once: `toolkit/__init__.py` loads each when it is first used, editors complete them from here."""
 
 from .callbacks.base import Callback as Callback
-from .callbacks.checkpointing import Checkpointing as Checkpointing
-from .callbacks.early_stopping import EarlyStopping as EarlyStopping
-from .callbacks.evaluation import Evaluation as Evaluation
-from .callbacks.preemption import Preemption as Preemption
-from .callbacks.throughput import Throughput as Throughput
 from .cli import run_recipe as run_recipe
 from .config.experts import DynamicRunConfig as DynamicRunConfig
 from .config.experts import ExpertRunConfig as ExpertRunConfig
@@ -16,15 +11,11 @@ from .config.run import OptimizerConfig as OptimizerConfig
 from .config.run import RunConfig as RunConfig
 from .config.run import ScheduleConfig as ScheduleConfig
 from .config.run import require as require
-from .data.batches import BatchOrder as BatchOrder
-from .data.batches import EvalBatches as EvalBatches
-from .data.batches import TrainBatches as TrainBatches
 from .data.blanking import BlankPixels as BlankPixels
 from .data.images import ImageData as ImageData
 from .data.images import load_images as load_images
 from .data.ragged import BucketedOrder as BucketedOrder
 from .data.table import TensorTable as TensorTable
-from .data.text import TextData as TextData
 from .data.text import load_text as load_text
 from .domains import activity as activity
 from .domains import autoencoder as autoencoder
@@ -39,15 +30,14 @@ from .lab.traces import TraceRecorder as TraceRecorder
 from .models.mlp import MLP as MLP
 from .models.mlp import Pixels as Pixels
 from .models.mlp import ResidualClassifier as ResidualClassifier
-from .moe.balance import WholeStepBalance as WholeStepBalance
 from .moe.layer import MoE as MoE
 from .moe.layer import describe_experts as describe_experts
 from .moe.layer import make_moe as make_moe
 from .moe.load.expert_load import ExpertLoad as ExpertLoad
 from .moe.losses import RouterPenalty as RouterPenalty
 from .moe.replan import Replan as Replan
-from .parallel.ownership import ExpertGroups as ExpertGroups
-from .parallel.ownership import make_expert_groups as make_expert_groups
+from .parallel.groups import ExpertGroups as ExpertGroups
+from .parallel.groups import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .run.run import Run as Run
 from .run.run import start_run as start_run

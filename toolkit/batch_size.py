@@ -50,7 +50,7 @@ def accumulation_steps(
     if not config.auto_batch_size:
         return config.gradient_accumulation_steps
     per_rank = config.batch_size // run.world_size
-    chosen = run.agree(lambda: _chosen_before(run))
+    chosen = run.on_main_and_share(lambda: _chosen_before(run))
     if chosen is None:
         peaks, budget = _measure(run, task, model, table, make_optimizer, _divisors(per_rank))
         fitting = [size for size, peak in peaks.items() if peak <= budget]
@@ -62,7 +62,7 @@ def accumulation_steps(
             )
         chosen = max(fitting)
         pieces, used = per_rank // chosen, f"{_gib(peaks[chosen])} of {_gib(budget)}"
-        run.say(f"automatic batch size: {pieces} micro-batch(es) of {chosen} on each process, {used}")
+        run.print(f"automatic batch size: {pieces} micro-batch(es) of {chosen} on each process, {used}")
         if run.is_main:
             write_json(
                 run.folder / CHOICE_FILE,

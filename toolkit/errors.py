@@ -12,7 +12,7 @@ EXIT_INTERRUPTED = 130
 class UserError(ValueError):
     """Bad input: one sentence that names the field, the value and the remedy.
 
-    Raised alike on every rank (use `Run.agree` for what only one rank can know), so that all of them
+    Raised alike on every rank (use `Run.on_main_and_share` for what only one rank can know), so that all of them
     leave with `EXIT_USER_ERROR`, nobody waits for a rank that is gone, and one line is printed.
     """
 

@@ -1,7 +1,7 @@
-"""The training loop. Read `fit`, then `train_step`; the rest is where their parts come from.
+"""The training loop. Read `fit`, then `train_step`, then `learn`.
 
-The trainer knows parameters, not models: it never hears of experts. That some parameters are owned by one rank is
-handled by four functions of `toolkit.parallel.ownership`.
+The trainer knows parameters, not models. Parameters that only some ranks own, such as experts, are handled by four
+functions of `toolkit.parallel.ownership`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.callbacks.base import HOOKS, Callback
+from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.metrics import MetricSums
-from toolkit.parallel import ownership
+from toolkit.optim import Schedule
+from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.parallel.ownership import owned
+from toolkit.parallel.prepare import prepare, refuse_late_parameters
 from toolkit.run.run import Run
-from toolkit.schedules import Schedule
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
 from toolkit.task import Batch, Loss, Task
 
 
 class Trainer:
-    """Trains `model` on `task`, one optimizer step after another, until `max_steps`.
+    """Trains `model` on `task` until `max_steps` optimizer steps.
 
-    `model` and `optimizer` come as the recipe built them; Accelerate places and wraps them here. `schedule` maps a
-    step to a multiplier of each parameter group's initial learning rate.
+    `model` and `optimizer` are those that the recipe built; Accelerate prepares them here. `schedule` maps a step to a
+    multiplier of each parameter group's initial learning rate. Raises ValueError for callbacks in a wrong order, or
+    two with one `state_key`.
     """
 
     def __init__(
@@ -54,27 +57,23 @@ class Trainer:
         if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
-        self.model, self.optimizer = ownership.prepare(
-            run.accelerator, model, optimizer, dense=run.config.dense_parallel
-        )
-        # Accelerate's wrappers know when to skip a step of fp16, and cast. Where there is nothing to do they still look
-        # for a package on the disk and for variables in the environment, twice a step: a tenth of a small model's step.
+        self.model, self.optimizer = prepare(run.accelerator, model, optimizer, dense=run.config.dense_parallel)
+        # Accelerate's wrappers skip steps of fp16 and autocast. Where neither is needed they still look for a package
+        # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.owned_parameters = ownership.owned(self.parameters)
+        self.owned_parameters = owned(self.parameters)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
-        """The run's final numbers; callbacks add to them, `fit` returns them."""
+        """What `fit` returns; callbacks add to it."""
         self.stop_reason: str | None = None
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
+        check_callbacks(callbacks)
         self.callbacks = list(callbacks)
-        self._hooks = {
-            name: [getattr(c, name) for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)]
-            for name in HOOKS
-        }
+        self._hooks = hooks_of(callbacks)
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class Trainer:
         return self.results
 
     def train_step(self, micro_batches: list[Batch]) -> None:
-        """Learn from the batch of this step, and count it."""
+        """One optimizer step on the micro-batches of a global batch, with its hooks; advances `state`."""
         multiplier = self.schedule(self.state.step)
         self.hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
@@ -107,13 +106,14 @@ class Trainer:
             self.record("train/grad_norm", norm)
             self.record("train/learning_rate", self.base_rates[0] * multiplier)
 
-    def learn(self, micro_batches: list[Batch], multiplier: float) -> Tensor:
-        """Forward and backward of each micro-batch, one synchronisation, one update; returns the gradients' norm."""
+    def learn(self, micro_batches: list[Batch], multiplier: float, *, record: bool = True) -> Tensor:
+        """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
+        counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
         accelerator = self.run.accelerator
         counts, total = self.global_counts(micro_batches)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * multiplier
-        # DDP takes the mean over ranks and Accelerate divides by the accumulation steps: undo both, divide once.
+        # DDP averages over ranks and Accelerate divides by the accumulation steps: undo both, divide by the count.
         scale = self.run.world_size * len(micro_batches) / total
         for index, batch in enumerate(micro_batches):
             self.seed_micro_batch(index)
@@ -122,23 +122,24 @@ class Trainer:
                     loss = self.task.loss(self.model, batch)
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
-            self.record_sums(loss, counts[index])
+            if record:
+                self.record_sums(loss, counts[index])
         accelerator.unscale_gradients()
-        ownership.average_owned_gradients(self.owned_parameters, self.run.world_size)
-        norm = ownership.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        average_owned_gradients(self.owned_parameters, self.run.world_size)
+        norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.hooks("on_before_optimizer_step")
         self.update()
-        ownership.refresh_replicas(self.owned_parameters)
+        refresh_replicas(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
         return norm
 
     def seed_micro_batch(self, index: int) -> None:
-        """Address the random draws of the coming forward pass by (seed, step, micro-batch, rank)."""
+        """Seed the device for the next forward pass by (seed, step, micro-batch, rank)."""
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
 
     def global_counts(self, micro_batches: list[Batch]) -> tuple[Sequence[Any] | Tensor, Any]:
-        """The count of each micro-batch over all ranks, and their sum, known before the first backward."""
+        """The count of each micro-batch over all ranks, and their sum, which divides every loss."""
         counts = [self.task.count(batch) for batch in micro_batches]
         if self.run.world_size == 1:
             return counts, sum(counts)
@@ -148,8 +149,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: EvalBatches, name: str = "eval") -> dict[str, float]:
-        """Means over all of `batches` and all ranks, or what the task makes of them, named `name/...`; each sample
-        counts once."""
+        """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective."""
         sums = MetricSums(self.run.device)
         self.model.eval()
         for batch in batches:
@@ -168,12 +168,12 @@ class Trainer:
     # --- what callbacks use -----------------------------------------------------------------------------------
 
     def hooks(self, name: str, *args: Any) -> None:
-        """Call hook `name` of every callback that has it."""
+        """Call hook `name` of every callback that overrides it."""
         for hook in self._hooks[name]:
             hook(self, *args)
 
     def request_stop(self, reason: str) -> None:
-        """End training after this step. To be called on all ranks alike."""
+        """Stop training after this step. Call it on all ranks."""
         self.stop_reason = reason
 
     def record(self, name: str, value: Any) -> None:
@@ -182,7 +182,7 @@ class Trainer:
 
     @property
     def at_log_step(self) -> bool:
-        """Whether the step that just ended closes a line of metrics: the one moment that waits for the device."""
+        """Whether a line of metrics follows the step that just ended. Only then does the host wait for the device."""
         step = self.state.step
         return step % self.log_every == 0 or step % self.batches.steps_per_epoch == 0 or step == self.max_steps
 
@@ -191,12 +191,12 @@ class Trainer:
     def record_sums(self, loss: Loss, global_count: Any) -> None:
         self.sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         if loss.penalty is not None:
-            # Shares add up over ranks to one mean per micro-batch, which weighs as much as its samples.
+            # Ranks' shares add up to one mean per micro-batch, which is weighted by the micro-batch's count.
             self.sums.add({"penalty": loss.penalty * global_count}, loss.count)
 
     def emit(self) -> None:
-        """Write one line of metrics: means since the last line, and what was recorded."""
-        ownership.refuse_late_parameters(self.raw_model, self.parameters)
+        """Write one line of metrics: means since the last line, and what `record` was given."""
+        refuse_late_parameters(self.raw_model, self.parameters)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.sums.reset()
         recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False
@@ -207,10 +207,8 @@ class Trainer:
         return {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}
 
     def save(self, keep: int = 2) -> Path | None:
-        """Write a checkpoint, and delete all but the newest `keep`; None where it could not be written. A collective.
-
-        For the time between two steps: when `on_step_start` is called, or once training has ended.
-        """
+        """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
+        to be called between two steps: from `on_step_start`, or after training."""
         folder = checkpoint.save_checkpoint(
             self.run.checkpoints,
             model=self.raw_model,
@@ -230,21 +228,19 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but weights and optimizer rows, as plain JSON values. A collective."""
+        """Everything but weights and optimizer states, as plain JSON values. A collective."""
         return {
             "step": self.state.step,
             "samples": self.state.samples,
             "metric_sums": self.sums.state_dict(),
             "recorded": self._plain_records(),
             "results": self.results,
-            "callbacks": {type(c).__name__: c.state_dict() for c in self.callbacks},
+            "callbacks": states_of(self.callbacks),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Load what `state_dict` gave."""
         self.state = TrainState(step=state["step"], samples=state["samples"])
         self.sums.load_state_dict(state["metric_sums"])
         self._recorded, self.results = dict(state["recorded"]), dict(state["results"])
-        for callback in self.callbacks:
-            if saved := state["callbacks"].get(type(callback).__name__):
-                callback.load_state_dict(saved)
+        load_states(self.callbacks, state["callbacks"])

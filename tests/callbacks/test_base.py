@@ -8,7 +8,11 @@ import pytest
 from tests.helpers import run_distributed
 from tests.traps.toys import toy_data, toy_trainer
 from toolkit.callbacks import base
-from toolkit.callbacks.base import HOOKS, Callback
+from toolkit.callbacks.base import HOOKS, Callback, check_callbacks
+from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.early_stopping import EarlyStopping
+from toolkit.callbacks.preemption import Preemption
+from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
 from toolkit.trainer import Trainer
@@ -87,3 +91,61 @@ def test_every_hook_is_a_method_of_callback_with_a_docstring():
     methods = [name for name in vars(Callback) if name.startswith("on_")]
     assert sorted(methods) == sorted(HOOKS)
     assert all(getattr(Callback, name).__doc__ for name in HOOKS)
+
+
+# --- the order of the list ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([Preemption(), Checkpointing()], "Checkpointing must come before Preemption"),
+        ([EarlyStopping(patience=1), Checkpointing()], "Checkpointing must come before EarlyStopping"),
+        ([Checkpointing(), Throughput()], "Throughput must come before Checkpointing"),
+        ([recorder([]), BarrierWait()], "BarrierWait must come before Recorder"),
+    ],
+)
+def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callback], message: str):
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(max_steps=1, callbacks=callbacks)
+
+
+def test_an_order_that_every_callback_declares_possible_is_accepted():
+    check_callbacks([BarrierWait(), recorder([]), Throughput(), Checkpointing(), EarlyStopping(patience=1)])
+
+
+# --- state in checkpoints -------------------------------------------------------------------------------------------
+
+
+class Counter(Callback):
+    """Counts steps, from `start`."""
+
+    def __init__(self, start: int, state_key: str = ""):
+        self.count, self.state_key = start, state_key
+
+    def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_two_callbacks_of_one_class_with_one_key_are_refused():
+    with pytest.raises(ValueError, match="would save their state as 'Counter' in checkpoints: give each a `state_key`"):
+        check_callbacks([Counter(0), Counter(10)])
+    check_callbacks([recorder([]), recorder([])])  # which have no state
+
+
+def resumed_counts() -> list[int]:
+    trainer = toy_trainer(max_steps=2, callbacks=[Counter(0, "first"), Counter(10, "second"), Counter(20)])
+    trainer.fit()
+    counters = [Counter(0, "first"), Counter(0, "second"), Counter(0)]
+    toy_trainer(max_steps=2, callbacks=counters).load_state_dict(trainer.state_dict())
+    return [counter.count for counter in counters]
+
+
+def test_two_callbacks_of_one_class_resume_with_their_own_state():
+    assert run_distributed(resumed_counts, 1) == [[2, 12, 22]]

@@ -19,7 +19,7 @@ class StandIn(SimpleNamespace):
     def __init__(self):
         said: list[str] = []
         super().__init__(
-            results={}, stopped=None, said=said, run=SimpleNamespace(say=said.append), state=SimpleNamespace(step=7)
+            results={}, stopped=None, said=said, run=SimpleNamespace(print=said.append), state=SimpleNamespace(step=7)
         )
 
     def request_stop(self, reason):

@@ -21,7 +21,8 @@ from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from toolkit.checkpoint.tensor_files import SavedTensors, load_optimizer
 from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups, mark_owned
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
 
 
 class OneRank:
@@ -34,9 +35,9 @@ class OneRank:
         self.is_main = self.rank == 0
         self.said: list[str] = []
 
-    agree = tk.Run.agree
+    on_main_and_share = tk.Run.on_main_and_share
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.is_main:
             self.said.append(text)
 

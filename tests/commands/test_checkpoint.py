@@ -14,7 +14,7 @@ from tests.small_run import SmallModel
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
 
 
 @pytest.fixture

@@ -107,8 +107,8 @@ def test_the_workloads_are_tried_where_no_trace_is_given(capsys: pytest.CaptureF
         (["--planner", "swop"], "planner 'swop' is not known"),
         (["--every", "0"], "--every 0: take one or more"),
         (["--every", "500"], "--every 500: W0 has 400 steps; take fewer"),
-        (["--planner", "affinity"], "planner affinity: W0 does not say which experts fire together"),
-        (["--planner", "node_aware"], "planner node_aware: say --ranks-per-node"),
+        (["--planner", "affinity"], "planner affinity: W0 has no co-activation counts"),
+        (["--planner", "node_aware"], "planner node_aware: give --ranks-per-node"),
         (["--spare-slots", "-1"], "--spare-slots -1: take zero or more"),
     ],
 )

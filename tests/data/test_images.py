@@ -23,7 +23,7 @@ REAL_MNIST = Path(os.environ.get("TOOLKIT_DATA_DIR", "nowhere")) / "mnist"
 
 
 def load(dataset: str = "auto", data_dir: Path | None = None) -> ImageData:
-    return load_images(dataset, data_dir, agree=lambda decide: decide())
+    return load_images(dataset, data_dir, on_main=lambda decide: decide())
 
 
 def refusal(dataset: str, data_dir: Path | None = None) -> str:
@@ -228,7 +228,7 @@ def load_on_each_rank(dataset: str, data_dir: Path) -> tuple[str, int]:
 
     run = Run("test", RunConfig(cpu=True), Accelerator(cpu=True), owns_process_group=False)
     try:
-        data = load_images(dataset, data_dir, agree=run.agree)
+        data = load_images(dataset, data_dir, on_main=run.on_main_and_share)
     except UserError as error:
         return str(error), 0
     return data.name, int(data.train.columns["label"].sum())

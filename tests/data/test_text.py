@@ -16,7 +16,7 @@ def load(
     dataset: str, folder: Path | None = None, *, block: int = 4, batch: int = 1, tokenizer: str = "bytes"
 ) -> TextData:
     return load_text(
-        dataset, folder, tokenizer=tokenizer, block_size=block, batch_size=batch, agree=lambda decide: decide()
+        dataset, folder, tokenizer=tokenizer, block_size=block, batch_size=batch, on_main=lambda decide: decide()
     )
 
 

@@ -81,6 +81,17 @@ def test_what_is_right_is_not_reported(tmp_path: Path):
     assert comparison.many.has_moved(2), "the toy moves experts after its second step"
 
 
+def test_a_factor_of_one_explains_nothing(tmp_path: Path):
+    comparison = compare(tmp_path)
+    one, many = comparison.one, comparison.many
+    for record in many.records:
+        for name in [name for name in record.tensors if name.startswith("1/gradient")]:
+            record.tensors[name] = record.tensors[name] * (1 - 2e-5)
+    (finding,) = diagnose(Comparison(one, many, 1e-6))
+    assert finding.name == "wrong gradients"
+    assert "1 times" not in finding.symptom
+
+
 def test_a_script_that_is_another_each_time_is_called_that_first(tmp_path: Path):
     one, many = run_toy(tmp_path / "one", 1, "time"), run_toy(tmp_path / "two", 2, "time")
     _, findings = judge(one, many, 1e-6, lambda name, world, _: run_toy(tmp_path / name, world, "time"))
@@ -94,7 +105,7 @@ def test_what_rounding_alone_does_is_no_fault_and_what_is_more_is_one(tmp_path: 
         for name in [name for name in record.tensors if name.startswith("1/gradient")]:
             record.tensors[name] = record.tensors[name] * (1 + 1e-5)
     for name in [name for name in rounded.first.tensors if name.startswith("1/gradient")]:
-        rounded.first.tensors[name] = rounded.first.tensors[name] * (1 + 4e-6)
+        rounded.first.tensors[name] = rounded.first.tensors[name] * (1 + 2e-6)
 
     yardstick = Comparison(one, rounded, 1e-6)
     assert not Comparison(one, many, 1e-6).ok

@@ -22,7 +22,10 @@ from toolkit.moe.layer import make_moe
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.migrate import migrate
 from toolkit.moe.recompute import checkpoint as careful_checkpoint
-from toolkit.parallel import ownership
+from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.parallel.groups import make_expert_groups
+from toolkit.parallel.ownership import owned
+from toolkit.parallel.prepare import prepare
 from toolkit.placement.placement import ExpertPlacement
 
 fault = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -35,7 +38,7 @@ BEFORE, AFTER = ExpertPlacement(((0, 1, 2), (3, 0, -1))), ExpertPlacement(((3, 1
 class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        groups = ownership.make_expert_groups(world)
+        groups = make_expert_groups(world)
         self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.norm = nn.BatchNorm1d(16) if fault == "batch_norm" else nn.LayerNorm(16)
         self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else None)
@@ -57,14 +60,14 @@ stack = model.moe.expert_stack
 trained = [p for name, p in model.named_parameters() if fault != "optimizer" or name != "head.weight"]
 optimizer = torch.optim.AdamW(trained, lr=1e-2 * (world if fault == "rate" else 1))
 penalty = RouterPenalty(model, balance_weight=0.1)
-prepare = accelerator.prepare if fault == "broadcast" else lambda *parts: ownership.prepare(accelerator, *parts)
+prepared = accelerator.prepare if fault == "broadcast" else lambda *parts: prepare(accelerator, *parts)
 if fault == "unsynchronised":
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, ["head.weight", "moe.experts.up", "moe.experts.down"]
     )
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda *_: None
-wrapped, optimizer = prepare(model, optimizer)
-owned = ownership.owned(model.parameters())
+wrapped, optimizer = prepared(model, optimizer)
+rows = owned(model.parameters())
 
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
@@ -100,13 +103,13 @@ for step in range(10):
         mine = slice(0, 7) if rank == 0 else slice(7, 12)
     loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
     accelerator.backward(loss)
-    ownership.average_owned_gradients(owned, {"sum": 1, "twice": world**2}.get(fault, world))
-    clip = accelerator.clip_grad_norm_ if fault == "clip" else ownership.clip_grad_norm_
+    average_owned_gradients(rows, {"sum": 1, "twice": world**2}.get(fault, world))
+    clip = accelerator.clip_grad_norm_ if fault == "clip" else clip_grad_norm_
     clip(list(model.parameters()), 0.5)
     optimizer.step()
     optimizer.zero_grad()
     if fault != "refresh":
-        ownership.refresh_replicas(owned)
+        refresh_replicas(owned)
     if step == 1 and world == 2:
         if fault == "dropped":
             stack.place(AFTER)

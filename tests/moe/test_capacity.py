@@ -14,7 +14,7 @@ from tests.helpers import run_distributed
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 
 EXPERTS, TOP_K, DIM = 4, 2, 8
@@ -124,11 +124,11 @@ COPIES = ExpertPlacement(((0, 1, 2), (3, 1)))
 def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
     rank, found = dist.get_rank(), {}
     for policy in ("probs", "position"):
-        for placement in (None, COPIES):
+        for placement in ("contiguous", COPIES):
             layer = layer_on(2, capacity_factor=0.6, drop_policy=policy, placement=placement)
             y_TD = layer(batch().split([13, 27])[rank])
             y_TD.square().sum().backward()
-            found[policy, placement is not None] = {
+            found[policy, placement is COPIES] = {
                 "y": y_TD.detach(),
                 "router": layer.router.weight.grad,
                 "up": layer.experts.up.grad,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, sort_by_slot
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
 DIM, EXPERTS, TOP_K = 5, 8, 2

@@ -13,7 +13,7 @@ from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import migrate
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel import ownership
+from toolkit.parallel.gradients import clip_grad_norm_
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement
 
@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, move: bool) -> 
         x = torch.randn(40, DIM, generator=draws, dtype=torch.float64).to(parameter)
         loss = model(x).square().mean()
         loss.backward()
-        found += [loss.detach(), ownership.clip_grad_norm_(list(model.parameters()), 0.05)]
+        found += [loss.detach(), clip_grad_norm_(list(model.parameters()), 0.05)]
         optimizer.step()
         optimizer.zero_grad()
         for stack in expert_stacks(model).values() if move else ():

@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.losses import BalanceScope, RouterPenalty
 from toolkit.moe.router import ExpertChoiceRouter
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 
 EXPERTS, TOP_K, LENGTH, DIM = 6, 2, 5, 8
 

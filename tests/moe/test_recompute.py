@@ -21,7 +21,7 @@ from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.recompute import checkpoint, replay_contexts
 from toolkit.moe.router import TopKRouter
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 
 DIM, EXPERTS, TOP_K = 16, 8, 2
 ROUTERS: list[dict[str, Any]] = [
@@ -251,7 +251,7 @@ def mixtral_on_one_rank() -> dict[str, tuple[dict[str, Tensor], int]]:
         with counted_exchanges() as calls:
             accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
         values = {name: p.grad for name, p in model.named_parameters()}
-        found[name] = values | {name: stack.load_E for name, stack in experts.stacks.items()}, len(calls)
+        found[name] = values | {name: stack.log.load_E for name, stack in experts.stacks.items()}, len(calls)
     return found
 
 

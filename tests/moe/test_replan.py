@@ -14,7 +14,7 @@ from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.replan import Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.registry import PLANNERS, register_planner
 
@@ -59,7 +59,7 @@ def told(stop: bool, ep_size: int) -> tuple[list[Any], list[Any]]:
             state = replanner.state_dict()
             layer = a_layer(ep_size)
             replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
-            replanner.load_state_dict(state, optimizer)
+            replanner.load_state_dict(state)
     ids_NTK = torch.cat(chosen[2:], dim=1)  # (W, steps * T, K)
     choices = torch.nn.functional.one_hot(ids_NTK, EXPERTS).sum(2).double()  # (W, N, E)
     flat = choices.flatten(0, 1)

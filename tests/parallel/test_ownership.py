@@ -13,10 +13,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
+from tests.equality import replicas_agree
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups, mark_owned
+from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import mark_owned, owned, ownership_of
+from toolkit.parallel.prepare import prepare, refuse_late_parameters
 
 ALONE = ExpertGroups()
 
@@ -65,7 +68,7 @@ def outlive_groups(times: int) -> int:
     for _ in range(times):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         optimizer = torch.optim.SGD(model.parameters())
-        wrapped, _ = ownership.prepare(Accelerator(cpu=True), model, optimizer)
+        wrapped, _ = prepare(Accelerator(cpu=True), model, optimizer)
         assert wrapped is not model
         dist.all_gather([torch.zeros(1)], torch.ones(1))
         dist.destroy_process_group()
@@ -99,9 +102,9 @@ def test_a_parameter_is_owned_where_other_ranks_hold_other_rows():
     copied, rows, spread = parameter(1.0), parameter(1.0, 2.0), parameter(1.0, 2.0)
     mark_owned(rows, row_ids=[0, 1], groups=ALONE)
     mark_owned(spread, row_ids=[2, 3], groups=ExpertGroups(ep_size=2, ep_rank=1))
-    assert ownership.owned([copied, rows, spread]) == [spread]
-    assert ownership.ownership_of(copied) is None
-    mark = ownership.ownership_of(rows)
+    assert owned([copied, rows, spread]) == [spread]
+    assert ownership_of(copied) is None
+    mark = ownership_of(rows)
     assert mark is not None
     assert mark.row_ids == (0, 1)
 
@@ -120,7 +123,7 @@ def averaged(ep_size: int) -> list[list[float]]:
     first, second = parameter(1.0 * rank, 10.0 * rank), parameter(100.0 * rank)
     for p in (first, second):
         mark_owned(p, row_ids=range(len(p)), groups=groups)
-    ownership.average_owned_gradients([first, second], dist.get_world_size())
+    average_owned_gradients([first, second], dist.get_world_size())
     return [p.grad.tolist() for p in (first, second)]
 
 
@@ -140,13 +143,13 @@ def averaged_with_a_missing_gradient() -> list[float] | None:
     for p in (unused, used):
         mark_owned(p, row_ids=[0], groups=groups)
     unused.grad = None
-    ownership.average_owned_gradients([unused, used], 2)
+    average_owned_gradients([unused, used], 2)
     return used.grad.tolist()
 
 
 def test_a_parameter_without_gradient_is_passed_over():
     assert run_distributed(averaged_with_a_missing_gradient, 2) == [[1.0], [1.0]]
-    ownership.average_owned_gradients([], 2)
+    average_owned_gradients([], 2)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -154,11 +157,11 @@ def test_a_parameter_without_gradient_is_passed_over():
 
 def test_the_norm_is_over_all_gradients_and_larger_ones_are_scaled():
     a, b = parameter(3.0), parameter(0.0, 4.0)
-    assert ownership.clip_grad_norm_([a, b], None).item() == 5.0
+    assert clip_grad_norm_([a, b], None).item() == 5.0
     assert (a.grad.tolist(), b.grad.tolist()) == ([3.0], [0.0, 4.0])
-    assert ownership.clip_grad_norm_([a, b], 10.0).item() == 5.0
+    assert clip_grad_norm_([a, b], 10.0).item() == 5.0
     assert a.grad.tolist() == [3.0]
-    assert ownership.clip_grad_norm_([a, b], 1.0).item() == 5.0
+    assert clip_grad_norm_([a, b], 1.0).item() == 5.0
     assert a.grad.tolist() + b.grad.tolist() == pytest.approx([0.6, 0.0, 0.8])
 
 
@@ -166,18 +169,18 @@ def test_clipping_equals_that_of_torch():
     torch.manual_seed(0)
     ours = [parameter(*torch.randn(n).tolist()) for n in (3, 5)]
     theirs = [parameter(*p.grad.tolist()) for p in ours]
-    norm = ownership.clip_grad_norm_(ours, 0.5)
+    norm = clip_grad_norm_(ours, 0.5)
     assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, 0.5).item())
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_without_gradients_the_norm_is_zero():
-    assert ownership.clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0).item() == 0.0
+    assert clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0).item() == 0.0
 
 
 def test_an_infinite_gradient_is_reported_and_not_hidden():
-    assert ownership.clip_grad_norm_([parameter(float("inf"))], 1.0).item() == float("inf")
+    assert clip_grad_norm_([parameter(float("inf"))], 1.0).item() == float("inf")
 
 
 def clipped(owned_only: bool) -> tuple[float, list[float]]:
@@ -186,7 +189,7 @@ def clipped(owned_only: bool) -> tuple[float, list[float]]:
     mine, copied = parameter(2.0 + 2.0 * rank), parameter(2.0, 1.0)
     mark_owned(mine, row_ids=[rank], groups=groups)
     parameters = [mine] if owned_only else [copied, mine]
-    norm = ownership.clip_grad_norm_(parameters, 0.5).item()
+    norm = clip_grad_norm_(parameters, 0.5).item()
     return norm, [value for p in parameters for value in p.grad.tolist()]
 
 
@@ -213,7 +216,7 @@ def agreement(kind: str) -> bool:
             model.copied[0] = torch.nextafter(torch.ones(()), torch.tensor(2.0))
         if kind == "a replica drifted" and rank == 3:
             model.mine += 1
-    return ownership.replicas_agree(model)
+    return replicas_agree(model)
 
 
 @pytest.mark.parametrize("kind", ["nothing drifted", "a copy drifted", "a replica drifted"])
@@ -224,10 +227,10 @@ def test_drift_of_one_bit_on_one_rank_is_seen_by_all(kind: str):
 def test_late_parameters_are_named():
     model = nn.Sequential(nn.Linear(1, 1))
     prepared = list(model.parameters())
-    ownership.refuse_late_parameters(model, prepared)
+    refuse_late_parameters(model, prepared)
     frozen = nn.Linear(1, 1).requires_grad_(False)
     model.append(frozen)
-    ownership.refuse_late_parameters(model, prepared)
+    refuse_late_parameters(model, prepared)
     model.append(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"parameter '2\.weight' was added after the model was prepared"):
-        ownership.refuse_late_parameters(model, prepared)
+        refuse_late_parameters(model, prepared)

@@ -9,9 +9,10 @@ from PIL import Image
 from tests.moe.lifecycle.eventful import write_life
 from toolkit.pictures import lifecycle_plots as lifecycle_plots
 from toolkit.pictures.knowledge_graph_plot import places_on_circle
-from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers, spread
-from toolkit.pictures.lifecycle_records import read_lifecycle, tell
+from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.pictures.performance import performance_summary
+from toolkit.pictures.plots import spread
+from toolkit.tracking.lifecycle_records import read_lifecycle, tell
 
 PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]
 GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
@@ -31,7 +32,7 @@ def test_a_life_gets_its_pictures(tmp_path, ranks):
 
 def test_a_run_without_a_population_gets_none(tmp_path):
     assert draw_lifecycle(tmp_path) == {}
-    assert performance_summary({}, tmp_path) is None
+    assert performance_summary(tmp_path) is None
 
 
 def test_everybody_keeps_a_place_beside_the_parent(tmp_path):
@@ -61,7 +62,8 @@ def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
     write_life(tmp_path, ranks=2)
     for name in [*PICTURES, *GRAPHS]:
         (tmp_path / f"{name}.png").touch()
-    text = performance_summary({"recipe": "mnist_moe", "test_accuracy": 0.97}, tmp_path)
+    (tmp_path / "summary.txt").write_text("test accuracy  97.00%\n")
+    text = performance_summary(tmp_path)
     assert "4 at first, 3 born, 1 merged, 1 pruned; 5 live on 8 seats; 1 sleeps, 1 times undone" in text
     assert "97.00%" in text
     assert "390  6 born of 4" in text

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.placement.imbalance import expert_imbalance, lower_bound, max_over_mean, rank_imbalance, shares
+from toolkit.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance, shares
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.placement import contiguous as blocks
+from toolkit.placement.planners.bounds import lower_bound
 
 
 def test_rank_imbalance_by_hand():

@@ -13,9 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.placement.placements import placements, placements_with_loads
+from toolkit.config.experts import PLANNER_NAMES, MoERunConfig
 from toolkit.errors import UserError
 from toolkit.parallel.ownership import EMPTY_ROW
-from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.imbalance import rank_imbalance
+from toolkit.placement.loads import checked_load
 from toolkit.placement.placement import ExpertPlacement, moves, with_spare_slots
 from toolkit.placement.placement import contiguous as blocks
 from toolkit.placement.planners import (
@@ -32,10 +34,10 @@ from toolkit.placement.planners import (
     round_robin,
     swap,
 )
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.planners.exact import SearchTooLong, fit
 from toolkit.placement.planners.fewest import unevenness
 from toolkit.placement.planners.packing import PackingState, even_counts, pack
-from toolkit.placement.planners.registry import checked_load
 from toolkit.placement.planners.replicas import replicas_for
 from toolkit.placement.replay import replay
 from toolkit.placement.traffic import traffic
@@ -364,6 +366,10 @@ def test_a_new_expert_breaks_ties_by_load():
     assert place_new_expert([5, 4, 0, 0], current).slots == ((0, -1), (1, 4), (2, 3, -1))
 
 
+def test_the_flag_takes_the_planners_that_there_are():
+    assert PLANNERS.keys() == PLANNER_NAMES
+
+
 def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
     def stay(load_E: object, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return current
@@ -371,10 +377,12 @@ def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
     register_planner("stay")(stay)
     try:
         assert planner_named("stay") is stay
+        assert MoERunConfig(planner="stay").planner == "stay"
         with pytest.raises(ValueError, match="there is a planner 'stay' already"):
             register_planner("stay")(stay)
     finally:
         del PLANNERS["stay"]
+        PLANNER_NAMES.remove("stay")
     with pytest.raises(UserError, match=r"planner 'stay' is not known: use one of affinity, contiguous, "):
         planner_named("stay")
 

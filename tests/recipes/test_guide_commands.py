@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -45,4 +46,9 @@ def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path:
     assert "living experts" in summary
     assert all(name in summary for name in FILES)
     assert len(nx.read_graphml(tmp_path / "knowledge_graph.graphml", force_multigraph=True)) >= 4
+    results = json.loads((tmp_path / "results.json").read_text())
+    ranks = results["expert_placement"]["block"]
+    assert sum(map(len, ranks)) == results["active_experts"], (
+        "of sixteen logical experts, those that are active at the end"
+    )
     assert (tmp_path / "auto_batch_size.json").exists() == ("--auto-batch-size" in command)

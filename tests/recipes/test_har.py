@@ -15,6 +15,7 @@ from PIL import Image
 
 import toolkit as tk
 from recipes import har
+from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import ROOT, run_distributed
 from toolkit import cli
 from toolkit.data.batches import EvalBatches
@@ -45,10 +46,11 @@ def train(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     for name, changes in runs.items():
         if name == "stopped":
             Trainer.train_step = stopping  # type: ignore[method-assign]
-            with pytest.raises(Preempted):
+            with in_float64(), pytest.raises(Preempted):
                 har.main(config(folder, name, **changes))
             Trainer.train_step = train_step  # type: ignore[method-assign]
-        har.main(config(folder, name, **changes))
+        with in_float64():
+            har.main(config(folder, name, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +76,8 @@ def results(run: Path) -> dict[str, Any]:
 
 def test_two_processes_do_what_one_does(runs):
     for mine, theirs in zip(metrics(runs / "two"), metrics(runs / "one"), strict=True):
-        assert mine["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)
-        assert mine.get("eval/loss") == pytest.approx(theirs.get("eval/loss"), abs=1e-5)
+        for loss in {"train/loss", "eval/loss"} & theirs.keys():
+            assert mine[loss] == pytest.approx(theirs[loss], rel=IN_FLOAT64)
         assert mine.get("eval/confusion") == theirs.get("eval/confusion")
         assert mine.get("eval/macro_f1") == theirs.get("eval/macro_f1")
     assert results(runs / "one")["test_accuracy"] > 0.8
@@ -125,7 +127,7 @@ def evaluate(cache: Path, mode: str) -> dict[str, Any]:
     """An untrained model on the held-out windows, in batches that no number of ranks divides."""
     os.environ["TOOLKIT_CACHE_DIR"] = str(cache)
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _distributed() else (0, 1)
-    data = load_activity("generated", None, agree=lambda decide: decide())
+    data = load_activity("generated", None, on_main=lambda decide: decide())
     torch.manual_seed(0)
     model = har.build_model(replace(har.debug(), mode=mode), data).eval()
     sums, task = MetricSums(torch.device("cpu")), VotedClassification()
@@ -148,7 +150,7 @@ def test_an_evaluation_counts_every_window_once_on_one_two_and_four_processes(ru
     assert alone["rows"] == alone["labels"]
     for world_size in (2, 4):
         for summary in run_distributed(evaluate, world_size, runs / "cache", "flatten"):
-            assert summary == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-6)}
+            assert summary == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-5)}
 
 
 @pytest.mark.parametrize(

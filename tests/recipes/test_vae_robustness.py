@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recipes import vae_robustness
+from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import run_distributed
 from toolkit.errors import Preempted, UserError
 from toolkit.tracking.jsonl import read_metrics
@@ -26,7 +27,8 @@ def config(folder: Path, name: str, **changes: Any) -> vae_robustness.Config:
 
 
 def train(folder: Path, name: str) -> None:
-    vae_robustness.main(config(folder, name, corruption="resampled"))
+    with in_float64():
+        vae_robustness.main(config(folder, name, corruption="resampled"))
     if name != "one":
         return
     train_step = Trainer.train_step
@@ -37,10 +39,11 @@ def train(folder: Path, name: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Trainer.train_step = stopping  # type: ignore[method-assign]
-    with pytest.raises(Preempted):
+    with in_float64(), pytest.raises(Preempted):
         vae_robustness.main(config(folder, "stopped", corruption="resampled"))
     Trainer.train_step = train_step  # type: ignore[method-assign]
-    vae_robustness.main(config(folder, "stopped", corruption="resampled"))
+    with in_float64():
+        vae_robustness.main(config(folder, "stopped", corruption="resampled"))
     for objective in ("supervised", "pseudo_label"):
         vae_robustness.main(config(folder, objective, objective=objective, max_steps=6))
     vae_robustness.main(config(folder, "reference", objective="reference", labels=400, max_steps=6))
@@ -71,7 +74,7 @@ def test_two_processes_draw_and_learn_what_one_does(runs):
     one, two = lines(runs / "one"), lines(runs / "two")
     assert [line["step"] for line in one] == [10, 20, 23]
     for first, second in zip(one, two, strict=True):
-        assert first == pytest.approx(second, rel=1e-4)
+        assert first == pytest.approx(second, rel=IN_FLOAT64)
     for name in ("mig", "one_style_probe", "all_styles_probe"):
         assert results(runs / "one")[name] == pytest.approx(results(runs / "two")[name], abs=0.03)
 

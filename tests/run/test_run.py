@@ -25,8 +25,8 @@ from toolkit.tracking.jsonl import read_metrics
 HOLD_FOLDER = """
 import sys, time
 from pathlib import Path
-from toolkit.config import RunConfig
-from toolkit.run import start_run
+from toolkit.config.run import RunConfig
+from toolkit.run.run import start_run
 run = start_run("toy", RunConfig(run_dir=Path(sys.argv[1]), tracker="none", cpu=True))
 run.log({"train/loss": 1.0}, 10)
 print("ready", flush=True)
@@ -105,8 +105,8 @@ def test_numpy_finds_the_least_numbers_in_spite_of_that(tmp_path):
 import sys
 from pathlib import Path
 import numpy as np
-from toolkit.config import RunConfig
-from toolkit.run import start_run
+from toolkit.config.run import RunConfig
+from toolkit.run.run import start_run
 with start_run("recipe", RunConfig(cpu=True, tracker="none", run_dir=Path(sys.argv[1]))):
     assert np.finfo(np.float32).smallest_subnormal == np.float32(1e-45), np.finfo(np.float32)
     str(np.finfo(np.float64))
@@ -236,14 +236,32 @@ def test_tensorboard_that_is_asked_for_and_missing_is_refused_with_the_remedy(mo
         start_run("toy", config(tracker="tensorboard"))
 
 
-def test_a_fault_in_a_plot_does_not_lose_the_results(monkeypatch):
-    def fail(*_):
+def test_a_fault_in_a_picture_loses_neither_the_results_nor_other_pictures(capsys):
+    drawn = []
+
+    def fail(folder, results):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("toolkit.run.run.draw_plots", fail)
+    def draw(folder, results):
+        drawn.append((folder, results["steps"], (folder / "summary.txt").exists()))
+        return {}
+
     with start_run("toy", config()) as run:
+        run.draw_at_finish(fail)
+        run.draw_at_finish(draw)
+        run.draw_at_finish(draw)
         assert run.finish({"steps": 1})["steps"] == 1
-    assert (run.folder / "summary.txt").exists()
+    assert drawn == [(run.folder, 1, True)]
+    assert "no plots (RuntimeError: no fonts)" in capsys.readouterr().out
+
+
+def test_a_fact_that_is_a_function_is_called_when_the_run_ends(tmp_path):
+    now = "at first"
+    with start_run("toy", config()) as run:
+        run.describe(where=lambda: now)
+        assert run.facts["where"] == "at first"
+        now = "at last"
+        assert run.finish({})["where"] == "at last"
 
 
 @pytest.mark.parametrize(("error", "failed"), [(None, False), (Preempted("later"), False), (RuntimeError("bug"), True)])
@@ -283,9 +301,9 @@ def _refusals_and_agreement(folder: str) -> list[str]:
     os.chdir(folder)
     with start_run("toy", config()) as run:
         said.append(str(run.folder))
-        said.append(str(run.agree(lambda: os.getpid())))
+        said.append(str(run.on_main_and_share(lambda: os.getpid())))
         try:
-            run.agree(lambda: 1 // 0)
+            run.on_main_and_share(lambda: 1 // 0)
         except (ZeroDivisionError, RuntimeError) as error:
             said.append("division" if "division" in str(error) else "?")
         run.log({"train/loss": 1.0}, 1)

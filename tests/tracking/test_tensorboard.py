@@ -9,7 +9,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tests.tracking.toy import train
-from toolkit.config import RunConfig
+from toolkit.config.run import RunConfig
 train(RunConfig(run_dir=Path(sys.argv[1]), tracker="tensorboard", cpu=True, log_every=2))
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

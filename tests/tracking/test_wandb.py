@@ -20,8 +20,8 @@ PROGRAM = """
     from pathlib import Path
 
     from tests.tracking.toy import train
-    from toolkit.callbacks import Callback
-    from toolkit.config import RunConfig
+    from toolkit.callbacks.base import Callback
+    from toolkit.config.run import RunConfig
 
     config = RunConfig(run_dir=Path(sys.argv[1]), tracker="wandb", cpu=True, log_every=2, lr=1e-2)
 """

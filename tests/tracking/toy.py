@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import Throughput
 from toolkit.config.run import RunConfig
@@ -51,6 +52,7 @@ def train(config: RunConfig, *callbacks: Callback, epochs: int = 2, **facts: Any
                 FakeLoad(),
                 Throughput(),
                 Evaluation(EvalBatches(table, batch_size=100, **where)),
+                Pictures(),
                 Progress(),
             ],
         )

@@ -17,8 +17,8 @@ from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.checkpoint import find_checkpoint
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import is_owned, ownership_of
 from toolkit.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)
@@ -44,7 +44,7 @@ def expert_rows(model: ToyMixture, optimizer: torch.optim.Optimizer) -> dict[str
     """Weights and first moments of this rank's experts, by expert id."""
     rows = {}
     for name, parameter in model.moe.experts.named_parameters():
-        mark, moments = ownership.ownership_of(parameter), optimizer.state[parameter]["exp_avg"]
+        mark, moments = ownership_of(parameter), optimizer.state[parameter]["exp_avg"]
         assert mark is not None
         for row_id, weight, moment in zip(mark.row_ids, parameter.detach(), moments, strict=True):
             rows |= {f"{name}/{row_id}": weight.clone(), f"{name}/{row_id}/exp_avg": moment.clone()}
@@ -56,7 +56,7 @@ def expert_rows(model: ToyMixture, optimizer: torch.optim.Optimizer) -> dict[str
 
 def plain_round_trip(folder: Path) -> dict[str, Any]:
     model = ToyMixture(spread())
-    names = [name for name, p in model.named_parameters() if ownership.is_owned(p)]
+    names = [name for name, p in model.named_parameters() if is_owned(p)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     accelerator = Accelerator()
     raw = torch.optim.AdamW(model.parameters())

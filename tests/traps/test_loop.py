@@ -12,8 +12,9 @@ from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, toy_data, toy_trainer
 from toolkit.callbacks.base import Callback
 from toolkit.moe.losses import global_load
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import ownership_of
+from toolkit.parallel.prepare import prepare
 from toolkit.trainer import Trainer
 
 # --- schedulers -----------------------------------------------------------------------------------------------------
@@ -65,8 +66,8 @@ class Counter(nn.Module):
 def counters_after_two_forwards() -> dict[str, Any]:
     plain = Counter()
     prepared = Accelerator().prepare(plain)
-    mixture = ToyMixture(ownership.make_expert_groups(dist.get_world_size()))
-    ours, _ = ownership.prepare(Accelerator(), mixture, torch.optim.SGD(mixture.parameters()))
+    mixture = ToyMixture(make_expert_groups(dist.get_world_size()))
+    ours, _ = prepare(Accelerator(), mixture, torch.optim.SGD(mixture.parameters()))
     mine = 2 + dist.get_rank()
     for _ in range(2):
         prepared(torch.ones(mine, 1))
@@ -132,14 +133,14 @@ def test_a_parameter_added_after_preparation_is_never_trained_nor_synchronised_a
 
 def train_with_placement(slot_of_expert: tuple[int, ...], ep_size: int, accumulation: int) -> dict[str, Any]:
     """Six clipped AdamW steps on 21 samples in batches of 8: ragged everywhere."""
-    groups = ownership.make_expert_groups(ep_size) if ep_size > 1 else ExpertGroups()
+    groups = make_expert_groups(ep_size) if ep_size > 1 else ExpertGroups()
     model = ToyMixture(groups, slot_of_expert)
     trainer = toy_trainer(model, max_steps=6, samples=21, accumulation=accumulation, max_grad_norm=0.1)
     trainer.fit()
     experts = {}
     for name in ("up", "down"):
         parameter = getattr(model.moe.experts, name)
-        mark = ownership.ownership_of(parameter)
+        mark = ownership_of(parameter)
         assert mark is not None
         experts |= {(name, row_id): row for row_id, row in zip(mark.row_ids, parameter.detach(), strict=True)}
     dense = {n: p.detach() for n, p in model.named_parameters() if "experts" not in n}

@@ -13,11 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.equality import replicas_agree
 from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, gradients, my_mean_loss, norm_of, reference_gradients, rows_of, spread
 from toolkit.errors import UserError
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import is_owned, mark_owned, owned
+from toolkit.parallel.prepare import prepare
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -28,15 +31,15 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def ignore_experts(model: nn.Module) -> None:
     """The half of the remedy that is known from forums: DDP's ignore list, and nothing else."""
-    names = [name for name, p in model.named_parameters() if ownership.is_owned(p)]
+    names = [name for name, p in model.named_parameters() if is_owned(p)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def backward_with_ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
     accelerator, parameters = Accelerator(), list(model.parameters())
-    prepared, optimizer = ownership.prepare(accelerator, model, sgd(model))
+    prepared, optimizer = prepare(accelerator, model, sgd(model))
     accelerator.backward(my_mean_loss(prepared))
-    ownership.average_owned_gradients(ownership.owned(parameters), accelerator.num_processes)
+    average_owned_gradients(owned(parameters), accelerator.num_processes)
     return prepared, optimizer, parameters
 
 
@@ -115,7 +118,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     if clip == "plain":
         norm = Accelerator().clip_grad_norm_(parameters, true_norm / 2)
     else:
-        norm = ownership.clip_grad_norm_(parameters, true_norm / 2)
+        norm = clip_grad_norm_(parameters, true_norm / 2)
     expected = {
         name: p.detach() - 0.1 * grad * (0.5 / (1 + 1e-6 / true_norm))
         for (name, p), grad in zip(
@@ -127,7 +130,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     return {
         "norm": norm.item(),
         "true_norm": true_norm,
-        "agree": ownership.replicas_agree(model),
+        "agree": replicas_agree(model),
         "dense": dense,
         "error": max((dense[n] - expected[n]).abs().max().item() for n in dense),
     }
@@ -156,7 +159,7 @@ class RootOwner(nn.Module):
         super().__init__()
         self.mine = nn.Parameter(torch.full((1,), 1.0 + groups.ep_rank))
         self.ours = nn.Parameter(torch.ones(1))
-        ownership.mark_owned(self.mine, row_ids=[groups.ep_rank], groups=groups)
+        mark_owned(self.mine, row_ids=[groups.ep_rank], groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mine * self.ours * x
@@ -170,7 +173,7 @@ def root_parameter() -> dict[str, Any]:
     prepared = accelerator.prepare(plain)
     accelerator.backward(prepared(torch.ones(1) * (1 + dist.get_rank())).sum())
     with pytest.raises(ValueError, match="owned parameter 'mine' must live in a sub-module, not on the root"):
-        ownership.prepare(accelerator, plain, sgd(plain))
+        prepare(accelerator, plain, sgd(plain))
     return {"weight": plain.mine.item(), "gradient": plain.mine.grad.item()}
 
 
@@ -199,7 +202,7 @@ def scaled_step_with_an_overflow_on_rank_1() -> tuple[float, str]:
     scaler.update()
     model = ToyMixture(spread())
     with pytest.raises(UserError) as refusal:
-        ownership.prepare(Fp16Accelerator(), model, sgd(model))  # type: ignore[arg-type]
+        prepare(Fp16Accelerator(), model, sgd(model))  # type: ignore[arg-type]
     return weight.item(), str(refusal.value)
 
 

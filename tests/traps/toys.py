@@ -18,10 +18,10 @@ from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
 from toolkit.moe.router import TopKRouter
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.optim import Schedule, constant
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.run.run import Run
-from toolkit.schedules import Schedule, constant
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 

@@ -15,14 +15,16 @@ There are eight hooks. This is where they fire:
                 save     -> on_save(folder)
         on_fit_end                              or on_exception(error), when something was raised
 
-Callbacks run in the order of the trainer's list. One that keeps state between steps has `state_dict` and
-`load_state_dict`, and its state travels in checkpoints under its class name.
+Callbacks run in the order of the trainer's list, which must respect what each declares in `runs_after` and
+`runs_before`. One that keeps state between steps has `state_dict` and `load_state_dict`, and its state is saved in
+checkpoints under its `state_key`. `Trainer` checks both when it is made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
@@ -42,6 +44,13 @@ HOOKS = (
 
 class Callback:
     """Override any of the eight hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing."""
+
+    runs_after: ClassVar[tuple[type[Callback], ...]] = ()
+    """Callbacks of these classes, where the list has any, must come earlier in it."""
+    runs_before: ClassVar[tuple[type[Callback], ...]] = ()
+    """Callbacks of these classes must come later in the list; `(Callback,)` is for one that must be the first."""
+    state_key: str = ""
+    """The key of `state_dict` in checkpoints; "" takes the class name. Set it on an instance to use two of a class."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """The model is prepared and any checkpoint is loaded."""
@@ -73,3 +82,49 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave."""
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise ValueError for an order that `runs_after` or `runs_before` forbids, and for two states under one key.
+
+    A wrong order is refused instead of sorted, so that the list that one reads is the order that runs.
+    """
+    for place, later in enumerate(callbacks):
+        for earlier in callbacks[:place]:
+            if isinstance(later, earlier.runs_after) or isinstance(earlier, later.runs_before):
+                first, second = type(later).__name__, type(earlier).__name__
+                raise ValueError(f"{first} must come before {second} in the list of callbacks")
+    keys = [_key(callback) for callback in callbacks if _has_state(callback)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(
+                f"two callbacks would save their state as {key!r} in checkpoints: give each a `state_key` of its own"
+            )
+
+
+def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None]]]:
+    """By name of a hook, the methods of those `callbacks` that override it, in order."""
+    return {
+        name: [getattr(c, name) for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)]
+        for name in HOOKS
+    }
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """What checkpoints keep of `callbacks`, by state key. A collective."""
+    return {_key(callback): callback.state_dict() for callback in callbacks if _has_state(callback)}
+
+
+def load_states(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
+    """Load what `states_of` gave. A callback that is not in it starts anew."""
+    for callback in callbacks:
+        if state := states.get(_key(callback)):
+            callback.load_state_dict(state)
+
+
+def _key(callback: Callback) -> str:
+    return callback.state_key or type(callback).__name__
+
+
+def _has_state(callback: Callback) -> bool:
+    return type(callback).state_dict is not Callback.state_dict

@@ -1,4 +1,4 @@
-"""When to save, and what a run that starts in a used folder continues from. How is in `toolkit.checkpoint.checkpoint`."""
+"""When to save, and which checkpoint a run continues from. How is in `toolkit.checkpoint.checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.throughput import Throughput
 from toolkit.checkpoint.checkpoint import find_checkpoint
 from toolkit.errors import UserError
 
@@ -22,6 +23,9 @@ class Checkpointing(Callback):
     of metrics is written, so the continued record has each line once.
     """
 
+    runs_after = (Throughput,)
+    """The time that a save takes would be counted as training."""
+
     def __init__(self, *, every_steps: int | None = None, keep: int = 2):
         self.every_steps, self.keep = every_steps, keep
         self._started_at = 0
@@ -33,7 +37,7 @@ class Checkpointing(Callback):
             settle_buckets(trainer)
             trainer.restore(newest)
             run.truncate_metrics(trainer.state.step)
-            run.say(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
+            run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes":
             raise UserError(
                 f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to begin anew."

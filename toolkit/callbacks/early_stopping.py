@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row whose `metric` did not beat the best by `min_delta`; None: never.
 
-    Accuracies and F1 are better when higher, everything else when lower. A not-a-number is no better. To be put after
-    `Checkpointing`, so that a run which ended while it stopped does not train on. What stops a run is thereby chosen
-    on the data that evaluate it: hold out a validation set where that matters.
+    Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement. The test set
+    thereby decides when training ends: hold out a validation set where that matters.
     """
+
+    runs_after = (Checkpointing,)
+    """A run that is continued after it stopped early must know so before it trains another step."""
 
     def __init__(self, *, patience: int | None, metric: str = "loss", min_delta: float = 0.0):
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
@@ -46,7 +49,7 @@ class EarlyStopping(Callback):
         if self.patience is not None and self._waited >= self.patience:
             reason = f"{self.metric} was no better for {self._waited} evaluations"
             trainer.results["stopped_early"] = reason
-            trainer.run.say(f"stopping at step {trainer.state.step:,}: {reason}")
+            trainer.run.print(f"stopping at step {trainer.state.step:,}: {reason}")
             trainer.request_stop(reason)
 
     def state_dict(self) -> dict[str, Any]:

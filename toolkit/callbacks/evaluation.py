@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from toolkit.callbacks.base import Callback
+from toolkit.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
     from toolkit.data.batches import EvalBatches
@@ -17,6 +18,9 @@ class Evaluation(Callback):
     The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...: the
     highest accuracy or F1, the lowest of all others. A metric that is a list has no best.
     """
+
+    runs_after = (Throughput,)
+    """The time that an evaluation takes would be counted as training."""
 
     def __init__(self, batches: EvalBatches, every_steps: int | None = None):
         self.batches, self.every_steps = batches, every_steps

@@ -25,12 +25,14 @@ STOP_NAMES = {number.name for number in STOP_SIGNALS}
 class Preemption(Callback):
     """On SIGTERM or SIGUSR1 to any rank, all ranks end the same step, and raise `Preempted` (exit code 75).
 
-    Saving is left to `Checkpointing`, which must come before this in the list of callbacks.
+    `Checkpointing` does the saving, so the list of callbacks must have it, before this one.
 
-    The handler only notes the signal, so a second one changes nothing. Ranks learn of each other's notes by a maximum
-    over a gloo group of its own, which is started after one step and read after the next: by then it is long done, and
-    no step waits, nor does a GPU.
+    The handler only stores the signal's number, so a second signal changes nothing. Ranks share it with an asynchronous
+    all-reduce (max) over a gloo group of its own, which is started after each step and read after the next one: by
+    then it has finished, and neither the host nor a GPU waits.
     """
+
+    runs_after = (Checkpointing,)
 
     def __init__(self) -> None:
         self._received = 0
@@ -39,9 +41,8 @@ class Preemption(Callback):
         self._handlers: dict[signal.Signals, Any] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        before = trainer.callbacks[: trainer.callbacks.index(self)]
-        if not any(isinstance(callback, Checkpointing) for callback in before):
-            raise ValueError("Preemption needs Checkpointing before it in the list of callbacks")
+        if not any(isinstance(callback, Checkpointing) for callback in trainer.callbacks):
+            raise ValueError("Preemption needs Checkpointing in the list of callbacks, which saves before it stops")
         self._received, self._question = 0, None
         if trainer.run.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")

@@ -30,13 +30,13 @@ class Progress(Callback):
         self._bar: RichProgress | None = None
         self._task = TaskID(0)
         self._drawn = self._printed = float("-inf")
-        self._say: Callable[[str], None] = lambda text: None  # noqa: ARG005
+        self._print: Callable[[str], None] = lambda text: None  # noqa: ARG005
         self._max_steps = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if not trainer.run.is_main:
             return
-        self._max_steps, self._say = trainer.max_steps, trainer.run.say
+        self._max_steps, self._print = trainer.max_steps, trainer.run.print
         trainer.run.add_sink(self)
         if can_redraw():
             self._bar = RichProgress(
@@ -68,7 +68,7 @@ class Progress(Callback):
         now = time.perf_counter()
         if evaluated or (self._bar is None and now - self._printed >= LINE_S):
             self._printed = now
-            self._say(line)
+            self._print(line)
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._stop()

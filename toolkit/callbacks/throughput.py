@@ -46,9 +46,12 @@ class BarrierWait(_Window):
     """Records `perf/barrier_wait_share` with each line of metrics of several processes: how long a rank that is done
     with the line's last step waits for the slowest, over the time of a step; mean over ranks.
 
-    One barrier a line, none on other steps. To be put before all callbacks that wait for other ranks. Ranks also wait
-    for each other within a step, in every exchange: that is not in it, `moe/rank_imbalance` tells.
+    One barrier per line, none on other steps. Ranks also wait for each other within a step, in every all-to-all: that
+    is not included, see `moe/rank_imbalance`.
     """
+
+    runs_before = (Callback,)
+    """Another callback's collective would hold the ranks up first, and the wait would be measured as zero."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         steps = trainer.state.step - self._begin_at[1]
@@ -74,8 +77,7 @@ class Throughput(_Window):
     by one (on a GPU as the host issues them, which may run ahead).
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
-    begins the window anew, so neither its time nor the steps before it in that window are counted. To be put before
-    the callbacks that evaluate and save.
+    begins the window anew, so neither its time nor the steps before it in that window are counted.
     """
 
     def __init__(self) -> None:

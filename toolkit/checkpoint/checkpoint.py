@@ -28,6 +28,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
+    adopt_places,
     describe_places,
     describe_tensor,
     files_to_write,
@@ -35,10 +36,10 @@ from toolkit.checkpoint.tensor_files import (
     load_model,
     load_optimizer,
     targets,
-    unwrapped,
 )
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.tracking.secrets import mask
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ def save_checkpoint(
     """
     step = state["step"]
     final = folder / f"step-{step:08d}"
-    if run.agree(lambda: final.exists() and manifest.find_damage(final) is None):
+    if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
         return final
     try:
         _on_main(lambda: manifest.sweep(folder))
         _save(final, model, optimizer, state=state, config=_trajectory(run), step=step)
     except OSError as error:
-        run.say(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
+        run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
         return None
     if run.is_main:
         _prune(folder, step, keep, run)
@@ -165,7 +166,7 @@ def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
         for path in [path for path in _newest_first(folder) if step_of(path) <= step][keep:]:
             manifest.remove(path)
     except OSError as error:
-        run.say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
+        run.print(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -181,10 +182,10 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
                 damage = f"its files are those of step {step}"
             if damage is None:
                 return path
-            run.say(f"warning: checkpoint {path.name} is passed over: {damage}.")
+            run.print(f"warning: checkpoint {path.name} is passed over: {damage}.")
         return None
 
-    return run.agree(newest)
+    return run.on_main_and_share(newest)
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -210,8 +211,8 @@ def load_checkpoint(
     """Put the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
 
     A collective. Raises UserError on every rank, before any tensor is touched, where the checkpoint is of another
-    format, configuration or model. `adopt` is given the state after that and before tensors are read, so that it may
-    say where rows belong.
+    format, configuration or model. On as many ranks with as many slots experts are placed where they were saved, before
+    tensors are read; `adopt` is given the state after that.
     """
     remedy = "use the settings it was made with, or another --run-dir"
     return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy, adopt=adopt)
@@ -270,6 +271,7 @@ def _load(
         if lines := list(dict.fromkeys(lines)):
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
+        adopt_places(model, about.get("placement", {}))
         if adopt is not None:
             adopt(saved["training"])
         load_model(model, tensors)

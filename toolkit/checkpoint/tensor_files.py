@@ -13,7 +13,7 @@ does, are copied parameters here: they are gathered one at a time, and taken apa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.parallel.ownership import EMPTY_ROW, Ownership, ownership_of
+from toolkit.parallel.unwrapping import unwrapped
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
 
@@ -193,6 +194,14 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _buffers(model)
 
 
+def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> None:
+    """Have each parameter's rows where `describe_places` found them, where as many ranks have as many rows."""
+    for name, parameter in model.named_parameters():
+        ownership = ownership_of(parameter)
+        if ownership is not None and ownership.holder is not None and name in places:
+            ownership.holder.adopt(places[name]["slots"])
+
+
 def load_model(model: nn.Module, tensors: SavedTensors) -> None:
     """Copy this rank's weights into `model`, in place."""
     with torch.no_grad():
@@ -245,8 +254,3 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Such as float32[4, 16]."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer within Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)

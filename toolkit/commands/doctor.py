@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         steps=args.steps,
         tolerance=args.tolerance,
         timeout_s=args.timeout,
-        say=_say,
+        log=_log,
     )
     if args.out is not None:
         try:
@@ -50,6 +50,6 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE if report.ok else EXIT_BUG
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

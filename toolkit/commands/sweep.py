@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
     first = recipe.config(()).seed + args.seed_offset
     cells = grid_cells(recipe, axes, range(first, first + args.num_seeds))
     folder = args.out / "cells"
-    runner = CellRunner(recipe, folder, jobs=args.jobs, say=_say)
+    runner = CellRunner(recipe, folder, jobs=args.jobs, log=_log)
 
     def write() -> None:
         table = gather(folder, axes)
         write_tables(table, args.out)
-        draw_sweep(table, args.metric, args.out / "sweep.png")
+        draw_sweep(args.out / "sweep.png", args.metric, table.axes, table.runs, table.means())
 
     outcome = Outcome()
     if not args.collect:
@@ -76,20 +76,20 @@ def main(argv: Sequence[str]) -> int:
                 minimise=args.minimise,
                 seed=first,
                 journal=args.out / "search.journal",
-                say=_say,
+                log=_log,
             )
     elif not folder.is_dir():
         raise UserError(f"--out {args.out}: holds no sweep: leave --collect out to begin one.")
     write()
     sys.stdout.write((args.out / "table.md").read_text(encoding="utf-8"))
     if outcome.elsewhere:
-        _say(f"{len(outcome.elsewhere)} runs are another job's")
+        _log(f"{len(outcome.elsewhere)} runs are another job's")
     if outcome.stopped:
-        _say("stopped: run the same command again to continue.")
+        _log("stopped: run the same command again to continue.")
         return EXIT_PREEMPTED
     return EXIT_BUG if outcome.failed else EXIT_DONE
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from toolkit.config.run import RunConfig, require
 
+PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "replicate", "round_robin", "swap"}
+"""What `--planner` takes. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRunConfig(RunConfig):
@@ -48,6 +51,10 @@ class ExpertRunConfig(RunConfig):
         require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
         for name in ("balance_weight", "z_weight"):
             require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "take zero or more")
+        known = self.planner is None or self.planner in PLANNER_NAMES
+        require(
+            known, "planner", self.planner, f"take one of {', '.join(sorted(PLANNER_NAMES))}, or none to leave experts"
+        )
         require(self.replan_every >= 1, "replan_every", self.replan_every, "take one step or more")
         require(self.spare_slots >= 0, "spare_slots", self.spare_slots, "take zero or more")
         if self.ep_size is not None:

@@ -44,8 +44,8 @@ class ImageData:
     num_classes: int = NUM_CLASSES
 
 
-class Agree(Protocol):
-    """`Run.agree`: calls a function on the main process, gives its result or UserError to every rank."""
+class OnMain(Protocol):
+    """`Run.on_main_and_share`: runs a function on the main process; its result, or UserError, reaches every rank."""
 
     def __call__(self, decide: Callable[[], Any], /) -> Any: ...
 
@@ -73,7 +73,7 @@ class _Choice:
         return columns
 
 
-def load_images(dataset: str, data_dir: Path | None, *, agree: Agree) -> ImageData:
+def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> ImageData:
     """The set `dataset`: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it can be had, else the digits.
 
     Which files are used is decided, and they are checked and decoded, on the main process; the others map the result.
@@ -86,7 +86,7 @@ def load_images(dataset: str, data_dir: Path | None, *, agree: Agree) -> ImageDa
         columns.update(choice.columns(data_dir))
         return choice
 
-    choice: _Choice = agree(decide)
+    choice: _Choice = on_main(decide)
     columns = columns or choice.columns(data_dir)
     train, test = (TensorTable(input=columns[f"{s}_input"], label=columns[f"{s}_label"]) for s in SPLITS)
     mean, std = columns["pixel_mean_std"].tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.images import Agree
+from toolkit.data.images import OnMain
 from toolkit.data.sources import unreachable_host
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
@@ -87,7 +87,7 @@ class _Corpus:
 
 
 def load_text(
-    dataset: str, data_dir: Path | None, *, tokenizer: str, block_size: int, batch_size: int, agree: Agree
+    dataset: str, data_dir: Path | None, *, tokenizer: str, block_size: int, batch_size: int, on_main: OnMain
 ) -> TextData:
     """The text `dataset`: "tinyshakespeare"; "folder", all text files below `data_dir`; "stdlib", the sources of
     Python's standard library; "owner/name" or "owner/name:config" of the Hub, or such a folder of Parquet or JSON
@@ -111,7 +111,7 @@ def load_text(
             )
         return corpus
 
-    corpus: _Corpus = agree(decide)
+    corpus: _Corpus = on_main(decide)
     here = found[0] if found else load_tokenizer(tokenizer)
     columns = columns or corpus.columns(here)
     train, test = columns["train"], columns["test"]

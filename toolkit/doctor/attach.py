@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from toolkit.doctor.probe import Probe
-from toolkit.parallel import ownership
+from toolkit.parallel import gradients, groups
 
 
 def attach(probe: Probe) -> None:
@@ -23,11 +23,11 @@ def attach(probe: Probe) -> None:
     _attach_accelerator(probe)
     register_optimizer_step_pre_hook(probe.before_update)
     register_optimizer_step_post_hook(probe.after_update)
-    for owner in (torch.nn.utils, ownership):
+    for owner in (torch.nn.utils, gradients):
         original = owner.clip_grad_norm_
         _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        _replace(ownership.make_expert_groups, lambda _ep_size=1: ownership.ExpertGroups(), ownership)
+        _replace(groups.make_expert_groups, lambda _ep_size=1: groups.ExpertGroups(), groups)
     _attach_ours(probe)
 
 

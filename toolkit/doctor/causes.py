@@ -52,7 +52,7 @@ def _overwritten(c: Comparison) -> Finding | None:
         OVERWRITTEN,
         f"preparing the model changed rows that a rank owns: {c['owned rows after prepare'].where}",
         "DDP took them for copies, and sent rank 0's to everybody; it averages their gradients too",
-        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.ownership.prepare",
+        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.prepare.prepare",
     )
 
 
@@ -201,8 +201,10 @@ def _gradients(c: Comparison) -> Finding:
     if unequal := c.many.unequal_gradients(step):
         return _unsynchronised(f"at step {check.step} the gradient of {unequal[0]} is not the same on all ranks")
     ratios = _ratios(c, step)
-    differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > c.tolerance}
-    straight = all(ratios[key][1] < max(1e-3, 10 * c.tolerance) for key in differing)
+    differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > check.limit}
+    # A factor explains what differs where it is further from 1 than what it leaves unexplained may be.
+    unexplained = max(1e-3, 10 * c.tolerance)
+    straight = all(ratios[key][1] < unexplained < abs(ratio - 1) for key, ratio in differing.items())
     which = "experts" if all(name in c.split for name, _ in differing) else "parameters"
     symptom = f"at step {check.step} the gradient of {check.where} differs by {check.worst:.1e}"
     if straight and differing and max(differing.values()) - min(differing.values()) < 1e-2 * max(differing.values()):
@@ -215,7 +217,7 @@ def _gradients(c: Comparison) -> Finding:
                 "gradients W times too large",
                 symptom,
                 f"they were summed over {world} ranks and not divided by that number",
-                "divide by the number of processes: toolkit.parallel.ownership.average_owned_gradients",
+                "divide by the number of processes: toolkit.parallel.gradients.average_owned_gradients",
             )
         if ratio < 1:
             return Finding(
@@ -260,7 +262,7 @@ def _norm(c: Comparison) -> Finding:
         f"at step {check.step} gradients agree, and clipping found norms of {each} where one process found "
         f"{c.one.norms(check.step - 1)[0]:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
-        "clip with toolkit.parallel.ownership.clip_grad_norm_, or accelerator.clip_grad_norm_ after ExpertParallel.prepare",
+        "clip with toolkit.parallel.gradients.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
     )
 
 
@@ -278,7 +280,7 @@ def _unsynchronised(symptom: str) -> Finding:
         "unsynchronised replica",
         symptom,
         "copies on several ranks are updated from different gradients, or not refreshed from their owner",
-        "average the gradients of copies over their ranks, and call toolkit.parallel.ownership.refresh_replicas after the update",
+        "call average_owned_gradients before the update and refresh_replicas after it, of toolkit.parallel.gradients",
     )
 
 

@@ -24,7 +24,7 @@ GRACE_S = 5.0
 """How long the other ranks may go on once one has failed."""
 
 ROUNDING = 2e-7
-"""What adding up gradients in another order changes, relative to their norms: twice float32's last bit."""
+"""What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
 SUSPICIOUS = 1e-2
 """No rounding makes a difference as large as this in a few steps."""
 
@@ -92,7 +92,7 @@ def examine(
     steps: int = 3,
     tolerance: float | None = None,
     timeout_s: float = 600,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compare what `script` does in one process with what it does in `processes`.
 
@@ -104,9 +104,9 @@ def examine(
 
         def run(name: str, world: int, rounding: float = 0.0) -> Evidence:
             started = time.monotonic()
-            say(f"{name}: {world} process(es), {steps} steps ...")
+            log(f"{name}: {world} process(es), {steps} steps ...")
             evidence = _run(script, args, world, steps, Path(folder) / name.replace(" ", "-"), timeout_s, rounding)
-            say(f"{name}: done in {time.monotonic() - started:.0f} s")
+            log(f"{name}: done in {time.monotonic() - started:.0f} s")
             return evidence
 
         try:
@@ -125,7 +125,7 @@ def examine(
         comparison, findings = judge(one, many, limit, run)
     notes = list(dict.fromkeys([*notes, *many.first.notes]))
     if comparison.rounding is not None:
-        notes.append("limits are those of one process with gradients rounded otherwise, which this optimizer amplifies")
+        notes.append("limits are those of one process with numbers rounded otherwise: rounding errors grow here")
     if comparison.steps < steps:
         notes.append(f"the script ended after {comparison.steps} step(s)")
     return Report(str(script), processes, comparison.steps, limit, comparison.checks, findings, notes)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.doctor.compare import GRADIENT_FLOOR
 from toolkit.doctor.record import Phase, Record, Step, digest
-from toolkit.parallel import ownership
+from toolkit.doctor.rounding import round_gradients, round_outputs
+from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
 
 
 class Finished(BaseException):
@@ -31,8 +31,8 @@ class Finished(BaseException):
 class Probe:
     """Watches the models that are prepared in this process for `steps` optimizer steps.
 
-    With `rounding`, gradients are disturbed by so much before each update, relative to their norms: what a sum in
-    another order does.
+    With `rounding`, what each module with parameters returns, the gradient of it, and the gradients of parameters are
+    disturbed by so much, relative to their norms: what sums in another order do.
     """
 
     def __init__(self, out: Path, steps: int, rounding: float = 0.0):
@@ -87,7 +87,7 @@ class Probe:
             if any(p.requires_grad for p in model.parameters()) and all(m is not model for m in self.models):
                 self.models.append(model)
                 self._listen(len(self.models) - 1, model)
-        before = {name: digest(p) for name, p in self.parameters() if ownership.is_owned(p)}
+        before = {name: digest(p) for name, p in self.parameters() if is_owned(p)}
         self.is_preparing = True
         try:
             result = prepare()
@@ -106,6 +106,8 @@ class Probe:
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
                 module.p, dropouts = 0.0, dropouts + 1
+            if self.rounding:
+                round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))
             if name.startswith(inside) and inside:
                 continue
             if getattr(module, "expert_stack", None) is not None:
@@ -188,7 +190,7 @@ class Probe:
         """See gradients before they are clipped, and the norm that is returned."""
         if self.is_clipping:
             return clip()
-        self._unclipped = self._gradients()
+        self._unclipped = self._finished_gradients()
         self.is_clipping = True
         try:
             norm = clip()
@@ -205,27 +207,23 @@ class Probe:
             self.optimizers.append(optimizer)
         if optimizer is not self.optimizers[0]:
             return
-        gradients = self._gradients() if self._unclipped is None else self._unclipped
+        gradients = self._finished_gradients() if self._unclipped is None else self._unclipped
         self._unclipped = None
         step, parameters = len(self.record.steps), dict(self.parameters())
         for name, gradient in gradients.items():
-            owned = ownership.ownership_of(parameters[name]) is not None
+            owned = ownership_of(parameters[name]) is not None
             if self.is_first_rank or owned:
                 self.record.tensors[f"{step}/gradient/{name}"] = gradient
             if not owned:
                 self.step.gradients[name] = digest(gradient)
-        if self.rounding:
-            self._round_otherwise()
         self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
 
-    @torch.no_grad()
-    def _round_otherwise(self) -> None:
-        draws = torch.Generator().manual_seed(len(self.record.steps))
-        gradients = [p.grad for _, p in self.parameters() if p.grad is not None]
-        norms = torch.stack([gradient.norm() for gradient in gradients])
-        for gradient, norm in zip(gradients, norms.maximum(GRADIENT_FLOOR * norms.norm()), strict=True):
-            noise = torch.randn(gradient.shape, generator=draws, dtype=gradient.dtype).to(gradient.device)
-            gradient.add_(noise * norm * (self.rounding / max(1, gradient.numel()) ** 0.5))
+    def _finished_gradients(self) -> dict[str, Tensor]:
+        """Before they are clipped."""
+        gradients = {name: p.grad for name, p in self.parameters() if p.grad is not None}
+        if self.rounding:
+            round_gradients(list(gradients.values()), self.rounding, len(self.record.steps))
+        return {name: plain(gradient) for name, gradient in gradients.items()}
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.optimizers or optimizer is not self.optimizers[0]:
@@ -234,7 +232,7 @@ class Probe:
 
         for model in self.models:
             for name, stack in expert_stacks(model).items():
-                now = stack.load_E.cpu()
+                now = stack.log.load_E.cpu()
                 self.step.counts[name] = (now - self._counts.get(name, torch.zeros_like(now))).tolist()
                 self._counts[name] = now.clone()
         self.record.steps.append(self.step)
@@ -243,9 +241,6 @@ class Probe:
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         known = {id(p) for _, p in self.parameters()}
         return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: plain(p.grad) for name, p in self.parameters() if p.grad is not None}
 
     # --- states -----------------------------------------------------------------------------------------------
 
@@ -260,7 +255,7 @@ class Probe:
         """Write down weights and optimizer state, as they are now."""
         number, phase, parameters = len(self.record.phases), Phase(), dict(self.parameters())
         for name, parameter in parameters.items():
-            mark = ownership.ownership_of(parameter)
+            mark = ownership_of(parameter)
             if mark is None:
                 phase.digests[name] = digest(plain(parameter))
             else:
@@ -327,7 +322,7 @@ class Probe:
                 self.record.lost.append(key)
                 continue
             ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
-            self.record.lost += [f"{key} of expert {id}" for id in ids if id != ownership.EMPTY_ROW]
+            self.record.lost += [f"{key} of expert {id}" for id in ids if id != EMPTY_ROW]
 
 
 def plain(tensor: Tensor) -> Tensor:

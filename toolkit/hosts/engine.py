@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
+from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.prepare import prepare
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ExpertParallel:
                 guarded=self.guarded,
                 options=self.planner_options,
             )
-        prepared = ownership.prepare(self.accelerator, model, optimizer, dense=self.dense)
+        prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
         self._model, self._optimizer = model, optimizer
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._correct_accelerate()
@@ -137,7 +137,7 @@ class ExpertParallel:
             return None
         self.accelerator.unscale_gradients()
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return ownership.clip_grad_norm_(listed, max_norm)
+        return clip_grad_norm_(listed, max_norm)
 
     def metrics(self) -> dict[str, float]:
         """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
@@ -163,7 +163,7 @@ class ExpertParallel:
         if self._meter is not None:
             self._meter.begin(self.steps)
         if self.replanner and state["replanner"]:
-            self.replanner.load_state_dict(state["replanner"], self._optimizer)
+            self.replanner.load_state_dict(state["replanner"])
         extra: dict[str, Any] = state["extra"]
         return extra
 
@@ -189,20 +189,15 @@ class ExpertParallel:
                     )
 
     def _average_in_backward(self, parameter: nn.Parameter) -> None:
-        """Have the gradient of an owned parameter become the mean over all ranks' batches as soon as it is complete.
+        """Average the gradient of an owned parameter over all ranks' batches as soon as its backward is complete.
 
-        Each incoming gradient is the sum over the shard group's batches, hence 1 / ep_size; the mean over replicas
-        and the sum over copies may be taken again when a loop synchronises more than once before a step.
+        Each incoming gradient, a sum over the EP group's batches, is divided by `ep_size` on arrival, so that the mean
+        over the expert data-parallel group may be taken again where a loop synchronises more than once before a step.
         """
-        replicas = self.groups.expert_dp_group
 
         def complete(parameter: Tensor) -> None:
-            if not self.accelerator.sync_gradients or parameter.grad is None:
-                return
-            ownership.sum_replica_gradients([parameter])
-            if replicas is not None:
-                dist.all_reduce(parameter.grad, group=replicas)
-                parameter.grad.div_(dist.get_world_size(replicas))
+            if self.accelerator.sync_gradients and parameter.grad is not None:
+                average_owned_gradients([parameter], self.groups.expert_dp_size)
 
         parameter.register_hook(lambda grad: grad / self.groups.ep_size)
         parameter.register_post_accumulate_grad_hook(complete)
@@ -233,7 +228,7 @@ class ExpertParallel:
 
     def _after_step(self) -> None:
         self.steps += 1
-        ownership.refresh_replicas(self.expert_parameters())
+        refresh_replicas(self.expert_parameters())
         if self._meter is not None:
             self._meter.fold_when_many()
         if self.replanner is not None:

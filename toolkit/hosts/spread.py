@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import compute_rows, has_stacked_parameters
 from toolkit.moe.layer import MoE
+from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
@@ -98,10 +100,11 @@ def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
         hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
+        rows = compute_rows(compute, rows, plan.rows_per_slot)
+        outputs = stack.dispatcher.combine(rows, plan, weights_TK).view(hidden.shape)
         if not recomputing():
             training = module.training and torch.is_grad_enabled()
-            stack.count(plan.order, plan.load_E, ids_TK, training=training)
-        outputs = compute_rows(compute, rows, plan.rows_per_slot)
-        return stack.dispatcher.combine(outputs, plan, weights_TK).view(hidden.shape)
+            stack.record(plan, Choices(ids_TK, None), hidden, outputs, training=training)
+        return outputs
 
     module.forward = forward

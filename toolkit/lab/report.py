@@ -1,7 +1,7 @@
-"""What planners would have done with the loads of a real run, or with made-up ones.
+"""Planners replayed on the loads of a recorded run, or on synthetic ones.
 
-Letters as in `toolkit.moe.load.metrics`, and `T` optimizer steps. A plan is in force from the window after the one that it
-was made for, so the first window, before any plan, is left out of all figures.
+Letters as in `toolkit.moe.load.metrics`, and `T` optimizer steps. A plan made from one window is in force in the next,
+so all figures leave out the first window.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from toolkit.errors import UserError
 from toolkit.lab.traces import Trace
 from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
 from toolkit.placement.guard import CostModel, MigrationGuard
-from toolkit.placement.imbalance import lower_bound, rank_imbalance
+from toolkit.placement.imbalance import rank_imbalance
+from toolkit.placement.loads import Ints
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 from toolkit.placement.planners import planner_named
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.planners.registry import Planner
 from toolkit.placement.replay import Replay, replay, worst_span
 from toolkit.placement.traffic import migration_cost
 from toolkit.placement.workloads import WORKLOADS, Sizes
 
-Ints = NDArray[np.int64]
-
 STAY = "stay"
-"""No planner: experts stay where they began."""
+"""No planner: the initial placement."""
 REPLICATING = {"replicate"}
-"""Planners that put copies in spare slots. They are given one on each rank where none was asked for."""
+"""Planners that put replicas in spare slots. Without `spare_slots` they are given one per rank."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What all planners of one report have in common."""
+    """Settings of one report, for all planners."""
 
     every: int = 20
     """Steps between plans."""
     spare_slots: int = 0
-    """Empty slots on each rank at the start."""
+    """Empty slots per rank in the initial placement."""
     initial_placement: InitialPlacement = "contiguous"
-    """Experts begin on ranks by turns, not in blocks."""
     ranks_per_node: int | None = None
     seconds_per_row: float = 1e-6
-    """Compute of one routed copy, forward and backward: what a GPU needs for an expert of 6 million parameters."""
+    """Compute time of one assignment, forward and backward. Assumed: a GPU's for an expert of 6 million parameters."""
     bytes_per_second: float = 25e9
-    """Of one rank's link, each way: 200 Gbit/s."""
+    """Bandwidth of one rank's link, each way. Assumed: 200 Gbit/s."""
 
     def cost_model(self, case: Case, layer: int) -> CostModel:
         return CostModel(
@@ -77,8 +76,8 @@ class Rules:
 
 
 def on_ranks(load_TLSE: NDArray[Any], ranks: int) -> Ints:
-    """The loads as `ranks` sources would have had them: sources that share a place in their group are added, or each is
-    cut into even parts. Raises UserError where neither number divides the other."""
+    """The loads on `ranks` source ranks: sources with the same EP rank are added up, or each is split evenly. Raises
+    UserError if neither number divides the other."""
     load = np.asarray(load_TLSE, dtype=np.int64)
     steps, layers, sources, experts = load.shape
     if sources % ranks == 0:
@@ -86,13 +85,13 @@ def on_ranks(load_TLSE: NDArray[Any], ranks: int) -> Ints:
     if ranks % sources:
         raise UserError(f"--ranks {ranks}: take a divisor or a multiple of the trace's {sources} source(s).")
     parts = ranks // sources
-    # The copies left over go to another part for each expert.
+    # The remainder of each expert goes to different parts.
     more = (np.arange(parts)[:, None] + np.arange(experts)) % parts < (load % parts)[..., None, :]
     return (load[..., None, :] // parts + more).reshape(steps, layers, ranks, experts)
 
 
 def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
-    """A recorded run, on as many ranks as it had experts spread over, or on `ranks`."""
+    """A recorded run, on `ranks` or on its own `ep_size`."""
     facts = trace.metadata
     return Case(
         name,
@@ -107,7 +106,7 @@ def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
 
 
 def case_of_workload(name: str, sizes: Sizes) -> Case:
-    """One of `toolkit.placement.workloads`, with experts of 6 million bf16 weights, and float32 ones for Adam."""
+    """One of `toolkit.placement.workloads`, with experts of 6 million bfloat16 weights and float32 Adam state."""
     load_TLSE = WORKLOADS[name](sizes)[:, None]
     expert = 3 * 2048 * 1024
     digest = hashlib.sha256(np.ascontiguousarray(load_TLSE, dtype="<i8").tobytes()).hexdigest()
@@ -115,7 +114,7 @@ def case_of_workload(name: str, sizes: Sizes) -> Case:
 
 
 def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:
-    """One row of the report: `name` is a planner's, or `STAY`. The series of imbalances is under `series`."""
+    """One row of the report, for the planner `name` or `STAY`; `series` holds the imbalance of each step."""
     load_TLSE, every = case.load_TLSE, rules.every
     steps, layers, ranks, experts = load_TLSE.shape
     if steps <= every:
@@ -167,16 +166,16 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
 
 
 def _planner(name: str, case: Case, layer: int, rules: Rules) -> Planner:
-    """The planner with what it needs to know besides the load; raises UserError where a case cannot tell."""
+    """The planner with its other arguments than the load; raises UserError if the case does not have them."""
     planner = planner_named(name)
     if name == "affinity":
         if case.together_LEE is None:
-            raise UserError(f"planner affinity: {case.name} does not say which experts fire together; leave it out.")
+            raise UserError(f"planner affinity: {case.name} has no co-activation counts; leave it out.")
         return partial(planner, together_EE=case.together_LEE[layer])
     if name == "node_aware":
         ranks = case.load_TLSE.shape[2]
         if not rules.ranks_per_node:
-            raise UserError("planner node_aware: say --ranks-per-node.")
+            raise UserError("planner node_aware: give --ranks-per-node.")
         nodes = [rank // rules.ranks_per_node for rank in range(ranks)]
         return partial(planner, node_of_rank=nodes, source_load_RE=case.load_TLSE[:, layer].sum(0))
     return planner
@@ -193,7 +192,7 @@ def _timed(planner: Planner, seconds: list[float]) -> Callable[..., ExpertPlacem
 
 
 def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
-    """All steps but those of the first window, each under the placements that were in force."""
+    """All steps but those of the first window, under the placements in force."""
     ranks = load_TLSE.shape[2]
     counts: Counts | None = None
     for number, placements in enumerate(zip(*(run.placements for run in runs), strict=True)):
@@ -206,7 +205,7 @@ def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
 
 
 def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], ExpertPlacement]]:
-    """The mean load of each window but the first, and the placement in force."""
+    """Mean load and placement of each window but the first."""
     return [
         (load_TSE[number * run.every : (number + 1) * run.every].sum(1).mean(0), placement)
         for number, placement in enumerate(run.placements)
@@ -215,7 +214,7 @@ def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], Exp
 
 
 def _plan_over_bound(load_TLSE: Ints, runs: list[Replay], replicas: bool) -> float:
-    """The worst imbalance of a plan on the load that it was made for, as a multiple of the bound."""
+    """The worst ratio of a plan's imbalance to the bound, on the load that it was made from."""
     worst = 1.0
     for layer, run in enumerate(runs):
         for number, plan in enumerate(run.placements[1:]):
@@ -228,5 +227,5 @@ def _plan_over_bound(load_TLSE: Ints, runs: list[Replay], replicas: bool) -> flo
 
 
 def _nodes(load_E: NDArray[Any]) -> int:
-    """How long to search for a tighter bound: not at all where experts are many."""
+    """Search nodes for a tighter bound: none for many experts."""
     return 20_000 if len(load_E) <= 32 else 0

@@ -1,4 +1,4 @@
-"""Routing traces: which source rank sent how much to which expert in each training forward of a real run.
+"""Routing traces: assignments per source rank and expert in each training forward of a run.
 
 A trace is one `.npz` file: a ZIP of arrays, `load_<n>` int32 (F, L, S, E) and `step_<n>` int64 (F) in chunks,
 `together` int64 (L, E, E), and `metadata` as JSON text. No pickle. Letters as in `toolkit.moe.load.metrics`.
@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.moe.layer import moe_layers
-from toolkit.moe.load.forwards import ForwardLoads, Forwards
+from toolkit.moe.load.forwards import Forwards, ModelForwards
 from toolkit.moe.load.load_meter import weight_bytes
 from toolkit.moe.load.metrics import RowBytes
+from toolkit.moe.load.routing_log import Choices, count_pairs
 from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import state_bytes
 from toolkit.placement.placement import ExpertPlacement
 
@@ -41,21 +42,21 @@ FORMAT = 1
 CHUNK = 256
 """Forwards that are kept in memory before they are written."""
 PAIRS_EVERY = 10
-"""Steps between counts of which experts fire together."""
+"""Steps between counts of which experts are chosen together."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace that was read."""
+    """The contents of a trace file."""
 
     load_FLSE: NDArray[np.int32]
     step_F: NDArray[np.int64]
-    """The optimizer step, from 0, that each forward is a part of."""
+    """The optimizer step of each forward, from 0."""
     placements: list[tuple[int, tuple[ExpertPlacement, ...]]]
-    """From which forward on which placements, one per layer, were in force."""
+    """(first forward, placements from then on, one per layer)"""
     metadata: dict[str, Any]
     together_LEE: NDArray[np.int64] | None = None
-    """How many tokens chose both experts, in some of the forwards."""
+    """How many tokens chose both experts, in one forward of each `PAIRS_EVERY` steps."""
 
     @property
     def layers(self) -> list[str]:
@@ -68,7 +69,7 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the loads: two traces with the same digest are the same to every planner."""
+        """SHA-256 of the loads."""
         shape = json.dumps(self.load_FLSE.shape).encode()
         return hashlib.sha256(shape + np.ascontiguousarray(self.load_FLSE, dtype="<i4").tobytes()).hexdigest()
 
@@ -81,7 +82,7 @@ class Trace:
 
 
 class TraceFile:
-    """Writes a trace piece by piece, under another name until it is closed."""
+    """Writes a trace in chunks, to `<path>.part` until it is closed."""
 
     def __init__(self, path: Path):
         self.path, self._part, self._chunks, self._forwards = path, path.with_name(path.name + ".part"), 0, 0
@@ -99,7 +100,7 @@ class TraceFile:
         self._chunks, self._forwards = self._chunks + 1, self._forwards + len(step_F)
 
     def close(self, metadata: dict[str, Any], together_LEE: NDArray[Any] | None = None) -> None:
-        """Give the file its name."""
+        """Write the metadata and rename the file to its final name."""
         facts = {"format": FORMAT, **metadata, "placements": self._placements}
         self._write("metadata", np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8))
         if together_LEE is not None:
@@ -114,7 +115,7 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in `path`; raises UserError where there is none."""
+    """The trace in `path`; raises UserError for a missing or damaged file."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             metadata = json.loads(file["metadata"].tobytes())
@@ -140,16 +141,16 @@ def read_trace(path: Path) -> Trace:
 class TraceRecorder(Callback):
     """Records the routing of `model` in `path`; under a Trainer None means `traces.npz` in the run's folder.
 
-    Without a Trainer, call `step_done(step)` after each optimizer step and `close()` at the end, on all ranks. A run
-    that is continued begins a new file, `traces-<step>.npz`. `metadata` is kept with the trace.
+    Without a Trainer, call `step_done(step)` after each optimizer step and `close()` at the end, on all ranks. A
+    resumed run writes a new file, `traces-<step>.npz`. `metadata` is stored in the trace.
     """
 
     def __init__(self, model: nn.Module, path: Path | None = None, *, enabled: bool = True, **metadata: Any):
         self.enabled, self.path, self.metadata = enabled, path, metadata
         if not enabled:
             return
-        self.forwards = ForwardLoads(model)
-        self._layers = list(moe_layers(model).values())
+        self.forwards = ModelForwards(model, choices=True)
+        self._top_k = [layer.router.top_k for layer in moe_layers(model).values()]
         self._together_LEE: Tensor | None = None
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None
@@ -157,16 +158,17 @@ class TraceRecorder(Callback):
         self._is_main = not dist.is_initialized() or dist.get_rank() == 0
 
     def step_done(self, step: int) -> None:
-        """The forwards since the last call belong to optimizer step `step`, from 0. A collective from time to time."""
-        for forwards in self.forwards.take():
-            self._pending.append((forwards, [step] * len(forwards.sent_FLE)))
-        if step % PAIRS_EVERY == 0:
-            self._count_pairs()
+        """Record the forwards since the last call as those of optimizer step `step`, from 0. A collective."""
+        new = self.forwards.take()
+        if new and step % PAIRS_EVERY == 0:
+            self._count_pairs(new[-1].last_choices)
+        for forwards in new:
+            self._pending.append((forwards._replace(last_choices=[]), [step] * len(forwards.sent_FLE)))
         if sum(len(steps) for _, steps in self._pending) >= CHUNK:
             self._flush()
 
     def close(self) -> None:
-        """Write the rest. A collective."""
+        """Write what is left and close the file. A collective."""
         self._flush()
         together = self._together_LEE
         if together is not None and dist.is_initialized():
@@ -174,7 +176,7 @@ class TraceRecorder(Callback):
         self._seal(None if together is None else together.cpu().numpy())
 
     def _flush(self) -> None:
-        """Bring pending loads to the main process, in one piece per placement, and write them there."""
+        """Gather pending loads on the main process, in one chunk per placement, and write them there."""
         pending, self._pending = self._pending, []
         for placements, group in itertools.groupby(pending, key=lambda item: item[0].placements):
             items = list(group)
@@ -189,20 +191,11 @@ class TraceRecorder(Callback):
                 self._file = self._file or TraceFile(self.path)
                 self._file.add(torch.stack(sources, dim=2).cpu().numpy(), steps, placements)
 
-    def _count_pairs(self) -> None:
-        """Which experts the tokens of the last forward chose together, for layers that tell."""
-        if not self._layers or len(self._layers) != len(self.forwards.stacks):
-            return
-        if self._together_LEE is None:
-            experts = self.forwards.stacks[0].num_experts
-            device = self.forwards.stacks[0].load_E.device
-            self._together_LEE = torch.zeros(len(self._layers), experts, experts, dtype=torch.int64, device=device)
-        for layer, together_EE in zip(self._layers, self._together_LEE, strict=True):
-            if layer.routing is None:
-                continue
-            ids_TK = layer.routing.expert_ids_TK
-            chosen_TE = torch.zeros(len(ids_TK), layer.router.num_experts, device=ids_TK.device).scatter_(1, ids_TK, 1)
-            together_EE += (chosen_TE.T @ chosen_TE).long()
+    def _count_pairs(self, choices: list[Choices | None]) -> None:
+        """Count which experts the tokens of one forward chose together, per layer."""
+        pairs = [count_pairs([layer], self.forwards.stacks[0].num_experts) for layer in choices if layer is not None]
+        pairs_LEE = torch.stack(pairs)
+        self._together_LEE = pairs_LEE if self._together_LEE is None else self._together_LEE + pairs_LEE
 
     def _seal(self, together_LEE: NDArray[Any] | None) -> None:
         if self._file is None:
@@ -223,11 +216,12 @@ class TraceRecorder(Callback):
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if self.enabled and self.path is None:
-            # Not earlier: a checkpoint may be loaded after `on_fit_start`.
+            # Not in `on_fit_start`: a checkpoint may be loaded after it. Forwards until now belong to no step.
+            self.forwards.take()
             name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
             self.path, self._optimizer = trainer.run.folder / name, trainer.optimizer
-            top_k = [layer.router.top_k for layer in self._layers]
-            self.metadata = {"name": trainer.run.name, "seed": trainer.run.seed, "top_k": top_k, **self.metadata}
+            facts = {"name": trainer.run.name, "seed": trainer.run.seed, "top_k": self._top_k}
+            self.metadata = {**facts, **self.metadata}
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.enabled:
@@ -243,7 +237,7 @@ class TraceRecorder(Callback):
 
 
 def optimizer_bytes(stack: ExpertStack, optimizer: Any) -> int:
-    """What the optimizer keeps for one expert of `stack`."""
+    """Bytes of optimizer state of one expert of `stack`."""
     if optimizer is None:
         return 0
     return sum(state_bytes(p, unwrapped(optimizer)) for p in stack.parameters.values())

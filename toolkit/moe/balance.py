@@ -1,69 +1,50 @@
-"""Callbacks that steer how tokens spread over experts."""
+"""Callbacks for load balancing: by router bias, and by a balance loss over the whole global batch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.layer import moe_layers
+from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.losses import RouterPenalty, global_load
-from toolkit.parallel.ownership import sum_over_ranks
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
     from toolkit.trainer import Trainer
 
 
-class LoadSince:
-    """Routed copies per expert since the last reading, over all ranks, without resetting the layers' counters."""
-
-    def __init__(self, layers: list[MoE]):
-        self.layers = layers
-        self._before = self._running() if layers else torch.zeros(0)
-
-    def _running(self) -> Tensor:
-        return torch.stack([layer.load_E for layer in self.layers])
-
-    def take(self) -> Tensor:
-        """int64 (layers, E), and begin anew. A collective."""
-        now = self._running()
-        since = now - self._before.to(now.device)
-        self._before = now
-        return sum_over_ranks(since)
-
-
 class BiasBalancing(Callback):
-    """Balance without a loss: after each step an overloaded expert's bias falls and an underloaded one's rises.
+    """Auxiliary-loss-free balancing: each step lowers the router bias of overloaded experts and raises the others'.
 
-    b_e += rate * sign(mean load - load_e), with the loads of the whole step over all ranks and micro-batches
-    (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Needs routers made with `bias_balancing`.
+    b_e += rate * sign(mean load - load_e), with the loads of the global batch (Wang et al. 2024, arXiv 2408.15664,
+    algorithm 1). Acts on routers made with `bias_balancing`.
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 1e-3):
         self.layers = [layer for layer in moe_layers(model).values() if layer.router.bias is not None]
-        self.since = LoadSince(self.layers)
+        self.cursors = [layer.expert_stack.log.cursor() for layer in self.layers]
         self.rate = rate
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        if not self.layers:
-            return
-        load_LE = self.since.take().to(trainer.run.device, torch.float32)
-        for layer, load_E in zip(self.layers, load_LE, strict=True):
+        for layer, counts_E in zip(self.layers, take_loads(self.cursors), strict=True):
+            load_E = counts_E.to(trainer.run.device, torch.float32)
             mean = load_E.sum() / layer.router.num_choices
-            layer.router.bias += self.rate * (mean - load_E).sign()
+            bias = layer.router.bias
+            assert bias is not None
+            bias += self.rate * (mean - load_E).sign()
 
 
 class WholeStepBalance(Callback):
-    """Makes the balance loss that of the whole step where gradients are accumulated.
+    """With gradient accumulation, takes the balance loss over the global batch and not over each micro-batch.
 
-    The loss multiplies loads with probabilities, so it cannot be added up from micro-batches, and the first
-    micro-batch's backward already needs the loads of the last. This callback runs the step's forward passes once more,
-    without gradients, to count. Without it each micro-batch (over all ranks) is balanced by itself: cheaper, and a
-    slightly different loss.
+    The loss multiplies loads with probabilities, so it is no sum over micro-batches: the backward of the first needs
+    the loads of the last. This callback first runs the forwards of all micro-batches without gradients to count loads.
+    Without it, each micro-batch (over all ranks) is balanced by itself, which is cheaper and a slightly different loss.
     """
 
     def __init__(self, penalty: RouterPenalty):

@@ -1,9 +1,9 @@
-"""Capacity: an expert takes so many copies and no more; the rest are dropped, sent nowhere and weigh nothing.
+"""Expert capacity: assignments beyond it are dropped, that is not sent, and their weight is 0.
 
-    capacity of each expert = ceil(factor * routed copies of all ranks / experts)
+    capacity of each expert = ceil(factor * assignments of all ranks / experts)
 
-It bounds what one rank may have to compute, at the price of tokens that pass an expert by (their other experts, the
-shared one and the residual stream still see them).
+It bounds the rows that a rank computes. A token whose assignment is dropped still passes through its other experts, the
+shared expert and the residual connection.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DropPolicy = Literal["probs", "position"]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Which routed copies stay, decided over the micro-batch of all ranks, as on one process.
+    """Decides which assignments are kept, over the micro-batches of all ranks together, so as one process would.
 
-    Of an expert with too many copies, `probs` drops those with the lowest weights, and `position` those of the latest
-    tokens, where the tokens of a rank come after those of the rank before. Ties go to the earlier token. `probs` has
-    every rank see all weights, a few bytes per copy; `position` exchanges counts.
+    Beyond an expert's capacity, `probs` drops the assignments with the lowest weights, and `position` those of the last
+    tokens, in the order of ranks and then of tokens. Of equal weights the earlier token's is kept. `probs` gathers all
+    weights on every rank (a few bytes per assignment), `position` only counts.
     """
 
     factor: float
-    """1 leaves room for a balanced load; large values drop nothing."""
+    """1 is the capacity of a balanced load; large values drop nothing."""
     policy: DropPolicy = "probs"
 
     def __post_init__(self) -> None:
@@ -45,27 +45,27 @@ class Capacity:
             load_RE, rank = _gather(load_E)
             place_TK = place_TK + load_RE[:rank].sum(0)[expert_ids_TK]
             return place_TK < self._limit(load_RE.sum(0))
-        copies = expert_ids_TK.numel()
+        assignments = expert_ids_TK.numel()
         ids_N, weights_N, first = _concatenate(expert_ids_TK.flatten(), weights_TK.flatten(), num_experts)
         by_weight_N = weights_N.argsort(descending=True, stable=True)
         place_N1, load_E = place_within_expert(ids_N[by_weight_N].unsqueeze(1), num_experts + 1)
         kept_N = torch.empty_like(ids_N, dtype=torch.bool)
         kept_N[by_weight_N] = place_N1[:, 0] < self._limit(load_E[:num_experts])
-        return kept_N[first : first + copies].view(expert_ids_TK.shape)
+        return kept_N[first : first + assignments].view(expert_ids_TK.shape)
 
     def _limit(self, load_E: Tensor) -> Tensor:
         return (self.factor * load_E.sum().double() / len(load_E)).ceil()
 
 
 def place_within_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(T, K): how many earlier copies go to the same expert; and (E), how many go there in all."""
+    """(T, K): how many earlier assignments the same expert has; and (E): how many it has in all."""
     order = sort_by_slot(expert_ids_TK, num_experts)
     first_E = order.rows_per_slot.cumsum(0) - order.rows_per_slot
     return order.place_TK - first_E[expert_ids_TK], order.rows_per_slot
 
 
 def _gather(values: Tensor) -> tuple[Tensor, int]:
-    """The `values` of all ranks, stacked, and which are this rank's."""
+    """The `values` of all ranks, stacked, and the index of this rank's."""
     if not dist.is_initialized():
         return values.unsqueeze(0), 0
     gathered = values.new_empty(dist.get_world_size(), *values.shape)
@@ -74,9 +74,9 @@ def _gather(values: Tensor) -> tuple[Tensor, int]:
 
 
 def _concatenate(ids_N: Tensor, weights_N: Tensor, no_expert: int) -> tuple[Tensor, Tensor, int]:
-    """All ranks' copies in the order of ranks, filled up with copies for `no_expert`, and where this rank's begin.
+    """All ranks' assignments in the order of ranks, padded with `no_expert`, and the index of this rank's first.
 
-    Waits for the device: ranks have different numbers of copies, and a gather wants to know the largest.
+    A host sync: ranks have different numbers of assignments, and are padded to the largest.
     """
     if not dist.is_initialized():
         return ids_N, weights_N, 0

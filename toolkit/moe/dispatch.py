@@ -1,10 +1,10 @@
-"""Dispatch brings each token to the experts it was routed to, combine brings the results back.
+"""Token dispatch: rows are permuted to their experts' slots (dispatch), and back into tokens (combine).
 
-The layer does not know how many machines there are: it calls `dispatch`, then `combine`, of one of two dispatchers.
-Both leave rows in *slot order*: slot 0's rows first, each slot's rows in token order.
+The layer calls `dispatch`, then `combine`, of one of two dispatchers: a sort on one rank; a sort and an all-to-all over
+an EP group. Both give the experts rows in slot order: slot 0's rows first, each slot's rows in token order.
 
-    tokens  t0 -> experts 1, 0     routed copies in token order:  t0e1 t0e0 t1e1 t1e2
-            t1 -> experts 1, 2     the same in slot order:        t0e0 t0e1 t1e1 t1e2
+    tokens  t0 -> experts 1, 0     assignments in token order:  t0e1 t0e0 t1e1 t1e2
+            t1 -> experts 1, 2     the same in slot order:      t0e0 t0e1 t1e1 t1e2
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.moe.recompute import decide
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOrder:
-    """How N = T * K routed copies, counted token * K + choice, are sorted by slot. All int64, but for `kept_TK`."""
+    """N = T * K assignments, numbered token * K + choice, sorted by slot. Tensors are int64, `kept_TK` is bool."""
 
     rows_per_slot: Tensor
-    """(S): how many copies each slot gets."""
+    """(S): the number of assignments of each slot."""
     assignment_N: Tensor
-    """Which copy stands at each place of the sorted order; copies of one slot stay in token order."""
+    """The assignment at each place of the sorted order; the sort is stable."""
     token_N: Tensor
-    """Which token stands there."""
+    """The token of that assignment."""
     place_TK: Tensor
-    """Where each copy stands; the inverse permutation of `assignment_N`."""
+    """The place of each assignment: the inverse permutation of `assignment_N`."""
     kept_TK: Tensor | None = None
-    """bool: which copies go anywhere; None where all do."""
+    """False for dropped assignments; None if none is dropped."""
 
     def without_dropped(self, rows: int) -> SlotOrder:
-        """The first `rows` places, those of kept copies; a dropped copy points to place 0, and weighs nothing."""
+        """The first `rows` places, those of kept assignments; dropped ones have place 0 and weight 0."""
         assert self.kept_TK is not None
         place_TK = self.place_TK.where(self.kept_TK, 0)
         return replace(self, assignment_N=self.assignment_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
@@ -45,7 +45,7 @@ class SlotOrder:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The two halves of an all-to-all: rows per peer that were sent and received, and the local order after it."""
+    """Sizes of an all-to-all: rows sent to and received from each peer; and the sort by slot after it."""
 
     sent: list[int]
     received: list[int]
@@ -54,23 +54,23 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """What `combine` needs to undo `dispatch`, and what was counted on the way."""
+    """What `combine` needs to undo `dispatch`, and the load that was counted."""
 
     rows_per_slot: Tensor
-    """int64 (S): how many rows each local slot received."""
+    """int64 (S): rows that each local slot received."""
     load_E: Tensor
-    """int64: how many of this rank's routed copies went to each expert; dropped ones went nowhere."""
+    """int64: this rank's assignments per expert, without dropped ones."""
     order: SlotOrder
-    """Of this rank's routed copies."""
+    """Of this rank's assignments."""
     exchange: Exchange | None = None
-    """How rows travelled between ranks, where they did."""
+    """None on one rank."""
 
 
 class TokenDispatcher(Protocol):
     placement: ExpertPlacement
 
     def place(self, placement: ExpertPlacement) -> None:
-        """From now on experts live where `placement` says, in as many slots as before."""
+        """Dispatch by `placement` from now on, which has as many slots as the former one."""
         ...
 
     def dispatch(
@@ -78,18 +78,18 @@ class TokenDispatcher(Protocol):
     ) -> tuple[Tensor, DispatchPlan]:
         """The rows for this rank's slots in slot order, and the plan to undo it.
 
-        Copies outside of `kept_TK` (bool; None keeps all) are not sent. Where a checkpointed region runs again, the
-        plan is that of its first run (see `toolkit.moe.recompute`).
+        Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
+        a region, the plan of its forward is used again (see `toolkit.moe.recompute`).
         """
         ...
 
     def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
-        """(T, D): for each token the sum of its experts' rows, weighted."""
+        """(T, D): for each token the weighted sum of its experts' rows."""
         ...
 
 
 def sort_by_slot(slots_TK: Tensor, num_slots: int, kept_TK: Tensor | None = None) -> SlotOrder:
-    """Count and stably sort routed copies by the slot they go to, without a host sync. Those not kept come last."""
+    """Count assignments per slot and sort them stably by slot, dropped ones last. No host sync."""
     if kept_TK is not None:
         order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
         return replace(order, rows_per_slot=order.rows_per_slot[:num_slots], kept_TK=kept_TK)
@@ -107,15 +107,15 @@ def sort_by_slot(slots_TK: Tensor, num_slots: int, kept_TK: Tensor | None = None
 
 def _sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """For each token the (weighted) sum of the rows at its K places, in one pass over them."""
-    if not len(rows):  # no tokens, or all of their copies were dropped
+    if not len(rows):  # no tokens, or all assignments were dropped
         return rows.new_zeros(len(places_TK), rows.shape[1])
     return nn.functional.embedding_bag(places_TK, rows.detach(), mode="sum", per_sample_weights=weights_TK)
 
 
 def _dot_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor) -> Tensor:
-    """(T, K): the dot product of each token's gradient with the row at each of its places, none of them copied.
+    """(T, K): the dot product of each token's gradient with the row at each of its places, without gathering rows.
 
-    The gradient of `embedding_bag` by its weights, which torch gives only to those who ask for that by its table too.
+    The gradient of `embedding_bag` by its weights. Autograd computes it only along with that by the table.
     """
     tokens, top_k = places_TK.shape
     first_T = torch.arange(0, tokens * top_k, top_k, device=places_TK.device)
@@ -125,7 +125,7 @@ def _dot_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Copy token rows to routed copies in slot order. Backward gathers, so it needs no scattered additions."""
+    """Gather the token row of each assignment, in slot order. The backward gathers too, in place of scattered adds."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: SlotOrder) -> Tensor:
@@ -140,7 +140,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """Undo `_Spread`: each token gets its K rows back, added up with its weights."""
+    """The inverse of `_Spread`: the sum of each token's K rows, weighted."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, order: SlotOrder) -> Tensor:
@@ -158,7 +158,7 @@ class _WeightedSum(torch.autograd.Function):
         if rows_ND.dtype == weights_TK.dtype:
             grad_ND = _sum_rows(grad_TD, token_N.unsqueeze(1), weights_N.unsqueeze(1))
             grad_weights_TK = _dot_rows(grad_TD, rows_ND, place_TK)
-        else:  # half precision, whose sums are kept in that of the weights
+        else:  # half precision: sum in the precision of the weights
             grad_ND = grad_TD.index_select(0, token_N)
             grad_weights_TK = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)[place_TK]
             grad_ND = grad_ND.mul_(weights_N.unsqueeze(1))
@@ -166,7 +166,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Reorder rows by a permutation whose inverse is at hand for the backward."""
+    """Permute rows; the backward permutes by `inverse`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send consecutive rows to each peer of a group; the backward sends gradients the way they came."""
+    """Send consecutive rows to each peer of a group; the backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -199,18 +199,18 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
 
 
 class LocalDispatcher:
-    """All experts live here. Where slot numbers are expert ids, nothing is looked up."""
+    """For an EP group of one rank."""
 
     def __init__(self, placement: ExpertPlacement):
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """From now on experts live where `placement` says."""
+        """Dispatch by `placement` from now on."""
         if placement.ranks != 1:
             raise ValueError(f"a placement on {placement.ranks} ranks for a dispatcher of one")
         self.placement, self.slots = placement, placement.stride
-        blocks = placement.slots[0] == tuple(range(self.slots))
-        self.slot_of_expert = None if blocks else torch.tensor(placement.slot_of_expert)
+        identity = placement.slots[0] == tuple(range(self.slots))
+        self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
 
     def dispatch(
         self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
@@ -224,7 +224,7 @@ class LocalDispatcher:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device)
             slots_TK = self.slot_of_expert[expert_ids_TK]
         order = sort_by_slot(slots_TK, self.slots, kept_TK)
-        if kept_TK is not None:  # a host sync, as many as between ranks
+        if kept_TK is not None:  # the layer's one host sync, as in `AllToAllDispatcher`
             order = order.without_dropped(int(order.rows_per_slot.sum()))
         by_slot = order.rows_per_slot
         return DispatchPlan(by_slot, by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert], order)
@@ -234,10 +234,10 @@ class LocalDispatcher:
 
 
 class AllToAllDispatcher:
-    """Experts live on the ranks of a shard group, where `placement` says: in any order, uneven, with spare slots.
+    """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas.
 
-    Of an expert with several copies a rank takes its own. A rank that has none sends its i-th token for an expert with
-    n copies to copy (rank + i) mod n, so that the split is even and the same whenever it is made.
+    A rank sends to its local replica of an expert if it has one. Otherwise its i-th assignment for an expert with n
+    replicas goes to replica (rank + i) mod n: round-robin, and deterministic.
     """
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
@@ -245,13 +245,13 @@ class AllToAllDispatcher:
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """From now on experts live where `placement` says. To be called on all ranks between the same two forwards."""
+        """Dispatch by `placement` from now on. To be called on all ranks between the same two forwards."""
         if placement.ranks != self.groups.ep_size:
-            raise ValueError(f"a placement on {placement.ranks} rank(s) for shard groups of {self.groups.ep_size}")
+            raise ValueError(f"a placement on {placement.ranks} rank(s) for EP groups of {self.groups.ep_size}")
         here = self.groups.ep_rank
         self.placement, self.stride, self.slots = placement, placement.stride, len(placement.slots[here])
         self.slots_EC, self.replicas_E = placement.slots_of_experts(), placement.num_replicas()
-        # Empty slots, which never get a row, count for expert 0.
+        # Empty slots never get a row, so any expert will do.
         self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)
         if placement.has_replicas:
             for expert in range(placement.num_experts):
@@ -259,7 +259,7 @@ class AllToAllDispatcher:
                     self.slots_EC[expert, 0], self.replicas_E[expert] = here * self.stride + own.slot, 1
 
     def slots_of(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-        """The global slot that each routed copy goes to."""
+        """(T, K): the slot of each assignment, numbered through the ranks of the EP group."""
         if self.slots_EC.shape[1] == 1:
             return self.slots_EC[expert_ids_TK, 0]
         by_expert = sort_by_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
@@ -277,12 +277,12 @@ class AllToAllDispatcher:
         return _Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
 
     def plan(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
-        """Who sends how much to whom. A collective of the shard group."""
+        """Exchange row counts with the peers. A collective of the EP group."""
         peers, group, device = self.groups.ep_size, self.groups.ep_group, expert_ids_TK.device
         if self.expert_of_slot.device != device:
             self.slots_EC, self.replicas_E = self.slots_EC.to(device), self.replicas_E.to(device)
             self.expert_of_slot = self.expert_of_slot.to(device)
-        # Every rank counts as many slots as the one that has most, so that all exchange equally many counts.
+        # `stride` is the largest number of slots of any rank, so that all exchange equally many counts.
         order = sort_by_slot(self.slots_of(expert_ids_TK, kept_TK), peers * self.stride, kept_TK)
         to_peers_PS = order.rows_per_slot.view(peers, self.stride)
         from_peers_PS = torch.empty_like(to_peers_PS)

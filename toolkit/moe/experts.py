@@ -1,7 +1,7 @@
-"""Experts as stacked weights: one slot per row, multiplied as a group.
+"""The experts of a rank as stacked weights, one row per slot, for grouped matrix products.
 
-Stacking keeps every rank's parameters and gradients in place when an expert gets no tokens; a list of modules would
-make DDP wait for gradients that never come.
+Stacked parameters have a gradient even if an expert gets no tokens. With a list of modules DDP would wait for gradients
+that never come.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Activation = Literal["relu", "swiglu"]
 class GroupedExperts(nn.Module):
     """S feed-forward experts `down(act(up(x)))` of hidden width F, without biases.
 
-    `expert_ids` says which expert each slot holds, `EMPTY_ROW` where it is empty. An expert's initial
-    weights depend on (seed, id) alone, so they are the same wherever it lives and however many ranks there are. With
-    `recompute`, hidden activations are not kept for the backward but computed again.
+    `expert_ids`: the expert in each slot, `EMPTY_ROW` for an empty one. Initial weights are a function of (seed, expert
+    id), so they do not depend on the placement or the number of ranks. With `recompute`, hidden activations are
+    recomputed in the backward instead of stored.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class GroupedExperts(nn.Module):
         super().__init__()
         slots, self.activation, self.recompute = len(expert_ids), activation, recompute
         up_dim = 2 * hidden_dim if activation == "swiglu" else hidden_dim
-        # A hidden unit is one row of `up` and one of `down`. For few rows per expert, products with `up` stored
-        # like this cost a tenth less than with its transpose, and those with `down` no more.
+        # A hidden unit is one row of `up` and one of `down`. With few rows per expert, products with `up` in this
+        # layout take 10 % less time than with its transpose, and those with `down` no more.
         self.up = nn.Parameter(torch.empty(slots, up_dim, dim))
         self.down = nn.Parameter(torch.empty(slots, hidden_dim, dim))
         for slot, expert_id in enumerate(expert_ids):
@@ -56,7 +56,7 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
 
     def forward(self, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
-        """`x_ND` holds slot 0's rows first, then slot 1's, and so on; `rows_per_slot` (int64, S) says how many."""
+        """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S)."""
         x_ND, up, down = cast_as_autocast_would(x_ND, self.up, self.down)
         if accepts(x_ND, up) and accepts(x_ND, down):
             return GroupedFeedForward.apply(x_ND, up, down, rows_per_slot.cumsum(0).int(), self.recompute)
@@ -65,7 +65,7 @@ class GroupedExperts(nn.Module):
         return self.step_by_step(x_ND, up, down, rows_per_slot)
 
     def step_by_step(self, x_ND: Tensor, up: Tensor, down: Tensor, rows_per_slot: Tensor) -> Tensor:
-        """The same for every type and width, with autograd's own backward."""
+        """`forward` for any dtype and width, with autograd's own backward."""
         hidden = grouped_mm(x_ND, up.transpose(1, 2), rows_per_slot)
         if self.activation == "swiglu":
             gate, hidden = hidden.chunk(2, dim=-1)

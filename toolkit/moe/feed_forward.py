@@ -1,7 +1,7 @@
-"""All feed-forward experts of a rank as one autograd node over grouped matrix products.
+"""All feed-forward experts of a rank as one autograd function over grouped matrix products.
 
-Left to autograd, the same products pass a dozen times over their intermediate results. One node passes over them half
-as often: it writes both halves of a gradient where they belong, and works in place on what nobody needs any more.
+It reads and writes intermediate results half as often as the same products under autograd: both halves of a gradient
+are written into one tensor, and tensors that are no longer needed are overwritten.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch.nn.functional import grouped_mm, silu
 
 
 class GroupedFeedForward(torch.autograd.Function):
-    """`down(relu(up(x)))`, or `down(silu(gate(x)) * up(x))` where `up_SHD` has two rows for each of `down_SFD`.
+    """`down(relu(up(x)))`; or, if H = 2F, SwiGLU: `down(silu(gate(x)) * up(x))` with gate and up stacked in `up_SHD`.
 
-    `ends_S` (int32) says where each slot's rows of `x_ND` end. With `recompute`, nothing of width F or H is kept for
-    the backward, which multiplies with `up_SHD` once more: a seventh grouped product beside six.
+    `ends_S`: int32, the end of each slot's rows in `x_ND`. With `recompute`, no tensor of width F or H is saved for the
+    backward, which repeats the product with `up_SHD`: seven grouped products instead of six.
     """
 
     @staticmethod
@@ -32,7 +32,7 @@ class GroupedFeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, up_SHD, down_SFD, ends_S, *hidden = ctx.saved_tensors
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)
-        grad_ND = grads[0].contiguous()  # grouped products refuse an expanded one, such as a bare `.sum()` gives
+        grad_ND = grads[0].contiguous()  # `grouped_mm` refuses expanded gradients, such as that of `.sum()`
         grad_NF = grouped_mm(grad_ND, down_SFD.transpose(1, 2), offs=ends_S)
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
         grad_x = grouped_mm(grad_NH, up_SHD, offs=ends_S) if ctx.needs_input_grad[0] else None
@@ -42,13 +42,13 @@ class GroupedFeedForward(torch.autograd.Function):
 
 
 def _hidden(x_ND: Tensor, up_SHD: Tensor, down_SFD: Tensor, ends_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the up projection gives, its activation, and what the down projection is given."""
+    """The output of the up projection, its activation, and the input of the down projection."""
     up_NH = grouped_mm(x_ND, up_SHD.transpose(1, 2), offs=ends_S)
     return up_NH, *_activate(up_NH, down_SFD.shape[1])
 
 
 def _activate(up_NH: Tensor, hidden_dim: int) -> tuple[Tensor, Tensor]:
-    """The activation, and what the down projection is given: for ReLU the same."""
+    """The activation and the input of the down projection, which for ReLU are the same tensor."""
     if up_NH.shape[1] == hidden_dim:
         up_NH.relu_()
         return up_NH, up_NH
@@ -57,7 +57,7 @@ def _activate(up_NH: Tensor, hidden_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _activate_backward(grad_NF: Tensor, up_NH: Tensor, activated_NF: Tensor) -> Tensor:
-    """The gradient of the up projection's result; overwrites `grad_NF`."""
+    """The gradient by the output of the up projection; overwrites `grad_NF`."""
     hidden_dim = grad_NF.shape[1]
     if up_NH.shape[1] == hidden_dim:
         return torch.ops.aten.threshold_backward(grad_NF, up_NH, 0)

@@ -1,4 +1,4 @@
-"""One matrix product per expert, all in one call."""
+"""Grouped matrix products: one per expert, in one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Operands of a matrix product in the type that `torch.mm` would cast them to: grouped products do not."""
+    """The operands in autocast's dtype while it is enabled, since autocast does not cast those of `grouped_mm`."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -17,10 +17,10 @@ def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def grouped_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tensor:
-    """Multiply each slot's rows of `x_ND` (slot 0's first) with that slot's matrix; returns (N, F).
+    """(N, F): each slot's rows of `x_ND`, in slot order, times that slot's matrix.
 
-    `torch.nn.functional.grouped_mm` is used where it accepts the type and alignment (rows of a multiple of 16 bytes;
-    float32, bfloat16, float16); elsewhere slots are padded to a common length and multiplied as a batch.
+    Uses `torch.nn.functional.grouped_mm` for operands that it accepts (float32, bfloat16 or float16, rows of a multiple
+    of 16 bytes). Otherwise slots are padded to a common length for `torch.bmm`, with a host sync.
     """
     x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
     if accepts(x_ND, weight_SDF):
@@ -30,7 +30,7 @@ def grouped_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tenso
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. The backward of `grouped_mm` refuses expanded gradients, such as a bare `.sum()` gives."""
+    """The identity. The backward of `grouped_mm` refuses expanded gradients, such as that of `.sum()`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -42,8 +42,8 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def accepts(x_ND: Tensor, weight_SDF: Tensor) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` takes these operands."""
-    # Its shape function, which a compiler asks, knows bfloat16 alone.
+    """Whether `torch.nn.functional.grouped_mm` accepts these operands."""
+    # Under torch.compile its meta function accepts bfloat16 only.
     if torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16:
         return False
     if x_ND.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x_ND.dtype != weight_SDF.dtype:

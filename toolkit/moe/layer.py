@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.lifecycle.router import DynamicRouter
+from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 
 
@@ -47,9 +50,6 @@ class MoE(nn.Module):
         """The last forward's routing, for the losses that need it."""
         self.sequence_length: int | None = None
         """S, where the last forward's input was (..., S, D)."""
-        # Not a buffer, for the reason that the stack's counters are none.
-        self.dropped_E = torch.zeros_like(expert_stack.load_E)
-        """Those of `load_E` that the capacity dropped."""
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -58,13 +58,23 @@ class MoE(nn.Module):
 
     @property
     def load_E(self) -> Tensor:
-        """Routed copies per expert on this rank over all training forwards."""
-        return self.expert_stack.load_E
+        """Assignments per expert on this rank over all training forwards, dropped ones included."""
+        return self.expert_stack.log.load_E
+
+    @property
+    def dropped_E(self) -> Tensor:
+        """Those of `load_E` that the capacity dropped."""
+        return self.expert_stack.log.dropped_E
 
     @property
     def last_load_E(self) -> Tensor:
-        """The same, of the last forward alone."""
-        return self.expert_stack.last_load_E
+        """The load of the last forward alone, in training or evaluation."""
+        return self.expert_stack.log.last_load_E
+
+    @property
+    def num_choices(self) -> Tensor | int:
+        """How many experts the router can choose."""
+        return self.router.num_choices
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
@@ -83,24 +93,22 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared_expert(x_TD)
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plan, kept_TK)
+            self.record(routing, plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
     def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
         return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
 
-    def record(self, routing: Routing, plan: DispatchPlan, kept_TK: Tensor | None) -> None:
-        """Remember what the losses and statistics need."""
+    def record(self, routing: Routing, plan: DispatchPlan, kept_TK: Tensor | None, x_TD: Tensor, y_TD: Tensor) -> None:
+        """Keep the routing for the losses, and write it into the log."""
         self.routing = routing
-        counts = self.training and torch.is_grad_enabled()
-        load_E = sent_E = plan.load_E
+        dropped_E = None
         if self.capacity is not None and kept_TK is not None:
             dropped_N = (~kept_TK).flatten().long()
-            dropped_E = torch.zeros_like(sent_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
-            load_E = sent_E + dropped_E
-            if counts:
-                self.dropped_E = self.dropped_E.to(sent_E.device) + dropped_E
-        self.expert_stack.count(plan.order, load_E, routing.expert_ids_TK, routing.kept_TK, training=counts)
+            dropped_E = torch.zeros_like(plan.load_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
+        choices = Choices(routing.expert_ids_TK, routing.kept_TK)
+        training = self.training and torch.is_grad_enabled()
+        self.expert_stack.record(plan, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(
@@ -165,9 +173,19 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
-    """Facts about the mixture for a run's record: how experts are spread, and where each one lives."""
-    stacks = expert_stacks(model)
-    placement = {
-        name: [stack.placement.experts_on(rank) for rank in range(groups.ep_size)] for name, stack in stacks.items()
-    }
-    return {"ep_size": groups.ep_size, "expert_placement": placement}
+    """Facts for `Run.describe`: the size of an EP group, and which experts each of its ranks holds, by layer.
+
+    The latter is a function, because experts move and dynamic ones are added and removed while training.
+    """
+    return {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+
+
+def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:
+    """The logical experts on each rank by layer, without empty slots and inactive experts."""
+    ranks_of_layers = {}
+    for name, stack in expert_stacks(model).items():
+        router = getattr(model.get_submodule(name), "router", None)
+        active_E = getattr(router, "active_E", None)
+        active = range(stack.num_experts) if active_E is None else active_E.nonzero().flatten().tolist()
+        ranks_of_layers[name] = [[expert for expert in row if expert in active] for row in stack.placement.slots]
+    return ranks_of_layers

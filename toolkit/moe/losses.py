@@ -13,11 +13,35 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.layer import moe_layers
 from toolkit.moe.router import ExpertChoiceRouter, Routing
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 
 BalanceScope = Literal["global", "local", "sequence"]
+
+
+class RoutingReport(Protocol):
+    """What a router did in the last forward. `MoE` is one, and so is each `RouterWatch` of a transformers model."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """None before the first forward."""
+        ...
+
+    @property
+    def last_load_E(self) -> Tensor:
+        """int64: this rank's assignments per expert."""
+        ...
+
+    @property
+    def num_choices(self) -> Tensor | int:
+        """How many experts can be chosen."""
+        ...
+
+    @property
+    def sequence_length(self) -> int | None:
+        """S where the input was (..., S, D); None where it is not known."""
+        ...
 
 
 def load_balancing_share(
@@ -25,9 +49,9 @@ def load_balancing_share(
 ) -> Tensor:
     """This rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
 
-    f_e is the fraction of all ranks' routed copies that went to expert e, and P_e the mean probability of e over all
+    f_e is the fraction of all ranks' assignments that went to expert e, and P_e the mean probability of e over all
     ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`,
-    None where all seats are taken.
+    None where all logical experts are active.
     """
     num_experts = probs_TE.shape[1] if num_experts is None else num_experts
     return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
@@ -59,34 +83,43 @@ class RouterPenalty:
     """The router losses of all MoE layers after a forward, as one penalty for `toolkit.task.Loss`.
 
     Sums over layers of `balance_weight` * balance loss + `z_weight` * z-loss, divided by the number of layers.
-    One small reduction over ranks serves all layers.
+    One small reduction over ranks serves all layers. `routers` is a model with `MoE` layers, or the reports of a model
+    that is not ours:
 
-    `balance_scope` says whose tokens are to be balanced:
+        penalty = RouterPenalty(watch_routers(model), balance_weight=0.01)    # of transformers, before it is wrapped
+        loss = model(**batch).loss + accelerator.num_processes * penalty()
+
+    `balance_scope`, the tokens over which the balance loss is computed:
     - "global": those of all ranks together (and of the whole step, with `WholeStepBalance`). The same on any number
       of ranks.
-    - "local": those of each rank's micro-batch by themselves, the mean over ranks weighted by tokens. Another loss on
-      another number of ranks.
-    - "sequence": those of each sequence by themselves; the layers' input must be (B, S, D). The same on any number of
+    - "local": each rank's micro-batch separately, the mean over ranks weighted by tokens. Depends on the number of
       ranks.
+    - "sequence": each sequence separately; the layers' input must be (B, S, D). The same on any number of ranks.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        routers: nn.Module | Sequence[RoutingReport],
         *,
         balance_weight: float,
         z_weight: float = 0.0,
         balance_scope: BalanceScope = "global",
     ):
-        self.layers: list[MoE] = list(moe_layers(model).values())
+        found = moe_layers(routers).values() if isinstance(routers, nn.Module) else routers
+        self.layers: list[RoutingReport] = list(found)
         self.balance_weight, self.z_weight, self.balance_scope = balance_weight, z_weight, balance_scope
-        if (balance_weight or z_weight) and any(isinstance(layer.router, ExpertChoiceRouter) for layer in self.layers):
+        chosen = any(isinstance(getattr(layer, "router", None), ExpertChoiceRouter) for layer in self.layers)
+        if (balance_weight or z_weight) and chosen:
             raise ValueError("expert choice is balanced by construction: give it no balance_weight and no z_weight")
         self.step_load_LE: Tensor | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
 
     def __call__(self) -> Tensor | None:
-        """This rank's share; a collective. None when there is nothing to add."""
+        """This rank's share, a scalar; a collective. None when there is nothing to add.
+
+        The shares of the ranks add up to the penalty, so a loss whose gradient is averaged over ranks needs it times
+        their number.
+        """
         if not self.layers or (self.balance_weight == 0 and self.z_weight == 0):
             return None
         load_LE = global_load(self.layers)
@@ -104,26 +137,19 @@ class RouterPenalty:
         assert total is not None
         return total / len(self.layers)
 
-    def _balance_share(self, layer: MoE, routing: Routing, fraction_E: Tensor, tokens: Tensor) -> Tensor:
+    def _balance_share(self, layer: RoutingReport, routing: Routing, fraction_E: Tensor, tokens: Tensor) -> Tensor:
         if self.balance_scope == "sequence":
             if layer.sequence_length is None:
                 raise UserError(
                     "--balance-scope sequence: this model's mixtures get single tokens (T, D) and no sequences "
                     "(B, S, D); use global or local."
                 )
-            return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.router.num_choices)
+            return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.num_choices)
         if self.balance_scope == "local":
             fraction_E = layer.last_load_E / layer.last_load_E.sum().clamp(min=1)
-        return load_balancing_share(routing.probs_TE, fraction_E, tokens, layer.router.num_choices)
+        return load_balancing_share(routing.probs_TE, fraction_E, tokens, layer.num_choices)
 
 
-class CountsLoad(Protocol):
-    """A layer, or who watches one."""
-
-    @property
-    def last_load_E(self) -> Tensor: ...
-
-
-def global_load(layers: Sequence[CountsLoad]) -> Tensor:
-    """(layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
+def global_load(layers: Sequence[RoutingReport]) -> Tensor:
+    """int64 (layers, E): assignments per expert in the last forward, over all ranks. A collective."""
     return sum_over_ranks(torch.stack([layer.last_load_E for layer in layers]))

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement, Place, moves, owner_moves
 from toolkit.placement.rounds import Round, Transfer, schedule
 from toolkit.placement.traffic import MigrationCost

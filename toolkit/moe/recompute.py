@@ -1,16 +1,17 @@
-"""Activation checkpointing that does not decide twice.
+"""Activation checkpointing that routes a token once.
 
-A checkpointed region forgets its activations and runs again in the backward. A router that runs again may decide
-otherwise: another kernel, a tie, and tokens go where their gradients do not. So the first forward of a region notes
-what each MoE layer decided (experts, what was dropped, who sends how much to whom), and the second takes it from there:
-rows are sent again, counts are neither exchanged nor counted again.
+A checkpointed region runs again in the backward. A router that runs again may choose other experts, because of another
+kernel or a tie, and gradients would then belong to other experts than outputs. So the forward of a region records the
+decisions of each MoE layer (expert ids, dropped assignments, all-to-all sizes) and its recomputation reuses them: rows
+are sent again, but counts are not exchanged again, and the routing log counts nothing again.
 
     y = checkpoint(block, x)      # in place of torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
-    # and where transformers calls it, with experts spread by `toolkit.moe.ExpertParallel`:
+    # in transformers, with `toolkit.ExpertParallel`:
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
 
-For those who write layers: `in_region`, `replaying` and `decide`, as `toolkit.moe.router` and `layer` use them.
+A layer of your own that routes wraps its decisions in `decide`, as `toolkit.moe.router` does, and counts unless
+`replaying`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Decision = TypeVar("Decision")
 
 @dataclass(slots=True)
 class _Tape:
-    """What was decided in one region, in the order of its forward."""
+    """The decisions of one region, in the order of its forward."""
 
     decisions: list[Any] = field(default_factory=list)
     next: int | None = None
-    """Which decision comes next; None while the first forward makes them."""
+    """Index of the next decision to reuse; None in the forward, which records them."""
 
 
 # A plain global, because torch.compile breaks its graphs at a ContextVar. One thread at a time runs the model: where
@@ -42,7 +43,7 @@ _current: _Tape | None = None
 
 
 class _Running(AbstractContextManager[None]):
-    """While it is entered, decisions go to a tape or come from it. Each backward through a region enters it again."""
+    """A context in which decisions are recorded on a tape or reused. Each backward of a region enters it again."""
 
     def __init__(self, tape: _Tape, start: int | None):
         self.tape, self.start = tape, start
@@ -61,8 +62,8 @@ class _Running(AbstractContextManager[None]):
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are recomputed in the backward with the decisions of the forward.
 
-    Random draws are the same both times, as with PyTorch's own. Inside another such region it adds nothing. A compiled
-    model runs a region uncompiled, because `torch.compile` refuses regions with contexts of their own.
+    Random numbers are the same both times, as with PyTorch's. Inside another such region it only calls `fn`. A compiled
+    model runs a region uncompiled, because `torch.compile` does not support `context_fn`.
     """
     if not torch.is_grad_enabled() or in_region():
         return fn(*args, **kwargs)
@@ -70,30 +71,30 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def replay_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For the `context_fn` of PyTorch's own `checkpoint`, where others call it: what makes a region one of these."""
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint`, if it is not called through `checkpoint` of this file."""
     tape = _Tape()
     return _Running(tape, None), _Running(tape, 0)
 
 
 def in_region() -> bool:
-    """Whether this is a region's first or second forward."""
+    """Whether this is the forward of a region, or its recomputation."""
     return _current is not None
 
 
 def replaying() -> bool:
-    """Whether this is a region's second forward."""
+    """Whether a region of this file is being recomputed."""
     return _current is not None and _current.next is not None
 
 
 def recomputing() -> bool:
-    """Whether this is a forward for the second time, in the backward of a checkpointed region: not to be counted."""
+    """Whether any checkpointed region is being recomputed in a backward, PyTorch's own included: count nothing then."""
     return torch._C._current_graph_task_id() != -1
 
 
 def decide(make: Callable[[], Decision]) -> Decision:
-    """What `make` decides; in a region's second forward what it decided in the first.
+    """`make()`; in the recomputation of a region what it returned in the forward.
 
-    A decision holds no tensor with a gradient, or region and graph would keep each other alive.
+    It must not return tensors that require gradients: region and graph would keep each other alive.
     """
     tape = _current
     if tape is None:

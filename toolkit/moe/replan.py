@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
+from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import measured_cost_model, state_bytes
 from toolkit.placement.guard import CostModel, MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance, shares
@@ -94,11 +94,8 @@ class Replanner:
         """What was carried out since the start of this process."""
         self.planner_seconds = 0.0
         """Spent on making plans on this rank, since the start of this process."""
-        self._before = {name: stack.load_E.clone() for name, stack in stacks.items()}
-        if "together_EE" in self.wanted:
-            for stack in stacks.values():
-                stack.count_together()
-        self._together = {name: stack.together_EE for name, stack in stacks.items()}
+        pairs = "together_EE" in self.wanted
+        self._cursors = {name: stack.log.cursor(pairs=pairs) for name, stack in stacks.items()}
         self._ends: list[float] = []
         """When the steps of this window ended."""
 
@@ -136,40 +133,18 @@ class Replanner:
                 per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
                 of_layer["node_of_rank"] = [rank // per_node for rank in range(ranks)]
             if "source_load_RE" in self.wanted:
-                of_layer["source_load_RE"] = self._sent_RE(name).cpu().numpy()
-            if "together_EE" in self.wanted and (together_EE := self._chosen_EE(name)) is not None:
-                of_layer["together_EE"] = together_EE.cpu().numpy()
-            self._together[name] = stack.together_EE
+                of_layer["source_load_RE"] = self._cursors[name].new_source_load_RE().cpu().numpy()
+            if "together_EE" in self.wanted:
+                of_layer["together_EE"] = self._cursors[name].new_pairs_EE().cpu().numpy()
             known.append(of_layer)
         return known
-
-    def _sent_RE(self, name: str) -> Tensor:
-        """int64: routed copies since the last plan by the rank of a shard group that sent them, over all groups. A
-        collective."""
-        stack = self.stacks[name]
-        sent_RE = stack.load_E.new_zeros(stack.groups.ep_size, stack.num_experts)
-        sent_RE[stack.groups.ep_rank] = stack.load_E - self._before[name].to(stack.load_E.device)
-        return sum_over_ranks(sent_RE)
-
-    def _chosen_EE(self, name: str) -> Tensor | None:
-        """How many tokens chose both of two experts since the last plan, over all ranks; None where nobody counts. A
-        collective."""
-        now_EE, before_EE = self.stacks[name].together_EE, self._together[name]
-        if now_EE is None or before_EE is None:
-            return None
-        return sum_over_ranks(now_EE - before_EE.to(now_EE.device))
 
     def _window(self) -> list[Tensor]:
         """float64 (E) of each layer: the mean rows per step and shard group since the last plan. A collective."""
         stacks = list(self.stacks.values())
-        counts = torch.cat([s.load_E - self._before[n].to(s.load_E.device) for n, s in self.stacks.items()])
-        self._before = {name: stack.load_E.clone() for name, stack in self.stacks.items()}
-        groups = 1
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-            groups = dist.get_world_size() // stacks[0].groups.ep_size
-        per_step = counts.cpu().double() / (self.every * groups)
-        return list(per_step.split([stack.num_experts for stack in stacks]))
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        groups = world // stacks[0].groups.ep_size
+        return [load_E.cpu().double() / (self.every * groups) for load_E in take_loads(list(self._cursors.values()))]
 
     def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:
         """Have the guards reckon with the median step of this window, that of the slowest rank. A collective."""
@@ -180,7 +155,7 @@ class Replanner:
         kept = [sum(state_bytes(p, inner) for p in stack.parameters.values()) for stack in stacks]
         agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
         if dist.is_initialized():
-            agreed = agreed.to(stacks[0].load_E.device)
+            agreed = agreed.to(stacks[0].log.load_E.device)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         seconds, *optimizer_bytes = agreed.tolist()
         rows = sum(
@@ -195,40 +170,22 @@ class Replanner:
                 self.guards[name] = MigrationGuard(cost_model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold. A collective."""
+        """What JSON can hold; where experts are is in the checkpoint's manifest. A collective."""
         return {
-            "placements": {name: stack.placement.to_dict() for name, stack in self.stacks.items()},
-            "window": {name: self._sent_RE(name).tolist() for name in self.stacks},
-            "together": {
-                name: counts.tolist() for name in self.stacks if (counts := self._chosen_EE(name)) is not None
-            },
+            "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
+            "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
             "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Continue where `state_dict` was taken, with the weights loaded already. A collective.
-
-        On as many ranks with as many slots experts go back to where they were. Elsewhere they stay where they are now,
-        and the guards begin anew.
-        """
-        rank = dist.get_rank() if dist.is_initialized() else 0
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken. On other ranks or slots the guards start without a history."""
         for name, stack in self.stacks.items():
-            if name not in state["placements"]:
+            if name not in state["window"]:
                 continue
-            sent_RE = torch.tensor(state["window"][name]).to(stack.load_E.device)
-            if len(sent_RE) != stack.groups.ep_size:  # who sent what is of no use on other ranks
-                sent_RE = sent_RE.sum(0, keepdim=True)
-            if rank < len(sent_RE):
-                self._before[name] = self._before[name].to(sent_RE.device) - sent_RE[rank]
-            if rank == 0 and (before := self._together[name]) is not None and name in state["together"]:
-                self._together[name] = before - torch.tensor(state["together"][name], device=before.device)
-            saved = ExpertPlacement.from_dict(state["placements"][name])
-            if saved.slots_per_rank != stack.placement.slots_per_rank:
-                continue
-            if saved != stack.placement:
-                migrate(stack, saved, optimizer)
-            if self.guarded and name in state["guards"]:
-                # CostModel come with the next window, before the guard is asked anything.
+            self._cursors[name].load_state_dict(state["window"][name])
+            same_slots = state["slots_per_rank"][name] == stack.placement.slots_per_rank
+            if self.guarded and same_slots and name in state["guards"]:
+                # The cost model comes with the next window, before the guard is asked anything.
                 self.guards[name] = MigrationGuard(CostModel(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
                 self.guards[name].load_state_dict(state["guards"][name])
 
@@ -249,7 +206,6 @@ class Replan(Callback):
         self._predicted: dict[str, float] = {}
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
-        self._restored: Mapping[str, Any] | None = None
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.replanner.stacks:
@@ -278,11 +234,6 @@ class Replan(Callback):
             trainer.record("moe/migration_bytes_per_step", amortised)
             self._experts = self._bytes = self._optimizer_bytes = 0
 
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
-        if self._restored is not None:
-            self.replanner.load_state_dict(self._restored["replanner"], trainer.optimizer)
-            self._restored = None
-
     def state_dict(self) -> dict[str, Any]:
         if not self.replanner.stacks:
             return {}
@@ -295,6 +246,6 @@ class Replan(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Experts go where they were once their rows are here, which is when the first step is about to begin.
-        self._restored, self._experts, self._bytes = state, state["experts"], state["bytes"]
+        self.replanner.load_state_dict(state["replanner"])
+        self._experts, self._bytes = state["experts"], state["bytes"]
         self._optimizer_bytes, self._predicted = state["optimizer_bytes"], dict(state["predicted"])

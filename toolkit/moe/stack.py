@@ -1,4 +1,4 @@
-"""One layer's experts as the engine sees them: stacked parameters, where each row lives, and what came by."""
+"""The experts of one layer on this rank: stacked parameters, their placement, and the log of the layer's routing."""
 
 from __future__ import annotations
 
@@ -7,38 +7,31 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, SlotOrder, TokenDispatcher
-from toolkit.parallel.ownership import ExpertGroups, mark_owned
+from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, SlotOrder, TokenDispatcher
+from toolkit.moe.load.metrics import RowBytes
+from toolkit.moe.load.routing_log import Choices, RoutedForward, RoutingLog
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
 from toolkit.placement.placement import ExpertPlacement
 
 
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
-    """The dispatcher for experts on the ranks of `groups`."""
+    """The dispatcher for experts on the EP group of `groups`."""
     return LocalDispatcher(placement) if groups.ep_size == 1 else AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
-    """The parameters of one layer's experts, whose dimension 0 counts this rank's slots.
+    """The stacked parameters of one layer's experts (dimension 0: this rank's slots), their placement and routing log.
 
-    Our `MoE` has one, and so has every foreign module that the engine prepares, as its `expert_stack`.
+    An attribute `expert_stack` of each `MoE`, and of each foreign module whose experts `spread_experts` spread.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
         self.parameters, self.groups = dict(parameters), groups
         self.dispatcher = make_dispatcher(placement, groups)
-        # Not buffers: DDP sends rank 0's buffers to everybody, so counters kept there would be overwritten.
-        self.load_E = torch.zeros(placement.num_experts, dtype=torch.int64)
-        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
-        self.last_load_E = self.load_E
-        """The same, of the last forward alone."""
-        self.together_EE: Tensor | None = None
-        """float64: how many tokens chose both of two experts, on this rank over all training forwards; None until
-        somebody asks for it with `count_together`."""
+        self.log = RoutingLog(placement.num_experts, groups)
         self.node_of_peer: Tensor | None = None
-        """Where the ranks of the shard group are; None until somebody asks with `count_crossings`."""
-        self.last_crossings = torch.zeros((), dtype=torch.int64)
-        """Distinct pairs of a token of this rank and another node that has experts of it, in the last training
-        forward."""
+        """The node of each rank of the EP group; None unless `count_crossings` was called."""
         self._mark()
 
     @property
@@ -55,43 +48,55 @@ class ExpertStack:
         return self.placement.num_experts
 
     def place(self, new: ExpertPlacement) -> None:
-        """Say that experts live where `new` says, once their rows are there: see `toolkit.moe.migrate`."""
+        """Use the placement `new`, by which rows must already be in their slots: see `toolkit.moe.migrate`."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)
         self._mark()
 
-    def count(
+    @torch.no_grad()
+    def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
+        """Place experts where a checkpoint has them, before their rows are read, so that nothing has to migrate.
+
+        Where this run has other ranks or slots they stay where they are, and the rows are read from there.
+        """
+        saved = ExpertPlacement(tuple(tuple(row) for row in rows_of_ranks))
+        if saved == self.placement or saved.slots_per_rank != self.placement.slots_per_rank:
+            return
+        self.place(saved)
+        for slot, expert in enumerate(saved.slots[self.groups.ep_rank]):
+            if expert == EMPTY_ROW:
+                for parameter in self.parameters.values():
+                    parameter[slot].zero_()
+
+    def record(
         self,
-        order: SlotOrder,
-        load_E: Tensor,
-        expert_ids_TK: Tensor,
-        kept_TK: Tensor | None = None,
+        plan: DispatchPlan,
+        choices: Choices,
+        inputs: Tensor,
+        outputs: Tensor,
         *,
         training: bool,
+        dropped_E: Tensor | None = None,
     ) -> None:
-        """Take note of one forward, whose routed copies were sent in `order`."""
-        self.last_load_E = load_E
+        """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
+
+        `inputs` (..., D) were dispatched, `outputs` (..., D) are what came of them. `dropped_E`: assignments that a
+        capacity dropped, which are not in `plan.load_E`.
+        """
+        load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
+        self.log.last_load_E = load_E
         if not training:
             return
-        self.load_E = self.load_E.to(load_E.device) + load_E
-        self.last_crossings = self.last_crossings.to(load_E.device)
+        crossed = None
         if self.node_of_peer is not None:
             self.node_of_peer = self.node_of_peer.to(load_E.device)
-            self.last_crossings = crossings(order, self.node_of_peer, here=self.groups.ep_rank)
-        if self.together_EE is not None:
-            choices_TE = torch.zeros(len(expert_ids_TK), self.num_experts, device=load_E.device)
-            chosen_TK = torch.ones_like(expert_ids_TK) if kept_TK is None else kept_TK
-            choices_TE.scatter_(1, expert_ids_TK, chosen_TK.to(choices_TE.dtype))
-            self.together_EE = self.together_EE.to(load_E.device) + (choices_TE.T @ choices_TE).double()
-
-    def count_together(self) -> None:
-        """From now on count which experts are chosen together: one small product per forward."""
-        if self.together_EE is None:
-            self.together_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.float64)
+            crossed = crossings(plan.order, self.node_of_peer, here=self.groups.ep_rank)
+        row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
+        self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
-        """From now on count how many other nodes each token visits, given the node of each rank of the shard group."""
+        """Count the other nodes that each token goes to, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
     def _mark(self) -> None:
@@ -102,29 +107,34 @@ class ExpertStack:
                 row_ids=placement.slots[here],
                 groups=self.groups,
                 rows_of_ranks=placement.slots if placement.has_replicas else None,
+                holder=self,
             )
 
 
 def crossings(order: SlotOrder, node_of_peer_P: Tensor, *, here: int) -> Tensor:
-    """int64 (): distinct pairs of a token and a node other than that of peer `here` among the copies that were sent.
+    """int64 (): distinct pairs of a token and a node other than that of peer `here`, among the assignments sent.
 
-    What would cross between nodes if a token that several experts of one node want went there once.
+    That is the rows between nodes if each token were sent to a node once, however many of its experts are there.
     `node_of_peer_P`: int64, numbered from 0. No host sync.
     """
     peers = len(node_of_peer_P)
     end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
-    # A dropped copy may stand behind all others, or be said to stand at place 0: it stays at home.
+    # The place of a dropped assignment is past the end, or 0: count it as sent to this rank itself.
     peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
     if order.kept_TK is not None:
         peer_TK = peer_TK.where(order.kept_TK, here)
     node_TK = node_of_peer_P[peer_TK]
-    # As many columns as there may be nodes: to ask for their number would wait for the device.
+    # `peers` columns, the most nodes there can be: their number would take a host sync.
     visits_TN = torch.zeros(len(node_TK), peers, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
     return visits_TN.sum() - visits_TN.index_select(1, node_of_peer_P[here : here + 1]).sum()
 
 
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[-1] * rows.element_size()
+
+
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
-    """The expert stacks of `model` by the name of their layer, in the order of its modules."""
+    """The expert stacks of `model` by the name of their module, in the order of modules."""
     stacks: dict[str, ExpertStack] = {}
     for name, module in model.named_modules():
         stack = getattr(module, "expert_stack", None)

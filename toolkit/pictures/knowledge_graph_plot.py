@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.pictures.lifecycle_records import Epoch, LayerState, tell
 from toolkit.pictures.plots import GREY, INK, palette
+from toolkit.tracking.lifecycle_records import Epoch, LayerState, tell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.pictures.knowledge_graph_plot import draw_knowledge_graph, places_on_circle
-from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_lifecycle
-from toolkit.pictures.plots import GREY, INK, STYLE, TRAIN, draw_loss, palette, step_axis
+from toolkit.pictures.plots import GREY, INK, TRAIN, draw_loss, palette, save_figure, spread, step_axis
 from toolkit.tracking.jsonl import read_metrics
+from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,32 +34,17 @@ def draw_lifecycle(folder: Path) -> dict[str, Path]:
     epochs = read_lifecycle(folder)
     if not epochs:
         return {}
-    # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    pictures: dict[str, Path] = {}
-
-    def draw(name: str, into: Callable[[Figure], None]) -> None:
-        figure = Figure()
-        into(figure)
-        pictures[name] = folder / f"{name}.png"
-        FigureCanvasAgg(figure).print_png(pictures[name])
-
     layers = spread(list(epochs[-1].layers), MOST_LAYERS)
-    with rc_context(STYLE):
-        draw("training_metrics", lambda figure: _draw_training(figure, folder, epochs))
-        draw("expert_activations", lambda figure: _draw_activations(figure, epochs, layers))
-        draw("expert_device_distribution", lambda figure: _draw_devices(figure, epochs, layers))
-        draw("lifecycle_timeline", lambda figure: _draw_timeline(figure, epochs, layers))
-        places = {layer: places_on_circle([epoch.layers[layer] for epoch in epochs]) for layer in layers}
-        for epoch in spread(epochs, MOST_GRAPHS):
-            draw(
-                f"{GRAPH}{math.ceil(epoch.number):03d}",
-                lambda figure, epoch=epoch: draw_knowledge_graph(figure, epoch, places),  # type: ignore[misc]
-            )
-    return pictures
+    places = {layer: places_on_circle([epoch.layers[layer] for epoch in epochs]) for layer in layers}
+    drawings: dict[str, Callable[[Figure], None]] = {
+        "training_metrics": lambda figure: _draw_training(figure, folder, epochs),
+        "expert_activations": lambda figure: _draw_activations(figure, epochs, layers),
+        "expert_device_distribution": lambda figure: _draw_devices(figure, epochs, layers),
+        "lifecycle_timeline": lambda figure: _draw_timeline(figure, epochs, layers),
+    }
+    for epoch in spread(epochs, MOST_GRAPHS):
+        drawings[f"{GRAPH}{math.ceil(epoch.number):03d}"] = partial(draw_knowledge_graph, epoch=epoch, places=places)
+    return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
 
 
 def for_trackers(pictures: Mapping[str, Path]) -> dict[str, Path]:
@@ -66,13 +52,6 @@ def for_trackers(pictures: Mapping[str, Path]) -> dict[str, Path]:
     graphs = [name for name in pictures if name.startswith(GRAPH)]
     kept = spread(graphs, MOST_LOGGED)
     return {name: path for name, path in pictures.items() if name not in graphs or name in kept}
-
-
-def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """`items`, or `most` of them, first and last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def _draw_training(figure: Figure, folder: Path, epochs: Sequence[Epoch]) -> None:

@@ -6,21 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.pictures.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
-from toolkit.run.summary import summarise
 from toolkit.tracking.jsonl import read_metrics
+from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
 
 MOST_LINES = 200
 """Events, or experts of a layer, that are listed; of more the last ones."""
 
 
-def performance_summary(results: Mapping[str, Any], folder: Path) -> str | None:
-    """The text, or None where the run in `folder` recorded no population."""
+def performance_summary(folder: Path) -> str | None:
+    """The text, or None where the finished run in `folder` has no lifecycle.jsonl."""
     epochs = read_lifecycle(folder)
     if not epochs:
         return None
     parts = [
-        _section("Run", summarise(results, folder)),
+        _section("Run", (folder / "summary.txt").read_text(encoding="utf-8")),
         _section("Epochs", _epochs(epochs, list(read_metrics(folder / "metrics.jsonl")))),
         *(_section(f"Experts of {layer or 'the mixture'}", _experts(epochs, layer)) for layer in epochs[-1].layers),
         _section("Events", _events(epochs)),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.pictures.confusion import draw_confusion
 from toolkit.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -39,47 +39,37 @@ MOST_IDS = 32
 """Experts per rank up to which their ids are written out in the placement picture."""
 
 
-def draw_plots(
-    folder: Path,
-    placement: Mapping[str, Sequence[Sequence[int]]] | None = None,
-    *,
-    classes: Sequence[str] = (),
-    test_examples: int | None = None,
-) -> dict[str, Path]:
-    """Draw what the metrics of the run in `folder` allow; returns picture files by name.
-
-    `placement` maps each layer to the expert ids on each rank; `classes` and `test_examples` label a confusion matrix.
-    """
-    lines = list(read_metrics(folder / "metrics.jsonl"))
-    layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
-    loads = {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
-    has_loss = any(points_of(lines, name) for name in ("train/loss", "eval/loss"))
-    confusion = points_of(lines, "eval/confusion")
-    if not (has_loss or loads or placement or confusion):
-        return {}
+def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
+    """Write what `draw` puts on an empty figure as a PNG at `path`, in the toolkit's style. Makes its folder."""
     # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    pictures: dict[str, Path] = {}
-
-    def save(name: str, figure: Figure) -> None:
-        pictures[name] = folder / f"{name}.png"
-        FigureCanvasAgg(figure).print_png(pictures[name])
-
     with rc_context(STYLE):
-        if has_loss:
-            figure = Figure(figsize=(10, 4))
-            draw_loss(figure, lines)
-            save("loss", figure)
-        if loads:
-            save("expert_load", _draw_loads(Figure(), loads))
-        if placement:
-            save("expert_placement", _draw_placement(Figure(), placement))
-        if confusion:
-            save("confusion", draw_confusion(Figure(), confusion[-1][1], classes, test_examples))
-    return pictures
+        figure = Figure(figsize=(10, 4))
+        draw(figure)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        FigureCanvasAgg(figure).print_png(path)
+    return path
+
+
+def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None) -> dict[str, Path]:
+    """Draw what the metrics of the run in `folder` allow; returns picture files by name.
+
+    `placement` maps each layer to the ids of the experts on each rank.
+    """
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
+    loads = {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
+    drawings: dict[str, Callable[[Figure], None]] = {}
+    if any(points_of(lines, name) for name in ("train/loss", "eval/loss")):
+        drawings["loss"] = lambda figure: draw_loss(figure, lines)
+    if loads:
+        drawings["expert_load"] = lambda figure: _draw_loads(figure, loads)
+    if placement:
+        drawings["expert_placement"] = lambda figure: _draw_placement(figure, placement)
+    return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
 
 
 def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -111,13 +101,11 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) ->
         step_axis(axes)
 
 
-def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[float | None]]]]) -> Figure:
-    """Share of routed copies per expert over time: lines for few experts, a heat map for many."""
+def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[float | None]]]]) -> None:
+    """Fraction of assignments per expert over time: lines for few experts, a heat map for many."""
     from matplotlib.ticker import MaxNLocator
 
-    layers = list(loads)
-    if len(layers) > MOST_LAYERS:
-        layers = [layers[round(i * (len(layers) - 1) / (MOST_LAYERS - 1))] for i in range(MOST_LAYERS)]
+    layers = spread(list(loads), MOST_LAYERS)
     columns = min(2, len(layers))
     rows = math.ceil(len(layers) / columns)
     figure.set_size_inches(10 if columns == 2 else 8, 3.6 * rows)
@@ -135,7 +123,7 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
                 axes.plot(steps, [row[expert] for row in table], color=colour, lw=1.4, label=str(expert))
             axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
             axes.set_ylim(bottom=0)
-            axes.set_ylabel("% of routed copies")
+            axes.set_ylabel("% of assignments")
             axes.legend(
                 title="expert", ncols=1 if experts <= 8 else 2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
             )
@@ -144,7 +132,7 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
             image = axes.pcolormesh(
                 _edges(steps), range(experts + 1), grid, cmap="RdBu_r", vmin=0, vmax=2 * fair, rasterized=True
             )
-            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, label="% of routed copies")
+            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, label="% of assignments")
             bar.ax.axhline(fair, color=INK, lw=1)
             bar.ax.annotate(
                 "fair", (0, fair), xytext=(-3, 0), textcoords="offset points", ha="right", va="center", fontsize=7
@@ -155,11 +143,10 @@ def _draw_loads(figure: Figure, loads: Mapping[str, Sequence[tuple[int, list[flo
         step_axis(axes)
     for axes in panels:
         axes.set_visible(False)
-    return figure
 
 
-def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
-    """Which expert lives on which rank: one row of boxes per rank, in one colour per expert."""
+def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Which experts each rank holds: one row of boxes per rank, in one colour per expert."""
     ranks = max(len(by_rank) for by_rank in placement.values())
     widest = max((len(ids) for by_rank in placement.values() for ids in by_rank), default=1) or 1
     experts = 1 + max((i for by_rank in placement.values() for ids in by_rank for i in ids), default=0)
@@ -183,7 +170,13 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
         axes.set_ylim(ranks - 0.4, -0.6)
         axes.spines[["bottom", "left"]].set_visible(False)
         axes.tick_params(length=0)
-    return figure
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of `items`, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def palette(count: int) -> list[Any]:
@@ -224,36 +217,29 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def draw_imbalances(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], *, first_step: int) -> None:
     """Draw imbalance over steps, a panel per case and a line per planner, smoothed over a fortieth of the steps."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    save_figure(path, lambda figure: _draw_imbalances(figure, panels, first_step))
 
+
+def _draw_imbalances(figure: Figure, panels: Mapping[str, Mapping[str, Sequence[float]]], first_step: int) -> None:
     planners = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     colours = dict(zip(planners, [GREY, *palette(max(1, len(planners) - 1))], strict=False))
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.6))
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
-            for name, series in lines.items():
-                width = max(1, len(series) // 40)
-                smooth = [sum(part) / len(part) for part in _pieces(series, width)]
-                steps = [first_step + i * width + width / 2 for i in range(len(smooth))]
-                # Broad lines below narrow ones, because planners that do the same draw the same line.
-                width_of_line = 1.2 + 1.3 * (len(planners) - 1 - planners.index(name))
-                axes.plot(steps, smooth, color=colours[name], lw=width_of_line)
-            axes.set_title(title)
-            axes.set_ylabel("busiest rank / mean")
-            axes.set_ylim(1, max(1.1, axes.get_ylim()[1]))
-            step_axis(axes)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        handles = grid.flat[0].get_lines()
-        figure.legend(handles, planners[: len(handles)], loc="outside lower center", ncols=len(planners))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        FigureCanvasAgg(figure).print_png(path)
-
-
-def _pieces(series: Sequence[float], width: int) -> list[Sequence[float]]:
-    return [series[i : i + width] for i in range(0, len(series), width)]
+    figure.set_size_inches(4.2 * columns, 2.6 * rows + 0.6)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for name, series in lines.items():
+            width = max(1, len(series) // 40)
+            smooth = [statistics.fmean(series[i : i + width]) for i in range(0, len(series), width)]
+            steps = [first_step + i * width + width / 2 for i in range(len(smooth))]
+            # Broad lines below narrow ones, because planners that do the same draw the same line.
+            width_of_line = 1.2 + 1.3 * (len(planners) - 1 - planners.index(name))
+            axes.plot(steps, smooth, color=colours[name], lw=width_of_line)
+        axes.set_title(title)
+        axes.set_ylabel("busiest rank / mean")
+        axes.set_ylim(1, max(1.1, axes.get_ylim()[1]))
+        step_axis(axes)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    handles = grid.flat[0].get_lines()
+    figure.legend(handles, planners[: len(handles)], loc="outside lower center", ncols=len(planners))

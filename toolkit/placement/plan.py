@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.placement.guard import MigrationGuard
+from toolkit.placement.loads import Load, as_floats
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.registry import Load, Planner, as_floats, planner_named
+from toolkit.placement.planners.registry import Planner, planner_named
 
 
 def plan_layer(

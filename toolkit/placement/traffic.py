@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.placement.loads import Ints
 from toolkit.placement.placement import ExpertPlacement, bytes_moved, bytes_on_busiest_rank, moves, owner_moves
-
-Ints = NDArray[np.int64]
 
 
 def rows_per_slot(

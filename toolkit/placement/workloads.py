@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from toolkit.placement.loads import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)

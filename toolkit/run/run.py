@@ -4,7 +4,7 @@ with start_run("mnist_moe", config) as run:
     ...
     run.describe(dataset=data.name)             facts for results.json, the summary and the trackers
     results = trainer.fit()                     calls run.log
-    return run.finish(results)                  results.json, plots, summary.txt
+    return run.finish(results)                  results.json, summary.txt, and pictures (see `toolkit.callbacks.pictures`)
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from filelock import FileLock
 
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers
-from toolkit.pictures.performance import performance_summary
-from toolkit.pictures.plots import draw_plots
 from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
@@ -41,6 +38,8 @@ from toolkit.tracking.secrets import mask
 from toolkit.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
+Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
+"""`draw(folder, results)` writes pictures of a finished run into its folder; returns those for trackers, by name."""
 
 
 class Sink(Protocol):
@@ -63,7 +62,8 @@ class Run:
         """Absolute; the same on all ranks."""
         self.continues = False
         """Whether the folder already held this run, unfinished."""
-        self.facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._draws: list[Draw] = []
         self._owns_process_group = owns_process_group
         self._lock: FileLock | None = None
         self._metrics: MetricsFile | None = None
@@ -84,8 +84,8 @@ class Run:
 
     # --- deciding together ------------------------------------------------------------------------------------
 
-    def agree(self, decide: Callable[[], T]) -> T:
-        """Let the main process `decide`, and give its answer (or its UserError) to every rank."""
+    def on_main_and_share(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on the main process only; its result, or its UserError, reaches every rank. A collective."""
         answer: list[Any] = [None, None, None]
         failure: Exception | None = None
         if self.is_main:
@@ -107,17 +107,24 @@ class Run:
 
     # --- what a run says --------------------------------------------------------------------------------------
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `describe` was told, without secrets; facts that are functions are called now."""
+        return mask({name: fact() if callable(fact) else fact for name, fact in self._facts.items()})
+
     def describe(self, **facts: Any) -> None:
         """Add plain facts about the run to results.json, the summary and the trackers' config.
 
-        A `dataset_notice` is said at once: nobody should train on other data than they think.
+        A fact that may change while training, such as where experts are, is a function without arguments: results.json
+        gets its value at the end. A `dataset_notice` is printed at once: nobody should train on other data than they
+        think.
         """
-        self.facts |= mask(facts)
+        self._facts |= facts
         if facts.get("dataset_notice"):
-            self.say(facts["dataset_notice"])
+            self.print(facts["dataset_notice"])
 
-    def say(self, text: str) -> None:
-        """One line on the console of the main process."""
+    def print(self, text: str) -> None:
+        """Print `text` on the main process, and flush."""
         if self.is_main:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
@@ -132,7 +139,7 @@ class Run:
             return
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         config = recorded_config(self.name, self.config) | facts
-        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.say)
+        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.print)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
@@ -142,6 +149,11 @@ class Run:
         for sink in (*self._sinks, *(self._trackers or ())):
             sink.log(values, step)
 
+    def draw_at_finish(self, draw: Draw) -> None:
+        """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
+        if draw not in self._draws:
+            self._draws.append(draw)
+
     def truncate_metrics(self, step: int) -> None:
         """Forget the lines after `step`, because training continues from there."""
         if self._metrics is not None:
@@ -150,31 +162,24 @@ class Run:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Write results.json and summary.txt, and return the final numbers. A collective; ends the run as finished."""
-        numbers = self.agree(lambda: self._write_results(results))
+        """Write results.json, summary.txt and pictures; return the final numbers. A collective; the run is then finished."""
+        numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
-            self._draw_plots()
             text = summarise(numbers, self.folder)
             write_text(self.folder / "summary.txt", text)
-            if (told := performance_summary(numbers, self.folder)) is not None:
-                write_text(self.folder / "performance_summary.txt", told)
-            self.say("\n" + text.rstrip())
+            for draw in self._draws:
+                self._draw(draw, numbers)
+            self.print("\n" + text.rstrip())
         return numbers
 
-    def _draw_plots(self) -> None:
+    def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
-            pictures = draw_plots(
-                self.folder,
-                self.facts.get("expert_placement"),
-                classes=self.facts.get("classes", ()),
-                test_examples=self.facts.get("test_examples"),
-            )
-            pictures |= draw_lifecycle(self.folder)
+            pictures = draw(self.folder, numbers)
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
-            self.say(f"no plots ({type(error).__name__}: {error})")
+            self.print(f"no plots ({type(error).__name__}: {error})")
             return
         for tracker in self._trackers or ():
-            tracker.log_images({f"plots/{name}": path for name, path in for_trackers(pictures).items()})
+            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {
@@ -228,8 +233,8 @@ def start_run(name: str, config: RunConfig) -> Run:
     try:
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
-        run.agree(lambda: check_installed(config.tracker))
-        run.folder, run.continues = run.agree(lambda: _open(run))
+        run.on_main_and_share(lambda: check_installed(config.tracker))
+        run.folder, run.continues = run.on_main_and_share(lambda: _open(run))
     except BaseException as error:
         run.close(wait_for_ranks=isinstance(error, UserError))
         raise
@@ -242,7 +247,7 @@ def start_run(name: str, config: RunConfig) -> Run:
         # Moments of units that are never active decay until they are denormal numbers, below 1e-38, with which a CPU
         # computes ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
         torch.set_flush_denormal(True)
-    run.say(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
+    run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 
 

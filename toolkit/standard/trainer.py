@@ -12,14 +12,14 @@ from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
-from toolkit.schedules import build_schedule
 from toolkit.task import Task
 from toolkit.trainer import Trainer
 
@@ -65,7 +65,7 @@ def standard_trainer(
     run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
     if config.scale_lr is not None:
         scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
-        run.say(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+        run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
     if config.compile:
         model.compile()
     return Trainer(
@@ -89,6 +89,7 @@ def standard_trainer(
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
             Preemption(),
+            Pictures(),
             Progress(),
         ],
     )

@@ -50,8 +50,8 @@ class _Job:
 class CellRunner:
     """Runs cells of `recipe` in folders below `folder`, at most `jobs` at a time."""
 
-    def __init__(self, recipe: Recipe, folder: Path, *, jobs: int, say: Callable[[str], None]):
-        self.recipe, self.folder, self.jobs, self.say = recipe, folder, jobs, say
+    def __init__(self, recipe: Recipe, folder: Path, *, jobs: int, log: Callable[[str], None]):
+        self.recipe, self.folder, self.jobs, self.log = recipe, folder, jobs, log
 
     def results(self, cell: Cell) -> dict[str, Any] | None:
         """The final numbers of `cell`, or None while it is not finished."""
@@ -66,7 +66,7 @@ class CellRunner:
         outcome = Outcome(done=[cell for cell in cells if self.results(cell) is not None])
         waiting = [cell for cell in cells if cell not in outcome.done]
         if outcome.done:
-            self.say(f"{len(outcome.done)} of {len(cells)} runs are done already")
+            self.log(f"{len(outcome.done)} of {len(cells)} runs are done already")
         running: list[_Job] = []
         seconds: list[float] = []
         with _forwarding_signals(running) as received:
@@ -85,7 +85,7 @@ class CellRunner:
                     if job.cell in outcome.done:
                         seconds.append(time.monotonic() - job.began)
                         left = len(waiting) + len(running)
-                        self.say(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
+                        self.log(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
                         finished(job.cell)
             outcome.stopped = bool(received)
         return outcome
@@ -128,7 +128,7 @@ class CellRunner:
         else:
             outcome.failed.append(job.cell)
             path = Path(job.log.name)
-            self.say(f"failed: {job.cell} ({last_line(path)}; all of it is in {path})")
+            self.log(f"failed: {job.cell} ({last_line(path)}; all of it is in {path})")
 
     def _progress(self, cell: Cell, done: int, total: int, left: int, seconds: Sequence[float]) -> str:
         numbers = self.results(cell) or {}

@@ -19,7 +19,7 @@ def search(
     minimise: bool,
     seed: int,
     journal: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Outcome:
     """Run `trials` cells in all, counting those in `journal` from earlier calls; cells with one seed, `seed`.
 
@@ -60,5 +60,5 @@ def search(
             study.tell(trial, value)
     if any(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials):
         best = study.best_trial
-        say(f"best of {len(study.trials)}: {metric} {best.value:g} with {best.params}")
+        log(f"best of {len(study.trials)}: {metric} {best.value:g} with {best.params}")
     return total

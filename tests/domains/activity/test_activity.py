@@ -20,7 +20,7 @@ VOLUNTEERS = ("f1", "f2", "m1", "m2", "m3")
 
 
 def load(dataset: str = "auto", data_dir: Path | None = None, **choices: Any) -> ActivityData:
-    return load_activity(dataset, data_dir, agree=lambda decide: decide(), **choices)
+    return load_activity(dataset, data_dir, on_main=lambda decide: decide(), **choices)
 
 
 def refusal(dataset: str, data_dir: Path | None = None, **choices: Any) -> str:

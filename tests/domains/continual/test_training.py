@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import toolkit as tk
 from tests.domains.continual.toy import toy_config, toy_trainer
+from tests.equality import in_float64
 from tests.helpers import run_distributed
 from toolkit.domains.continual.classification import ClassificationWithinTasks
 from toolkit.tracking.jsonl import read_metrics
@@ -34,10 +35,15 @@ def train(config: tk.RunConfig, *callbacks: tk.Callback, **method: Any) -> tuple
     return results | {"memory": states.get("Remember")}, state
 
 
+def train_in_float64(config: tk.RunConfig, **method: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    with in_float64():
+        return train(config, **method)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("whole")
-    return {name: train(toy_config(folder / name), **method) for name, method in METHODS.items()}
+    return {name: train_in_float64(toy_config(folder / name), **method) for name, method in METHODS.items()}
 
 
 def test_after_each_task_all_are_tested(tmp_path):
@@ -76,9 +82,9 @@ def test_a_change_of_task_raises_an_alarm(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_failed_within_a_task_goes_on_as_if_it_had_not(method, whole, tmp_path):
     config = toy_config(tmp_path / "run", checkpoint=tk.CheckpointConfig(every_steps=4))
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with in_float64(), pytest.raises(RuntimeError, match="out of luck"):
         train(config, StopAfter(27), **METHODS[method])
-    results, weights = train(config, **METHODS[method])
+    results, weights = train_in_float64(config, **METHODS[method])
     assert results == whole[method][0]
     for name, value in whole[method][1].items():
         assert torch.equal(weights[name], value), name
@@ -87,7 +93,7 @@ def test_a_run_that_failed_within_a_task_goes_on_as_if_it_had_not(method, whole,
 def check_ranks(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     outcomes = []
     for name, method in METHODS.items():
-        outcomes.append(train(toy_config(folder / name), **method))
+        outcomes.append(train_in_float64(toy_config(folder / name), **method))
         dist.barrier()
     return outcomes
 
@@ -101,7 +107,7 @@ def test_any_number_of_processes_learns_and_remembers_the_same(world_size, whole
             assert results["memory"] == alone["memory"]
             assert results["accuracy_matrix"] == alone["accuracy_matrix"]
             for key, value in weights_alone.items():
-                torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9)
 
 
 def test_weights_that_are_cut_into_pieces_cannot_be_held(tmp_path):

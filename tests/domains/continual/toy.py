@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import toolkit as tk
+from toolkit.callbacks.drift import DriftWatch
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
-from toolkit.domains.continual.drift import DriftWatch
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, rotated_stream, split_stream

@@ -22,7 +22,7 @@ RATE = 8000
 
 def load(dataset: str, folder: Path | None = None, **settings) -> SpeechData:
     settings = {"features": LogMel(), "characters": Characters(), "tail_s": 0.25, "stride": 2} | settings
-    return load_speech(dataset, folder, **settings, agree=lambda decide: decide())
+    return load_speech(dataset, folder, **settings, on_main=lambda decide: decide())
 
 
 def noise(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
-from toolkit.hosts.transformers import GlobalRouterPenalty, causal_lm, experts_modules, routers, save_pretrained
-from toolkit.moe.losses import load_balancing_share
+from toolkit.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
+from toolkit.moe.losses import RouterPenalty, global_load, load_balancing_share
 
 
 def model_of(family: str) -> Any:
@@ -38,7 +38,7 @@ def test_a_dense_model_has_no_experts_and_nothing_to_balance():
     model = causal_lm(LlamaConfig(vocab_size=64, **sizes))
     assert experts_modules(model) == {}
     with pytest.raises(UserError, match="has no experts to balance"):
-        GlobalRouterPenalty(model, balance_weight=0.1)
+        watch_routers(model)
 
 
 def test_with_one_layer_the_balance_loss_is_transformers_own():
@@ -48,7 +48,7 @@ def test_with_one_layer_the_balance_loss_is_transformers_own():
     settings.num_hidden_layers = 1
     torch.manual_seed(0)
     model: Any = awaken(causal_lm(settings))
-    penalty = GlobalRouterPenalty(model, balance_weight=1.0)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
     logits = model(input_ids=tokens(0, 4), output_router_logits=True).router_logits
     # Theirs counts each of the two choices of a token as a whole, so it is twice ours, which is 1 when balanced.
     assert 2 * penalty().item() == pytest.approx(load_balancing_loss_func(logits, EXPERTS, 2).item(), rel=1e-6)
@@ -56,9 +56,9 @@ def test_with_one_layer_the_balance_loss_is_transformers_own():
 
 def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
     model = model_of("deepseek_v3")
-    penalty = GlobalRouterPenalty(model, balance_weight=1.0)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
     model(input_ids=tokens(0, 4))
-    (watch,) = penalty.watches
+    (watch,) = penalty.layers
     assert watch.routing is not None
     scores = watch.routing.logits_TE.sigmoid()
     share = scores / scores.sum(1, keepdim=True)
@@ -67,34 +67,37 @@ def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_changes_neither_gradients_nor_counts(family: str):
+def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(family: str):
     found = []
     for checkpointing in (False, True):
         model = model_of(family).train()
-        penalty = GlobalRouterPenalty(model, balance_weight=1.0)
+        penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
         if checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         ids = tokens(0, 4)
-        (model(input_ids=ids, labels=ids).loss + penalty()).backward()
+        loss = model(input_ids=ids, labels=ids).loss + penalty()
+        routed = [watch.routing for watch in penalty.layers]
+        loss.backward()
+        assert all(watch.routing is routing for watch, routing in zip(penalty.layers, routed, strict=True))
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.append((gradients, [watch.load_E.tolist() for watch in penalty.watches]))
-    (plain, counts), (again, recounts) = found
-    assert recounts == counts
+        found.append((gradients, [watch.last_load_E.tolist() for watch in penalty.layers]))
+    (plain, load), (again, load_again) = found
+    assert load_again == load
     assert again.keys() == plain.keys()
     assert all(torch.allclose(again[name], gradient, rtol=1e-5, atol=1e-9) for name, gradient in plain.items())
 
 
 def share_of_ranks(samples: int) -> tuple[float, float, list[int]]:
     model = model_of("qwen3_moe")
-    penalty = GlobalRouterPenalty(model, balance_weight=1.0, z_weight=0.5)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=1.0, z_weight=0.5)
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     model(input_ids=tokens(0, samples)[rank * samples // world : (rank + 1) * samples // world])
     share = penalty()
     share.backward()
     weight = next(iter(routers(model).values())).weight
-    return share.item(), weight.grad.norm().item(), penalty.last_load().sum(1).tolist()
+    return share.item(), weight.grad.norm().item(), global_load(penalty.layers).sum(1).tolist()
 
 
 def test_the_shares_of_ranks_add_up_to_the_loss_of_the_whole_batch():
@@ -130,3 +133,13 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         save_pretrained(model_of("mixtral"), tmp_path / "file" / "folder")
+
+
+def test_a_transformers_model_has_the_scopes_of_our_own_layers():
+    model = model_of("mixtral")
+    watches = watch_routers(model)
+    model(input_ids=tokens(0, 4))
+    shares = [RouterPenalty(watches, balance_weight=1.0, balance_scope=scope)() for scope in ("global", "local")]
+    assert shares[0].item() == shares[1].item(), "one process has all tokens"
+    with pytest.raises(UserError, match="--balance-scope sequence"):
+        RouterPenalty(watches, balance_weight=1.0, balance_scope="sequence")()

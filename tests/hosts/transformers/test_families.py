@@ -19,12 +19,13 @@ from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
 from toolkit.hosts.transformers import (
-    GlobalRouterPenalty,
     causal_lm,
     experts_modules,
     save_pretrained,
     use_toolkit_kernel,
+    watch_routers,
 )
+from toolkit.moe.losses import RouterPenalty
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
 from toolkit.placement.placement import ExpertPlacement
 
@@ -84,17 +85,18 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
     model: Any = causal_lm(source, dtype=torch.float64, experts_implementation=implementation)
     if weights == "scratch":
         awaken(model)
-    penalty = GlobalRouterPenalty(model, balance_weight=0.5, z_weight=0.1)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=0.5, z_weight=0.1)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     accelerator: Any = Accelerator(cpu=True)
     inner, rank = model, accelerator.process_index
     if world > 1:
         experts = ExpertParallel(accelerator, ep_size=ep_size, placement=lambda *_: place(placement, ep_size))
         model, optimizer = experts.prepare(model, optimizer)
-    losses, norms, grads = [], [], []
+    losses, norms, grads, loads = [], [], [], []
     for step in range(STEPS):
         ids = tokens(step, SAMPLES)[rank * SAMPLES // world : (rank + 1) * SAMPLES // world]
         loss = model(input_ids=ids, labels=ids).loss + world * penalty()
+        loads.append(torch.stack([watch.last_load_E for watch in penalty.layers]))
         accelerator.backward(loss)
         grads.append(rows(inner, grads=True))
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
@@ -113,7 +115,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         "norms": norms,
         "grads": grads,
         "weights": rows(inner),
-        "load": torch.stack([watch.load_E for watch in penalty.watches]),
+        "load": torch.stack(loads),
         "saved": rows(causal_lm(saved, dtype=torch.float64)) if rank == 0 else {},
         "rows": [len(module.down_proj) for module in experts_modules(inner).values()],
     }

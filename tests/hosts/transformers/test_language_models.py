@@ -21,7 +21,7 @@ from toolkit.hosts.transformers import (
     sample_tokens,
     use_toolkit_kernel,
 )
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "dim": 32, "layers": 2, "heads": 4, "context": 64}

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import toolkit as tk
+from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.evaluation import Evaluation
 from toolkit.config.experts import DynamicRunConfig, LifecycleConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.domains.continual.replay import Remember
 from toolkit.domains.continual.streams import TaskOrder
+from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.report import LifecycleReport
 from toolkit.moe.load.expert_load import ExpertLoad
-from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import ExpertGroups, make_expert_groups
-from toolkit.schedules import constant
+from toolkit.optim import build_optimizer, constant
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 
 DIM, CLASSES, TASKS, PER_TASK, BATCH, EPOCHS_PER_TASK = 6, 4, 2, 120, 12, 5
 STEPS = TASKS * EPOCHS_PER_TASK * PER_TASK // BATCH
@@ -83,7 +85,7 @@ def dynamic_trainer(
         model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_experts).double()
         table, where = dynamic_table(), {"rank": run.rank, "world_size": run.world_size}
         penalty = tk.RouterPenalty(model, balance_weight=0.001)
-        task, balance = tk.Classification(penalty=penalty), tk.WholeStepBalance(penalty)
+        task, balance = tk.Classification(penalty=penalty), WholeStepBalance(penalty)
         memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
         lifecycle = Lifecycle(model, task, memory, config.lifecycle, min_experts=config.min_experts, balance=balance)
         order = TaskOrder(
@@ -112,8 +114,8 @@ def dynamic_trainer(
                     Remember(memory, every=2),
                     lifecycle,
                     *([LifecycleReport(model, num_classes=CLASSES, lifecycle=lifecycle)] if reported else []),
-                    tk.Evaluation(EvalBatches(table, batch_size=50, **where)),
-                    tk.Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+                    Evaluation(EvalBatches(table, batch_size=50, **where)),
+                    Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
                     *callbacks,
                 ],
             ),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from toolkit.callbacks.drift import CumulativeSum
 from toolkit.moe.lifecycle.coverage import CoverageAlarm
 
 SAMPLES = 128
@@ -56,3 +58,11 @@ def test_it_continues_where_it_was() -> None:
     told = [first.observe(u, SAMPLES) for u in levels[:30]]
     second.load_state_dict(first.state_dict())
     assert told + [second.observe(u, SAMPLES) for u in levels[30:]] == expected
+
+
+def test_a_shift_is_detected_by_the_cumulative_sum_that_watches_losses() -> None:
+    draws, alarm = random.Random(0), CoverageAlarm(cooldown=0)
+    same = CumulativeSum(threshold=6.0, slack=1.0, memory=10, warmup=1, largest=None, largest_drop=math.inf)
+    for uncovered in readings(draws, [*learning(60), 0.9, *learning(20)]):
+        least = max(same.mean * (1 - same.mean), 0.5 / SAMPLES) / SAMPLES
+        assert (alarm.observe(uncovered, SAMPLES) == "shift") is same.add(uncovered, least_variance=least)

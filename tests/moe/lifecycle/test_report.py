@@ -12,8 +12,8 @@ import pytest
 import toolkit as tk
 from tests.helpers import run_distributed
 from tests.moe.lifecycle.dynamic_run import dynamic_config, dynamic_trainer
-from toolkit.pictures.lifecycle_records import read_lifecycle
 from toolkit.tracking.jsonl import read_metrics
+from toolkit.tracking.lifecycle_records import read_lifecycle
 
 STEPS = 62
 """The second task begins after 50."""

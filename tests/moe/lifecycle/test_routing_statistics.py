@@ -10,7 +10,7 @@ from tests.helpers import run_distributed
 from toolkit.moe.layer import moe_layers
 from toolkit.moe.lifecycle import routing_statistics as statistics
 from toolkit.moe.lifecycle.routing_statistics import Counts, RoutingStatistics
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.groups import make_expert_groups
 
 DIM, EXPERTS, CLASSES = 6, 4, 3
 
@@ -97,11 +97,11 @@ def test_tokens_of_a_sequence_share_its_class_and_no_class_is_no_column():
 
 def test_many_forwards_are_added_up_and_their_state_continues(monkeypatch):
     whole, net = {}, model()
-    for most in (1000, 3):
-        monkeypatch.setattr(statistics, "MOST_WAITING", most)
+    for most in (1000, 30):
+        monkeypatch.setattr(statistics, "MOST_ASSIGNMENTS", most)
         count = counting(net)
         for seed in range(8):
-            if seed == 5 and most == 3:
+            if seed == 5 and most == 30:
                 state = count.state_dict()
                 count = counting(net)
                 count.load_state_dict(state)
@@ -109,7 +109,7 @@ def test_many_forwards_are_added_up_and_their_state_continues(monkeypatch):
             count.begin_step([labels])
             net(x)
         whole[most] = count.take()["0"].to_dict()
-    assert whole[3] == whole[1000]
+    assert whole[30] == whole[1000]
 
 
 def share_of_rank() -> dict:

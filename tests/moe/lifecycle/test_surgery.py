@@ -19,8 +19,9 @@ from toolkit.moe.lifecycle.roster import ExpertRoster
 from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.surgery import Divider, Surgeon
-from toolkit.parallel import ownership
-from toolkit.parallel.ownership import make_expert_groups
+from toolkit.parallel.gradients import average_owned_gradients
+from toolkit.parallel.groups import make_expert_groups
+from toolkit.parallel.ownership import owned
 from toolkit.placement.placement import ExpertPlacement
 
 DIM, HIDDEN, LOGICAL, ACTIVE, TOKENS = 6, 5, 8, 4, 48
@@ -35,13 +36,13 @@ def a_trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
         DIM, HIDDEN, ACTIVE, 2, groups=make_expert_groups(world), logical_experts=LOGICAL, bias_balancing=True
     )
     layer.router.weight.data[:ACTIVE] = torch.randn(ACTIVE, DIM)
-    owned = ownership.owned(layer.parameters())
+    rows = owned(layer.parameters())
     optimizer = AdamW(layer.parameters(), lr=0.01, fused=True)
     for _ in range(2):
         layer(tokens(1)[rank::world]).square().sum().backward()
         if world > 1:
             dist.all_reduce(layer.router.weight.grad)
-        ownership.average_owned_gradients(owned, 1)
+        average_owned_gradients(rows, 1)
         optimizer.step()
         optimizer.zero_grad()
     return layer, Surgeon(layer, ExpertRoster.initial(ACTIVE, LOGICAL), optimizer, seed=seed), optimizer

@@ -22,7 +22,7 @@ from toolkit.moe import dispatch
 from toolkit.moe.dispatch import sort_by_slot
 from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
-from toolkit.moe.load.forwards import ForwardLoads
+from toolkit.moe.load.forwards import ModelForwards
 from toolkit.moe.load.metrics import (
     RowBytes,
     Window,
@@ -35,13 +35,13 @@ from toolkit.moe.load.metrics import (
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import crossings
-from toolkit.optim import build_optimizer
-from toolkit.parallel.ownership import EMPTY_ROW, ExpertGroups, make_expert_groups
+from toolkit.optim import build_optimizer, warmup_cosine
+from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.traffic import Traffic, migration_cost, traffic
 from toolkit.run.run import start_run
-from toolkit.schedules import warmup_cosine
 from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.trainer import Trainer
@@ -320,10 +320,10 @@ def test_an_expert_below_a_tenth_of_its_fair_share_is_dead():
 def test_copies_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
     torch.manual_seed(0)
     layer = make_moe(DIM, 4, EXPERTS, 2, capacity_factor=0.5)
-    forwards = ForwardLoads(layer)
+    forwards = ModelForwards(layer)
     for _ in range(2):
         layer(torch.randn(12, DIM))
-    ((_, sent_FLE, dropped_FLE, _),) = forwards.take()
+    ((_, sent_FLE, dropped_FLE, *_),) = forwards.take()
     assert forwards.may_drop
     assert (sent_FLE.sum(0)[0] + dropped_FLE.sum(0)[0]).tolist() == layer.load_E.tolist()
     assert dropped_FLE.sum(0)[0].tolist() == layer.dropped_E.tolist()

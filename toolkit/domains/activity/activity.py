@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.config.run import require
 from toolkit.data.cache import cached_columns
-from toolkit.data.images import Agree
+from toolkit.data.images import OnMain
 from toolkit.data.sources import NotFoundHere
 from toolkit.data.table import TensorTable
 from toolkit.domains.activity.activity_sources import (
@@ -114,7 +114,7 @@ def load_activity(
     dataset: str,
     data_dir: Path | None,
     *,
-    agree: Agree,
+    on_main: OnMain,
     window_seconds: float | None = None,
     overlap: float = 0.5,
     fold: int | None = None,
@@ -133,7 +133,7 @@ def load_activity(
         _held_out(columns, fold, folds)
         return choice
 
-    choice: _Choice = agree(decide)
+    choice: _Choice = on_main(decide)
     columns = columns or choice.columns(data_dir)
     classes, volunteers = _as_names(columns["classes"]), _as_names(columns["volunteers"])
     held_out = _held_out(columns, fold, folds)

@@ -34,6 +34,6 @@ class StyleLeakage(Callback):
             answers.append(out["logits"].argmax(-1).cpu())
         trainer.model.train()
         labels = self.table.columns["label"].numpy()
-        trainer.results |= trainer.run.agree(
+        trainer.results |= trainer.run.on_main_and_share(
             lambda: measure_leakage(torch.cat(styles).numpy(), torch.cat(answers).numpy(), labels)
         )

@@ -1,7 +1,7 @@
 """Continual learning: one task after another, and what is forgotten."""
 
+from toolkit.callbacks.drift import CumulativeSum, DriftWatch
 from toolkit.domains.continual.classification import ClassificationWithinTasks
-from toolkit.domains.continual.drift import CumulativeSum, DriftWatch
 from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights, fisher_information
 from toolkit.domains.continual.replay import Remember, Replay

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback
 from toolkit.data.batches import split
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 from toolkit.seeding import generator
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from toolkit.batch_size import accumulation_steps
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.data.batches import EvalBatches, Order, TrainBatches
 from toolkit.domains.continual.classification import ClassificationWithinTasks
 from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.streams import TaskOrder, TaskStream
-from toolkit.optim import build_optimizer
+from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
-from toolkit.schedules import build_schedule
 from toolkit.task import Task
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
@@ -86,6 +86,7 @@ def stream_trainer(
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             TaskEvaluation(tests, tasks.task_ends),  # after it, as it asks whether the run is new
             Preemption(),
+            Pictures(),
             Progress(),
         ],
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.images import Agree
+from toolkit.data.images import OnMain
 from toolkit.data.ragged import RaggedColumn, RaggedTable
 from toolkit.domains.speech import speech_sources as sources
 from toolkit.domains.speech.audio import LogMel, resample
@@ -80,7 +80,7 @@ def load_speech(
     tail_s: float,
     stride: int,
     held_out_speaker: str | None = None,
-    agree: Agree,
+    on_main: OnMain,
 ) -> SpeechData:
     """The set `dataset`: "fsdd" (or "fsdd:validation", which tests on a part of its training split),
     "connected_digits", "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or
@@ -102,7 +102,7 @@ def load_speech(
         built.update(columns(source))
         return notice
 
-    notice: str | None = agree(decide)
+    notice: str | None = on_main(decide)
     if not built:
         built.update(columns(_choose(dataset, data_dir)[0]))
     name, *speakers = bytes(built["names"].numpy()).decode().split("\n")

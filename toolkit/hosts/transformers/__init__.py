@@ -1,7 +1,7 @@
 """transformers as a host: its mixtures of experts, built, watched, placed and saved. Needs transformers to be called,
 not to be imported."""
 
-from toolkit.hosts.transformers.anatomy import GlobalRouterPenalty, RouterWatch, experts_modules, routers
+from toolkit.hosts.transformers.anatomy import RouterWatch, experts_modules, routers, watch_routers
 from toolkit.hosts.transformers.build import causal_lm
 from toolkit.hosts.transformers.host import (
     PlacedExperts,
@@ -18,7 +18,6 @@ from toolkit.hosts.transformers.shapes import describe_language_model, language_
 from toolkit.hosts.transformers.upcycle import upcycle
 
 __all__ = [
-    "GlobalRouterPenalty",
     "PlacedExperts",
     "RouterWatch",
     "causal_lm",
@@ -35,4 +34,5 @@ __all__ = [
     "upcycle",
     "use_toolkit_ep",
     "use_toolkit_kernel",
+    "watch_routers",
 ]

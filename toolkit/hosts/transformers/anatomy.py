@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import has_stacked_parameters
-from toolkit.moe.losses import global_load, load_balancing_share, z_loss_share
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.router import Routing
 
@@ -58,17 +57,18 @@ def _num_experts(experts: nn.Module) -> int:
 
 
 class RouterWatch:
-    """What one router decided in the last forward, and how often it chose each expert in training."""
+    """What one router decided in the last forward."""
 
     def __init__(self, name: str, router: nn.Module):
         self.name = name
-        self.num_experts = _router_rows(router) or 0
+        self.num_choices = _router_rows(router) or 0
+        """Experts, over all ranks."""
         self.sigmoid = hasattr(router, "e_score_correction_bias")
         self.routing: Routing | None = None
-        self.load_E = torch.zeros(self.num_experts, dtype=torch.int64)
-        """Routed copies per expert on this rank over all training forwards; never reset, so take differences."""
-        self.last_load_E = self.load_E
-        """The same, of the last forward alone."""
+        self.sequence_length: int | None = None
+        """transformers flattens sequences before its routers see them."""
+        self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
+        """int64: assignments per expert on this rank in the last forward, in training or evaluation."""
         router.register_forward_hook(self._remember)
 
     def _remember(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
@@ -81,47 +81,22 @@ class RouterWatch:
         if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
             return
         self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE)
-        chosen = ids_TK.detach().flatten()
-        self.last_load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
-        self.last_load_E.scatter_add_(0, chosen, torch.ones_like(chosen))
-        if router.training and torch.is_grad_enabled():
-            self.load_E = self.load_E.to(chosen.device) + self.last_load_E
+        chosen_N = ids_TK.flatten()
+        self.last_load_E = chosen_N.new_zeros(self.num_choices).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
 
-class GlobalRouterPenalty:
-    """Balance and z-loss of a transformers model over the tokens of *all* ranks, layer by layer.
+def watch_routers(model: nn.Module) -> list[RouterWatch]:
+    """A watch on each router of `model`, in order of layers: what `RouterPenalty` needs. Call it before wrapping.
 
     transformers' own `output_router_logits` loss looks at this rank's tokens alone, and multiplies fractions that were
     averaged over layers first, so an expert that is busy in one layer is excused by an idle one in another.
 
-        penalty = GlobalRouterPenalty(model, balance_weight=0.01)         # before the model is wrapped
-        loss = model(**batch).loss + accelerator.num_processes * penalty()
+    Raises UserError for a model without experts.
     """
-
-    def __init__(self, model: nn.Module, *, balance_weight: float = 0.0, z_weight: float = 0.0):
-        self.balance_weight, self.z_weight = balance_weight, z_weight
-        self.watches = [RouterWatch(name, router) for name, router in routers(model).items()]
-        if not self.watches:
-            raise UserError(
-                f"model {type(model).__name__} has no experts to balance: "
-                "use a mixture-of-experts model, or leave the penalty out."
-            )
-
-    def __call__(self) -> Tensor:
-        """This rank's share, after a forward; a collective. The shares of the ranks add up to the penalty, so times
-        the number of ranks it is what a loss needs whose gradient is averaged over them."""
-        load_LE = self.last_load()
-        total = load_LE.new_zeros((), dtype=torch.float32)
-        for watch, load_E in zip(self.watches, load_LE, strict=True):
-            routing = watch.routing
-            assert routing is not None, "the penalty is asked for after the forward"
-            tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
-            fraction_E = load_E / load_E.sum().clamp(min=1)
-            total = total + self.balance_weight * load_balancing_share(routing.probs_TE, fraction_E, tokens)
-            if self.z_weight:
-                total = total + self.z_weight * z_loss_share(routing.logits_TE, tokens)
-        return total / len(self.watches)
-
-    def last_load(self) -> Tensor:
-        """int64 (layers, E): routed copies per expert in the last forward, over all ranks. A collective."""
-        return global_load(self.watches)
+    watches = [RouterWatch(name, router) for name, router in routers(model).items()]
+    if not watches:
+        raise UserError(
+            f"model {type(model).__name__} has no experts to balance: "
+            "use a mixture-of-experts model, or leave the penalty out."
+        )
+    return watches

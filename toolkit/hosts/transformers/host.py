@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import compute_rows
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.recompute import recomputing
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.plan import plan_layer
 from toolkit.placement.planners import Planner

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import LifecycleConfig
-from toolkit.metrics import MetricSums
-from toolkit.moe.balance import LoadSince, WholeStepBalance
+from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.alignment import similarity
 from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
@@ -31,8 +30,8 @@ from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.moe.lifecycle.sleep import SleepSchedule, Snapshot
 from toolkit.moe.lifecycle.surgery import Surgeon
+from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import migrate
-from toolkit.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from toolkit.data.replay_memory import ReplayMemory
@@ -104,23 +103,15 @@ class Lifecycle(Callback):
         )
         self._initial = max((len(roster) for roster in self.rosters.values()), default=1)
         self.next_sleep = self.schedule.steps(self._initial, self._initial)
-        self._since = LoadSince(list(self.layers.values()))
-        self._traffic = {name: [0] * roster.logical_experts for name, roster in self.rosters.items()}
-        """Routed copies per seat since the last sleep, over all ranks."""
+        self._cursors = {name: layer.expert_stack.log.cursor() for name, layer in self.layers.items()}
+        """What was routed since the last sleep."""
         self._readings: dict[str, float] = {}
         self._routers_known = False
         """Whether the routers were refreshed since the weights were loaded."""
-        self._placements: dict[str, Any] = {}
-        """Of the checkpoint that is continued, until its rows are there."""
 
     # --- when ---------------------------------------------------------------------------------------------------
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        for name, saved in self._placements.items():
-            stack, before = self.layers[name].expert_stack, ExpertPlacement.from_dict(saved)
-            if before.slots_per_rank == stack.placement.slots_per_rank and before != stack.placement:
-                migrate(stack, before, trainer.optimizer)
-        self._placements = {}
         if not self._routers_known:
             self._refresh_routers()
 
@@ -184,15 +175,15 @@ class Lifecycle(Callback):
     def sleep(self, trainer: Trainer) -> None:
         """Replay, merge, prune, even out ranks; and say when to sleep next."""
         step, events = trainer.state.step, len(self.history)
-        self._count_traffic()
+        loads = take_loads(list(self._cursors.values()))
         if self.knowledge is not None:
             self.knowledge.observe(step)
         rows = self._with_remembered(trainer, self._recent(trainer, MEASURED), "sleep")
         before = loss = self._probe_samples(trainer, rows).loss
         if self.config.replay_steps and len(self.memory):
             loss = self._attempt(trainer, rows, loss, "", partial(self._replay, trainer))
-        for name in self.layers:
-            for plan in self._endings(trainer, name, rows):
+        for name, load_E in zip(self.layers, loads, strict=True):
+            for plan in self._endings(trainer, name, rows, load_E.tolist()):
                 loss = self._attempt(trainer, rows, loss, name, partial(self._end, trainer, name, plan))
         for name, layer in self.layers.items():
             roster, graph = self.rosters[name], self._graph(name)
@@ -203,7 +194,6 @@ class Lifecycle(Callback):
         self._readings |= {"loss_before_sleep": before, "loss_after_sleep": loss}
         changes = [event.kind for event in self.history[events:]]
         self._note(step, "", "sleep", (), before=before, after=loss, changes=changes)
-        self._traffic = {name: [0] * roster.logical_experts for name, roster in self.rosters.items()}
         active = max(len(roster) for roster in self.rosters.values())
         self.next_sleep = step + self.schedule.steps(active, self._initial)
 
@@ -211,19 +201,17 @@ class Lifecycle(Callback):
         """Learn from remembered samples and their labels, at the replay's own learning rate."""
         size = self.config.replay_batch_size or trainer.run.config.batch_size
         multiplier = self.config.replay_lr / trainer.base_rates[0]
-        kept, trainer.sums = trainer.sums, MetricSums(trainer.run.device)
         for turn in range(self.config.replay_steps):
             rows = self.memory.draw(size, "sleep", trainer.state.step, turn)
             micro_batches = trainer.batches.micro_batches_of(rows)
             if self.balance is not None:
                 self.balance.on_step_start(trainer, micro_batches)
-            trainer.learn(micro_batches, multiplier)
-        trainer.sums = kept
+            trainer.learn(micro_batches, multiplier, record=False)
 
-    def _endings(self, trainer: Trainer, name: str, rows: Tensor) -> list[Plan]:
-        """Whom to merge and whom to prune."""
+    def _endings(self, trainer: Trainer, name: str, rows: Tensor, load_E: list[int]) -> list[Plan]:
+        """Whom to merge and whom to prune, given the assignments of all ranks since the last sleep."""
         roster, config = self.rosters[name], self.config
-        traffic = {record.id: float(self._traffic[name][record.logical_id]) for record in roster.active}
+        traffic = {record.id: float(load_E[record.logical_id]) for record in roster.active}
         merges: list[Merge] = []
         if config.merge:
             distance, alike = self._compare(trainer, name, rows)
@@ -332,11 +320,6 @@ class Lifecycle(Callback):
     def _surgeon(self, trainer: Trainer, name: str) -> Surgeon:
         return Surgeon(self.layers[name], self.rosters[name], trainer.optimizer, seed=self.seed)
 
-    def _count_traffic(self) -> None:
-        """A collective."""
-        for name, load_E in zip(self.layers, self._since.take().tolist(), strict=True):
-            self._traffic[name] = [a + b for a, b in zip(self._traffic[name], load_E, strict=True)]
-
     def _note(self, step: int, layer: str, kind: EventKind, ids: tuple[int, ...], **detail: Any) -> None:
         self.history.append(LifecycleEvent(step, layer, kind, ids, detail))
 
@@ -344,14 +327,12 @@ class Lifecycle(Callback):
         """A collective."""
         if not self.layers:
             return {}
-        self._count_traffic()
         return {
             "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
-            "placements": {name: layer.placement.to_dict() for name, layer in self.layers.items()},
             "history": [asdict(event) for event in self.history],
             "alarm": self.alarm.state_dict(),
             "next_sleep": self.next_sleep,
-            "traffic": self._traffic,
+            "load": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
             "readings": self._readings,
         }
 
@@ -359,12 +340,12 @@ class Lifecycle(Callback):
         if not self.layers:
             return
         self.rosters = {name: ExpertRoster.from_dict(saved) for name, saved in state["rosters"].items()}
-        self._placements, self._routers_known = state["placements"], False
+        self._routers_known = False
         self.history = [LifecycleEvent(**{**event, "ids": tuple(event["ids"])}) for event in state["history"]]
         self.alarm.load_state_dict(state["alarm"])
         self.next_sleep, self._readings = state["next_sleep"], dict(state["readings"])
-        self._since.take()
-        self._traffic = {name: list(counts) for name, counts in state["traffic"].items()}
+        for name, cursor in self._cursors.items():
+            cursor.load_state_dict(state["load"][name])
 
 
 _COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "sleep", "undone")

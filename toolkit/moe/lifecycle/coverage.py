@@ -1,13 +1,15 @@
-"""Whether the experts that there are cover the data: a signal in plain units, and an alarm on it.
+"""Whether the experts cover the data: a fraction of samples, and an alarm on it.
 
-The signal is the fraction of coming samples, not yet trained on, to whose target the model gives less than even odds.
-It is 0 for a model that knows and 1 for one that does not, whatever the router thinks of itself.
+The signal is the fraction of coming samples, not yet trained on, to whose target the model gives a probability below
+0.5. It is 0 for a model that has learned the data and 1 for one that has not, whatever the router's own confidence.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
 from typing import Any, Literal
+
+from toolkit.callbacks.drift import CumulativeSum
 
 HALF_PROBABILITY = 0.6931471805599453
 """-ln 1/2: a sample whose loss in nats is higher is not covered."""
@@ -15,70 +17,53 @@ HALF_PROBABILITY = 0.6931471805599453
 Lack = Literal["shift", "plateau"]
 
 
-@dataclass
 class CoverageAlarm:
     """Tells a lack of coverage from noise. `observe` takes one reading after another.
 
-    shift     the one-sided cumulative sum of what exceeds the running mean by more than `slack` standard deviations
-              passes `limit` of them (Page 1954, Biometrika 41, 100-115)
-    plateau   the running mean stays above `tolerated` and has found no lower level for `patience` readings
+    shift     a `CumulativeSum` detects that the mean has risen
+    plateau   its running mean stays above `tolerated` and has found no lower level for `patience` readings
 
-    After an alarm, and for `cooldown` readings from it on, nothing is reported, and the running mean begins anew.
+    After an alarm the next `cooldown` readings are ignored, and the running mean begins anew.
     """
 
-    tolerated: float = 0.1
-    patience: int = 40
-    cooldown: int = 8
-    slack: float = 1.0
-    limit: float = 6.0
-    memory: float = 0.9
-    """Of the running mean: how much of it stays at each reading."""
-
-    mean: float = 0.0
-    variance: float = 0.0
-    readings: int = 0
-    """Since the last alarm."""
-    excess: float = 0.0
-    """The cumulative sum, in standard deviations."""
-    lowest: float = 1.0
-    since_lowest: int = 0
-    resting: int = 0
+    def __init__(self, *, tolerated: float = 0.1, patience: int = 40, cooldown: int = 8):
+        self.tolerated, self.patience, self.cooldown = tolerated, patience, cooldown
+        # A reading averages many samples, so a single one may raise the alarm, and a model that learns fast lowers the
+        # mean at once.
+        self.shift = CumulativeSum(threshold=6.0, slack=1.0, memory=10, warmup=1, largest=None, largest_drop=math.inf)
+        self.lowest = 1.0
+        """Of the running mean since the last alarm."""
+        self.since_lowest = 0
+        """Readings since then."""
+        self.resting = 0
+        """Readings yet to be ignored."""
 
     def observe(self, uncovered: float, samples: int) -> Lack | None:
         """The lack that `uncovered`, a fraction of `samples`, completes, if any."""
         if self.resting:
             self.resting -= 1
             return None
-        if self.readings:
-            # No fraction of so many samples is known better than that, however steady it was.
-            binomial = max(self.mean * (1 - self.mean), 0.5 / samples) / samples
-            deviation = max(self.variance, binomial) ** 0.5
-            self.excess = max(0.0, self.excess + (uncovered - self.mean) / deviation - self.slack)
-            if self.excess > self.limit:
-                return self._alarm("shift")
-            # Else a shift would soon be what is usual.
-            uncovered = min(uncovered, self.mean + 2 * deviation)
-        kept = min(self.memory, self.readings / (self.readings + 1))
-        step = uncovered - self.mean
-        self.mean += (1 - kept) * step
-        self.variance = kept * (self.variance + (1 - kept) * step * step) if self.readings else 0.0
-        self.readings += 1
+        mean = self.shift.mean
+        # The variance of a fraction of so many samples, however steady the readings were.
+        binomial = max(mean * (1 - mean), 0.5 / samples) / samples
+        if self.shift.add(uncovered, least_variance=binomial):
+            return self._alarm("shift")
         self.since_lowest += 1
-        if self.mean < 0.95 * self.lowest:
-            self.lowest, self.since_lowest = self.mean, 0
-        if self.mean > self.tolerated and self.since_lowest >= self.patience:
+        if self.shift.mean < 0.95 * self.lowest:
+            self.lowest, self.since_lowest = self.shift.mean, 0
+        if self.shift.mean > self.tolerated and self.since_lowest >= self.patience:
             return self._alarm("plateau")
         return None
 
     def _alarm(self, kind: Lack) -> Lack:
-        self.mean = self.variance = self.excess = 0.0
-        self.readings = self.since_lowest = 0
-        self.lowest, self.resting = 1.0, self.cooldown
+        self.shift.reset()
+        self.lowest, self.since_lowest, self.resting = 1.0, 0, self.cooldown
         return kind
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        counters = {"lowest": self.lowest, "since_lowest": self.since_lowest, "resting": self.resting}
+        return counters | {"shift": self.shift.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.lowest, self.since_lowest, self.resting = (state[k] for k in ("lowest", "since_lowest", "resting"))
+        self.shift.load_state_dict(state["shift"])

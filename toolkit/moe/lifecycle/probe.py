@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.moe.layer import MoE
 from toolkit.moe.lifecycle.coverage import HALF_PROBABILITY
 from toolkit.moe.lifecycle.surgery import Divider
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.parallel.groups import sum_over_ranks
 
 if TYPE_CHECKING:
     from toolkit.task import Batch

@@ -11,11 +11,12 @@ from torch import nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
+from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
 from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingStatistics
-from toolkit.pictures.lifecycle_records import LIFECYCLE_FILE, graph_stem
 from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.lifecycle_records import LIFECYCLE_FILE, graph_stem
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
@@ -56,9 +57,10 @@ class LifecycleReport(Callback):
     writes a line of lifecycle.jsonl and the graphs' JSON and GraphML files. Pictures are drawn when the run ends.
 
     `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over living experts
-    weighted by traffic. To be put behind the callbacks that change populations. Ordinary steps pay for a few
-    references; there is one reduction over ranks per epoch.
+    weighted by traffic. Ordinary steps pay for a few references; there is one reduction over ranks per epoch.
     """
+
+    runs_after = (Lifecycle,)
 
     def __init__(
         self,

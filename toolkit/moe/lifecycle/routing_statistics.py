@@ -1,34 +1,32 @@
-"""Which experts saw which class, and which of them together: counted on the device, asked for once an epoch."""
+"""Which classes of samples each expert gets, and which experts are chosen together, by uid; read once an epoch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from toolkit.moe.layer import MoE, moe_layers
-from toolkit.parallel.ownership import sum_over_ranks
+from toolkit.moe.layer import moe_layers
+from toolkit.moe.load.routing_log import MOST_ASSIGNMENTS, Choices, count_pairs
+from toolkit.parallel.groups import sum_over_ranks
 
-MOST_WAITING = 256
-"""Forwards of a layer that are kept before they are counted."""
 Ids = tuple[int | None, ...]
-"""The expert on each seat; None where it is vacant."""
+"""The uid of each logical expert; None for inactive ones."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one layer over a period, by expert id."""
+    """Counts of one layer over a period, by uid."""
 
     ids: tuple[int, ...]
     together_EE: NDArray[np.int64]
-    """Tokens that chose both; the diagonal holds the tokens that chose the expert at all."""
+    """Tokens that chose both experts; the diagonal holds the tokens that chose the expert at all."""
     classes_EC: NDArray[np.int64]
     """Tokens of each class."""
 
@@ -38,10 +36,10 @@ class Counts:
 
     @classmethod
     def of_logical_ids(cls, ids: Ids, together_SS: NDArray[np.int64], classes_SC: NDArray[np.int64]) -> Counts:
-        """Counts by seat, under the ids that sat there. A vacant seat is chosen by nobody."""
+        """From counts by logical expert, whose uids are `ids`. Inactive ones have no tokens."""
         logical_ids = [logical_id for logical_id, id in enumerate(ids) if id is not None]
-        sitting = tuple(id for id in ids if id is not None)
-        return cls(sitting, together_SS[np.ix_(logical_ids, logical_ids)], classes_SC[logical_ids])
+        active = tuple(id for id in ids if id is not None)
+        return cls(active, together_SS[np.ix_(logical_ids, logical_ids)], classes_SC[logical_ids])
 
     def __add__(self, other: Counts) -> Counts:
         ids = tuple(sorted({*self.ids, *other.ids}))
@@ -66,81 +64,81 @@ class Counts:
 
 class _Note(NamedTuple):
     ids: Ids
-    experts_TK: Tensor
-    kept_TK: Tensor | None
+    choices: Choices
     labels: Tensor | None
 
 
 class RoutingStatistics:
-    """Listens to the training forwards of a model's `MoE` layers between `begin_step` and `end_step`.
+    """Reads the routing logs of a model's `MoE` layers between `begin_step` and `end_step`, a forward per micro-batch.
 
-    A forward only leaves references behind; tensors are added up every `MOST_WAITING` forwards, and reach the host in
-    `take`. What sits on a layer's seats is asked of `uids_of_logical` at every forward, so counts follow ids when a seat
-    gets another expert. Forwards without gradients or without a micro-batch of their own, such as a sleep's, are not
-    counted, nor are those that a recomputation repeats.
+    Tensors stay on the device until `take`. `uids_of_logical` is asked at the start of each step, so counts follow the
+    uid when a logical expert is given to another. Further training forwards of a step, such as those of a replay, are
+    not counted.
     """
 
     def __init__(self, model: nn.Module, *, num_classes: int, uids_of_logical: Callable[[str], Ids]):
         self.layers = moe_layers(model)
         self.num_classes, self.uids_of_logical = num_classes, uids_of_logical
-        self._labels: Sequence[Tensor | None] = ()
-        self._forwards = dict.fromkeys(self.layers, 0)
-        self._seen = {name: layer.load_E for name, layer in self.layers.items()}
-        self._notes: dict[str, list[_Note]] = {name: [] for name in self.layers}
-        self._sums: dict[str, dict[Ids, Tensor]] = {name: {} for name in self.layers}
+        self._cursors = {name: layer.expert_stack.log.follow(choices=True) for name, layer in self.layers.items()}
+        self._uids: dict[str, Ids] = {}
+        self._labels: dict[str, Iterator[Tensor | None]] = {}
+        self._forget()
         self._total = self._nothing()
-        for name, layer in self.layers.items():
-            layer.register_forward_hook(partial(self._note, name))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Whoever copies a model copies its hooks; what a copy does between our steps is not counted."""
-        return self
+        self.end_step()
 
     def begin_step(self, labels: Iterable[Tensor | None]) -> None:
-        """The class of each sample of the coming step's micro-batches, one tensor each; None where there are none."""
-        self._labels = list(labels)
-        self._forwards = dict.fromkeys(self.layers, 0)
+        """`labels`: the class of each sample, one tensor per micro-batch of the coming step; None if it has none."""
+        self.end_step()
+        of_step = list(labels)
+        for name, cursor in self._cursors.items():
+            self._uids[name], self._labels[name] = self.uids_of_logical(name), iter(of_step)
+            cursor.accept(len(of_step))
 
     def end_step(self) -> None:
-        self._labels = ()
+        self._read()
+        for cursor in self._cursors.values():
+            cursor.accept(0)
 
-    def _note(self, name: str, layer: MoE, inputs: Any, output: Any) -> None:  # noqa: ARG002
-        if layer.load_E is self._seen[name]:
-            return
-        self._seen[name] = layer.load_E
-        place = self._forwards[name]
-        self._forwards[name] += 1
-        if place >= len(self._labels) or layer.routing is None:
-            return
-        routing, notes = layer.routing, self._notes[name]
-        notes.append(_Note(self.uids_of_logical(name), routing.expert_ids_TK, routing.kept_TK, self._labels[place]))
-        if len(notes) >= MOST_WAITING:
-            self._fold(name)
+    def _read(self) -> None:
+        """Take the forwards of this step so far."""
+        for name, cursor in self._cursors.items():
+            notes = self._notes[name]
+            # Forwards first, or `zip` would take a label before it finds that no forward is left.
+            for forward, labels in zip(cursor.take(), self._labels.get(name, ()), strict=False):
+                assert forward.choices is not None
+                notes.append(_Note(self._uids[name], forward.choices, labels))
+                self._waiting[name] += forward.choices.expert_ids_TK.numel()
+            if self._waiting[name] >= MOST_ASSIGNMENTS:
+                self._fold(name)
 
     def _fold(self, name: str) -> None:
-        """Add what waits to the sums on the device, one (S, S + C) table for each seating."""
-        notes, self._notes[name] = self._notes[name], []
+        """Add the waiting forwards to the sums on the device: one table (E, E + C) per tuple of uids."""
+        notes, self._notes[name], self._waiting[name] = self._notes[name], [], 0
         logical_experts, classes = len(self.layers[name].load_E), self.num_classes
         for ids, group in itertools.groupby(notes, key=lambda note: note.ids):
             forwards = list(group)
-            experts_TK = torch.cat([note.experts_TK for note in forwards])
-            kept_TK = torch.cat([_kept(note) for note in forwards]).long()
-            pairs = experts_TK[:, :, None] * logical_experts + experts_TK[:, None, :]
-            both = kept_TK[:, :, None] * kept_TK[:, None, :]
-            zeros = experts_TK.new_zeros
-            together = zeros(logical_experts * logical_experts).scatter_add_(0, pairs.flatten(), both.flatten())
+            pairs_EE = count_pairs([note.choices for note in forwards], logical_experts)
+            experts_TK = torch.cat([note.choices.expert_ids_TK for note in forwards])
+            kept_TK = torch.cat([note.choices.kept() for note in forwards]).long()
             labels_T = torch.cat([_labels(note, classes) for note in forwards])
-            # Tokens without a class are counted in a column that is cut off.
+            # Tokens without a class go into an extra column, which is cut off.
             cells = experts_TK * (classes + 1) + labels_T[:, None]
-            seen = zeros(logical_experts * (classes + 1)).scatter_add_(0, cells.flatten(), kept_TK.flatten())
-            table = torch.cat(
-                [together.view(logical_experts, logical_experts), seen.view(logical_experts, -1)[:, :classes]], dim=1
+            seen = pairs_EE.new_zeros(logical_experts * (classes + 1)).scatter_add_(
+                0, cells.flatten(), kept_TK.flatten()
             )
+            table = torch.cat([pairs_EE, seen.view(logical_experts, -1)[:, :classes]], dim=1)
             before = self._sums[name].get(ids)
             self._sums[name][ids] = table if before is None else before + table
 
+    def _forget(self) -> None:
+        self._notes: dict[str, list[_Note]] = {name: [] for name in self.layers}
+        self._waiting = dict.fromkeys(self.layers, 0)
+        """Assignments in `_notes`."""
+        self._sums: dict[str, dict[Ids, Tensor]] = {name: {} for name in self.layers}
+
     def _collect(self) -> None:
-        """Bring the sums of all ranks to the host. A collective, one reduction: seatings are alike on all ranks."""
+        """Bring the sums of all ranks to the host. A collective, one reduction: uids are the same on all ranks."""
+        self._read()
         for name in self.layers:
             self._fold(name)
         tables = [table for sums in self._sums.values() for table in sums.values()]
@@ -159,7 +157,7 @@ class RoutingStatistics:
             sums.clear()
 
     def take(self) -> dict[str, Counts]:
-        """The counts of all ranks since the last time, by layer. A collective."""
+        """The counts of all ranks since the last call, by layer. A collective."""
         self._collect()
         total, self._total = self._total, self._nothing()
         return total
@@ -173,19 +171,14 @@ class RoutingStatistics:
         return {name: counts.to_dict() for name, counts in self._total.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._notes = {name: [] for name in self.layers}
-        self._sums = {name: {} for name in self.layers}
+        self._forget()
         self._total = {name: Counts.from_dict(state[name], self.num_classes) for name in self.layers}
 
 
-def _kept(note: _Note) -> Tensor:
-    return torch.ones_like(note.experts_TK, dtype=torch.bool) if note.kept_TK is None else note.kept_TK
-
-
 def _labels(note: _Note, classes: int) -> Tensor:
-    """(T): the class of each token, `classes` where it has none. The tokens of a sample share its class."""
-    tokens = len(note.experts_TK)
+    """(T): the class of each token, which is that of its sample; `classes` for none."""
+    tokens = len(note.choices.expert_ids_TK)
     if note.labels is None:
-        return note.experts_TK.new_full((tokens,), classes)
+        return note.choices.expert_ids_TK.new_full((tokens,), classes)
     labels = note.labels.flatten()
     return labels if len(labels) == tokens else labels.repeat_interleave(tokens // max(1, len(labels)))

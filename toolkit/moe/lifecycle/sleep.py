@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.checkpoint.tensor_files import unwrapped
+from toolkit.parallel.unwrapping import unwrapped
 
 
 @dataclass(frozen=True)

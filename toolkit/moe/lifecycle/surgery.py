@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.checkpoint.tensor_files import unwrapped
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
 from toolkit.moe.lifecycle.alignment import alignment, reordered
@@ -21,6 +20,7 @@ from toolkit.moe.lifecycle.plans import Grow, Merge, Plan, Prune
 from toolkit.moe.lifecycle.roster import ExpertRoster
 from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.lifecycle.rows import ExpertRows
+from toolkit.parallel.unwrapping import unwrapped
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""How tokens were routed: counted once per layer, and the metrics read from that."""
+"""The log of each layer's routing, and the metrics computed from it."""

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 
 class ExpertLoad(Callback):
-    """Records on each line of metrics how the line's tokens spread over experts and ranks; one reduction a line.
+    """Records how the assignments since the last line of metrics spread over experts and ranks; one reduction a line.
 
-    `moe/load/<layer>`: the fraction of routed copies of each expert; and over all layers what
-    `toolkit.moe.load.metrics` computes: `expert_metrics` always, and where experts are spread over ranks `balance_metrics`,
-    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. The result `min_expert_load` is the smallest
-    fraction over the last whole epoch, of experts that lived through it. `ranks_per_node` None takes what the launcher
-    says.
+    `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what `toolkit.moe.load.metrics`
+    computes: `expert_metrics` always, and with expert parallelism `balance_metrics`, `traffic_metrics`,
+    `deduplicated_metrics` and `replica_metrics`. The result `min_expert_load` is the smallest fraction over the last
+    whole epoch, of experts that were active throughout it. `ranks_per_node` None takes the launcher's number.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
@@ -30,7 +29,7 @@ class ExpertLoad(Callback):
         self.forwards = self.meter.forwards
         self._epoch_load_LE = self.meter.window.load_LE
         self._stayed_active_LE = self.forwards.active()
-        """Who lived when this epoch began."""
+        """Experts that were active when this epoch began."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.meter.began = self.meter.began or trainer.state.step

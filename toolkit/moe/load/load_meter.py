@@ -1,4 +1,4 @@
-"""Balance and traffic of the steps since somebody last asked: what `ExpertLoad` and plain loops share."""
+"""Balance and traffic metrics since the last reading: for `ExpertLoad` and `ExpertParallel.metrics`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.moe.load.forwards import ForwardLoads
+from toolkit.moe.load.forwards import ModelForwards
 from toolkit.moe.load.metrics import (
     Counts,
     Window,
@@ -24,18 +24,18 @@ from toolkit.moe.load.metrics import (
 from toolkit.moe.stack import ExpertStack
 
 MOST_WAITING = 512
-"""Forwards whose loads are kept before they are added up, however rarely somebody asks."""
+"""Forwards whose loads are kept before they are reduced, if readings are rare."""
 
 
 class LoadMeter:
-    """Listens to the expert layers of `model` and adds up what their forwards did, on all ranks.
+    """Sums the routing logs of the expert layers of `model` over forwards and ranks.
 
-    `ranks_per_node` None takes what the launcher says. Distinct tokens that go to other nodes are counted only where
-    there are several.
+    `ranks_per_node` None takes the launcher's number. Distinct tokens that go to other nodes are counted only for EP
+    groups that span several.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
-        self.forwards = ForwardLoads(model)
+        self.forwards = ModelForwards(model)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.rank, self.world_size = rank, world
@@ -47,18 +47,18 @@ class LoadMeter:
             if len(set(nodes)) > 1:
                 stack.count_crossings(nodes)
         self.window = self.empty()
-        """What was added up since the last `read`."""
+        """The sums since the last `read`."""
         self.began = 0
         """The step at which `window` began."""
 
     def fold_when_many(self) -> Window | None:
-        """`fold` where many forwards wait; a collective from time to time, so to be called on all ranks alike."""
+        """`fold` if many forwards wait. A collective then, so call it on all ranks after the same steps."""
         return self.fold() if len(self.forwards) >= MOST_WAITING else None
 
     def fold(self) -> Window | None:
-        """Add what all ranks noted to the window, and return it. A collective, one reduction."""
+        """Add all ranks' new forwards to the window and return them. A collective, one reduction."""
         counts: Counts | None = None
-        for placements, sent_FLE, dropped_FLE, crossings_FL in self.forwards.take():
+        for placements, sent_FLE, dropped_FLE, crossings_FL, _ in self.forwards.take():
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,
@@ -71,7 +71,7 @@ class LoadMeter:
         if counts is None:
             return None
         if dist.is_initialized():
-            flat = torch.from_numpy(counts.flat()).to(self.stacks[0].load_E.device)
+            flat = torch.from_numpy(counts.flat()).to(self.stacks[0].log.load_E.device)
             dist.all_reduce(flat)
             counts = counts.unflat(flat.cpu().numpy())
         window = Window.of(counts)
@@ -79,8 +79,8 @@ class LoadMeter:
         return window
 
     def read(self, step: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """The shares of the routed copies per expert, by layer, and all other metrics of the folded steps up to `step`;
-        nothing where there were none. The window begins anew."""
+        """Each layer's fractions of assignments per expert, and all other metrics, of the folded steps up to `step`;
+        empty without training forwards. Begins a new window."""
         window, self.window = self.window, self.empty()
         steps, self.began = step - self.began, step
         if not len(window.load_LE) or not window.load_LE.any(1).all():
@@ -104,12 +104,12 @@ class LoadMeter:
         return shares, metrics
 
     def begin(self, step: int) -> None:
-        """Forget what was noted; the window begins at `step`."""
+        """Begin a new window at `step`, without what was counted before."""
         self.forwards.take()
         self.window, self.began = self.empty(), step
 
     def empty(self) -> Window:
-        """A window without forwards."""
+        """A window of no forwards."""
         group = self.stacks[0].groups.ep_size if self.stacks else 1
         experts = self.stacks[0].num_experts if self.stacks else 0
         layers = len(self.stacks)
@@ -126,5 +126,5 @@ class LoadMeter:
 
 
 def weight_bytes(stack: ExpertStack) -> int:
-    """Of one copy of an expert of `stack`."""
+    """Bytes of the weights of one expert."""
     return sum(p.shape[1:].numel() * p.element_size() for p in stack.parameters.values())

@@ -1,8 +1,8 @@
-"""What a placement does to a window of steps: the same numbers from live counters and from recorded traces.
+"""Balance and traffic metrics of a window of steps, the same from live counts and from recorded traces.
 
-Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, which come in shard groups of `R`
-neighbours, `S` source ranks that were counted, `E` experts. Each forward is looked at by itself, because that is what
-ranks wait for; layers are looked at one by one, and means over layers are taken last.
+Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, in EP groups of `R` consecutive
+ranks, `S` source ranks that were counted, `E` experts. Imbalance is taken per forward and layer, because ranks wait for
+each other there; means over layers are taken last.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.placement.imbalance import expert_imbalance, lower_bound, max_over_mean, rank_imbalance
+from toolkit.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance
 from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.traffic import Traffic, rows_between_ranks
 
 Ints = NDArray[np.int64]
@@ -24,25 +25,25 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counts:
-    """What some source ranks sent. Counts of other sources in the same forwards add up, element by element."""
+    """What some source ranks sent. Counts of different sources in the same forwards add up element by element."""
 
     load_LE: Ints
-    """Routed copies per expert, over all forwards, those that were dropped included."""
+    """Assignments per expert, over all forwards, dropped ones included."""
     dropped_LE: Ints
-    """Those that a capacity dropped."""
+    """Assignments that a capacity dropped."""
     received_FLW: Ints
-    """Rows that each rank's experts compute for these sources."""
+    """Rows from these sources that each rank's experts compute."""
     sent_LWR: Ints
-    """Rows from each rank to each rank of its shard group, over all forwards."""
+    """Rows from each rank to each rank of its EP group, over all forwards."""
     crossings_L: Ints
-    """Distinct pairs of a token and a foreign node, over all forwards; 0 where they were not counted."""
+    """Distinct pairs of a token and another node, over all forwards; 0 if they were not counted."""
 
     def flat(self) -> Ints:
-        """All numbers in a row, for one reduction over ranks."""
+        """All numbers in one array, for one reduction over ranks."""
         return np.concatenate([part.ravel() for part in self._parts()])
 
     def unflat(self, numbers: Ints) -> Counts:
-        """The reverse of `flat`, of counts with the shapes of these."""
+        """The inverse of `flat`, for counts of the same shapes."""
         parts = self._parts()
         pieces = np.split(numbers, np.cumsum([part.size for part in parts])[:-1])
         return Counts(*[piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)])
@@ -51,7 +52,7 @@ class Counts:
         return self.load_LE, self.dropped_LE, self.received_FLW, self.sent_LWR, self.crossings_L
 
     def then(self, later: Counts) -> Counts:
-        """Of the same sources, with later forwards."""
+        """These and `later` forwards of the same sources."""
         return Counts(
             self.load_LE + later.load_LE,
             self.dropped_LE + later.dropped_LE,
@@ -70,10 +71,11 @@ def count(
     dropped_LE: NDArray[Any] | None = None,
     crossings_L: NDArray[Any] | None = None,
 ) -> Counts:
-    """Counts of forwards under one placement per layer, given what the ranks `sources` of the world sent to experts.
+    """Counts of forwards under one placement per layer, given the rows that ranks `sources` sent to experts.
 
-    Which experts one token chose is not in the loads, so `crossings_L` is counted in the forwards: see
-    `toolkit.moe.stack.crossings`."""
+    `crossings_L` cannot be derived from loads, which do not tell which experts one token chose: see
+    `toolkit.moe.stack.crossings`.
+    """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
     dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
@@ -92,18 +94,18 @@ def count(
 
 @dataclass(frozen=True)
 class Window:
-    """What all ranks did in a window of steps. Windows that follow each other add up."""
+    """Sums over all ranks in a window of steps. Consecutive windows add up with `then`."""
 
     load_LE: Ints
     dropped_LE: Ints
     imbalance_FL: Floats
-    """Max over mean of the rows per rank, over all ranks of the world."""
+    """Maximum over mean of the rows per rank of the world."""
     sent_LWR: Ints
     crossings_L: Ints
 
     @classmethod
     def of(cls, counts: Counts) -> Window:
-        """`counts` are those of all ranks."""
+        """`counts`: summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW)
         return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_L)
 
@@ -117,7 +119,7 @@ class Window:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """For JSON."""
         return {
             "load": self.load_LE.tolist(),
             "dropped": self.dropped_LE.tolist(),
@@ -128,7 +130,7 @@ class Window:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
-        """The reverse of `to_dict`, with the shapes of `like`: what another number of ranks sent is left out."""
+        """The inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
         sent, crossings = (np.array(data[name], dtype=np.int64) for name in ("sent", "crossings"))
         if sent.shape != like.sent_LWR.shape:
             sent, crossings = like.sent_LWR, like.crossings_L
@@ -142,8 +144,7 @@ class Window:
 
 
 def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """What the router did, wherever experts live, given each layer's load (E) of the experts that lived in it; every
-    layer has some load."""
+    """Balance over experts, whatever their placement, given each layer's load (E) of its active experts, not all 0."""
     over_mean = [load_E / load_E.mean() for load_E in loads]
     each = [expert_imbalance(load_E) for load_E in loads]
     return {
@@ -158,14 +159,14 @@ def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one row in the exchanges of one layer; 0 where none was sent yet."""
+    """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
 
     dispatched: int
     combined: int
 
 
 def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
-    """How even ranks were, and how even they could have been in the slots of `placements`."""
+    """Balance over ranks, and the lower bound of their imbalance in the slots of `placements`."""
     of_forward_F = window.imbalance_FL.mean(1)
     pairs = list(zip(window.load_LE, placements, strict=True))
     return {
@@ -184,7 +185,7 @@ def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> di
 def traffic_metrics(
     window: Window, row_bytes: Sequence[RowBytes], *, steps: int, node_of_rank: Sequence[int]
 ) -> dict[str, float]:
-    """What dispatch and combine sent, forward and backward; a forward that is computed again is not counted again."""
+    """Bytes that dispatch and combine sent, forward and backward; without what activation checkpointing sends again."""
     world, group = window.sent_LWR.shape[1:]
     sent_W, home, crossed, rows = np.zeros(world, dtype=np.int64), 0, 0.0, 0
     for sent_WR, size in zip(window.sent_LWR, row_bytes, strict=True):
@@ -205,17 +206,17 @@ def traffic_metrics(
 
 
 def deduplicated_metrics(window: Window) -> dict[str, float]:
-    """Beside `moe/cross_node_fraction`: what would cross if a token that several experts of one node want went there
-    once. Only of forwards whose crossings were counted; a trace does not have them."""
+    """`moe/cross_node_fraction` if a token were sent to each node once, however many of its experts are there. Live
+    only: traces do not have crossings."""
     rows = int(window.sent_LWR.sum())
     return {"moe/cross_node_fraction_deduplicated": int(window.crossings_L.sum()) / rows if rows else 0.0}
 
 
 def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:
-    """What copies beyond the first cost one shard group, given bytes of one copy per layer: memory for weights and
-    gradients, and what a step sends: gradients to the owner, weights back."""
+    """The cost of replicas beyond the first in one EP group, given bytes of one expert per layer: memory of weights and
+    gradients; and traffic of a step, gradients to the owner and weights back."""
     extra = [sum(len(place.replicas(e)) - 1 for e in range(place.num_experts)) for place in placements]
-    total = sum(copies * size for copies, size in zip(extra, weight_bytes, strict=True))
+    total = sum(replicas * size for replicas, size in zip(extra, weight_bytes, strict=True))
     return {
         "moe/replicas": sum(extra),
         "moe/replica_memory_bytes": 2 * total,

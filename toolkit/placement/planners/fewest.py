@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.loads import Floats, Ints
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import NO_GAIN, Floats, Ints, PackingState
+from toolkit.placement.planners.packing import NO_GAIN, PackingState
 
 POWER = 16
 """Of the mean by which loads are compared: nearly the busiest rank alone, but ranks that come close to it count too,

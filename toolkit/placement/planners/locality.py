@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.loads import Floats, Load, checked_load
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.planners.packing import LITTLE_GAIN, Floats, PackingState, pack, settle
-from toolkit.placement.planners.registry import Load, checked_load, register_planner
+from toolkit.placement.planners.packing import LITTLE_GAIN, PackingState, pack, settle
+from toolkit.placement.planners.registry import register_planner
 from toolkit.placement.planners.simple import lpt
 
 Matrix = NDArray[Any] | Sequence[Sequence[float]]

@@ -9,14 +9,11 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.loads import Floats, Ints
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.exact import SearchTooLong, fit
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 NO_GAIN = 1e-9
 """Gains below this part of a load are rounding."""

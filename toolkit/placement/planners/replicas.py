@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from toolkit.placement.loads import Load, checked_load
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.exact import SearchTooLong, fit
 from toolkit.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, even_counts, pack, settle
-from toolkit.placement.planners.registry import Load, checked_load, register_planner
+from toolkit.placement.planners.registry import register_planner
 
 CLOSE = 1.004
 """An imbalance after packing at which no other division of spare slots is tried."""

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from toolkit.parallel.ownership import EMPTY_ROW
+from toolkit.placement.loads import Floats, Load, checked_load
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.exact import SearchTooLong, fit
 from toolkit.placement.planners.fewest import fewest_exchanges, worthwhile_exchanges
-from toolkit.placement.planners.packing import (
-    LITTLE_GAIN,
-    Floats,
-    PackingState,
-    as_even,
-    balanced,
-    even_counts,
-    pack,
-    settle,
-)
-from toolkit.placement.planners.registry import Load, checked_load, register_planner
+from toolkit.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, balanced, even_counts, pack, settle
+from toolkit.placement.planners.registry import register_planner
 
 FEW, BISECTIONS, NODES = 32, 6, 600
 """Up to so many experts, `lpt` searches: so many times for a limit, through so many placements of a part of them. One

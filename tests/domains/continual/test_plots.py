@@ -1,7 +1,7 @@
 import numpy as np
 from PIL import Image
 
-from toolkit.pictures.continual_plots import draw_accuracy_matrices, draw_average_accuracies
+from toolkit.domains.continual.plots import draw_accuracy_matrices, draw_average_accuracies
 
 KEPT = [[0.9, 0.1, 0.1], [0.8, 0.9, 0.1], [0.8, 0.85, 0.9]]
 LOST = [[0.9, 0.1, 0.1], [0.1, 0.9, 0.1], [0.0, 0.1, 0.9]]

@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from toolkit.pictures.confusion import draw_confusion
-from toolkit.pictures.plots import draw_plots
+from toolkit.domains.activity.confusion import draw_confusion, draw_last_confusion
 from toolkit.run.summary import summarise
 from toolkit.tracking.guard import expand
 
@@ -16,7 +15,9 @@ CLASSES = ["walk", "use_telephone", "never_seen"]
 
 
 def test_cells_are_percent_of_their_row_and_rows_say_how_many_examples_they_hold():
-    axes = draw_confusion(Figure(), SHARES, CLASSES, 16).axes[0]
+    figure = Figure()
+    draw_confusion(figure, SHARES, CLASSES, 16)
+    axes = figure.axes[0]
     assert [(text.get_position(), text.get_text()) for text in axes.texts] == [
         ((0, 0), "80"),
         ((1, 0), "20"),
@@ -36,7 +37,7 @@ def test_a_run_that_evaluates_one_gets_the_picture_of_its_last(tmp_path):
         {"step": 2, "eval/confusion": [[0.5, 0], [0, 0.5]]},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pictures = draw_plots(tmp_path, classes=["a", "b"], test_examples=4)
+    pictures = draw_last_confusion(tmp_path, {"classes": ["a", "b"], "test_examples": 4})
     assert list(pictures) == ["confusion"]
     with Image.open(pictures["confusion"]) as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.domains.continual.drift import CumulativeSum
+from toolkit.callbacks.drift import CumulativeSum
 
 
 def noise(seed: int, count: int) -> list[float]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from toolkit.config.run import ScheduleConfig
-from toolkit.schedules import build_schedule, constant, warmup_cosine, warmup_stable_decay
+from toolkit.optim import build_schedule, constant, warmup_cosine, warmup_stable_decay
 
 
 def test_constant_rises_in_equal_steps_and_stays_at_one():

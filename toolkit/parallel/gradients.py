@@ -1,0 +1,122 @@
+"""Gradients of owned parameters: averaged over ranks, kept equal among replicas, and clipped by one global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from toolkit.parallel.ownership import Ownership, is_owned, ownership_of
+
+
+@torch.no_grad()
+def average_owned_gradients(parameters: Sequence[Tensor], batches: int) -> None:
+    """Make the gradients of owned parameters the mean over all ranks' batches, as DDP's are. A collective.
+
+    The backward of the all-to-all has already *summed* the contributions of the EP group's batches, where DDP takes
+    the *mean* over the world. So: sum over the expert data-parallel group, and divide by `batches`, the number of
+    processes (or the size of the expert data-parallel group, where gradients have been divided by `ep_size` already).
+    Of a row with replicas within the EP group the owner gets the sum, the others zero.
+    """
+    sum_replica_gradients(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return
+    if batches > 1:
+        torch._foreach_div_(grads, float(batches))
+    ownership = ownership_of(parameters[0])
+    if ownership is None or ownership.groups.expert_dp_group is None:
+        return
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat, group=ownership.groups.expert_dp_group)
+    for grad, summed in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(summed)
+
+
+@torch.no_grad()
+def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
+    """Add the gradients of a row's replicas to its owner's, and zero those of the others. A collective."""
+    for parameter, ownership in _with_replicas(parameters):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        borrowed, lent = ownership.replicated
+        received = _exchange_rows(grad, borrowed, lent, ownership)
+        grad.index_fill_(0, _flat(borrowed, grad), 0)
+        parameter.grad = grad.index_add_(0, _flat(lent, grad), received)
+
+
+@torch.no_grad()
+def refresh_replicas(parameters: Iterable[Tensor]) -> None:
+    """Copy the weights of each row's owner to its replicas, after the optimizer step. A collective."""
+    for parameter, ownership in _with_replicas(parameters):
+        borrowed, lent = ownership.replicated
+        received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
+        parameter.index_copy_(0, _flat(borrowed, parameter), received)
+
+
+def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
+    for parameter in parameters:
+        ownership = ownership_of(parameter)
+        if ownership is not None and ownership.rows_of_ranks is not None:
+            yield parameter, ownership
+
+
+def _exchange_rows(rows: Tensor, sent: list[list[int]], received: list[list[int]], ownership: Ownership) -> Tensor:
+    """Send the rows listed for each rank of the EP group; returns what was received, in order of rank."""
+    result = rows.new_empty(sum(map(len, received)), *rows.shape[1:])
+    out = rows.index_select(0, _flat(sent, rows))
+    sizes = [len(each) for each in received], [len(each) for each in sent]
+    dist.all_to_all_single(result, out, *sizes, group=ownership.groups.ep_group)
+    return result
+
+
+def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
+    return torch.tensor([row for each in lists for row in each], dtype=torch.int64, device=like.device)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
+
+    Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over its mesh, so
+    every rank gets the same norm and applies the same factor. With `max_norm` None the norm is only measured.
+    """
+    replicated: list[Tensor] = []
+    rows: list[Tensor] = []
+    shards: list[Tensor] = []
+    mesh: DeviceMesh | None = None
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            shards.append(parameter.grad.to_local())
+            mesh = parameter.grad.device_mesh
+        elif parameter.grad is not None:
+            (rows if is_owned(parameter) else replicated).append(parameter.grad)
+    grads = replicated + rows + shards
+    if not grads:
+        return torch.zeros(())
+    norms = torch.stack(torch._foreach_norm(grads))
+    if rows or mesh is not None:
+        of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
+        squared_rows, squared_shards = of_rows.sum(), of_shards.sum()
+        if rows:
+            dist.all_reduce(squared_rows, group=_ep_group(parameters))
+        if mesh is not None:
+            dist.all_reduce(squared_shards, group=mesh.get_group())
+        norm = (of_replicated.sum() + squared_rows + squared_shards).sqrt()
+    else:
+        norm = torch.linalg.vector_norm(norms)
+    if max_norm is not None:
+        factor = max_norm / (norm + 1e-6)
+        if factor.device.type != "cpu":
+            torch._foreach_mul_(grads, factor.clamp(max=1.0))
+        elif factor < 1:  # a host sync elsewhere, but free on a CPU, where it saves a pass over the gradients
+            torch._foreach_mul_(grads, factor)
+    return norm
+
+
+def _ep_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    """The EP group of the owned ones among `parameters`."""
+    return next(ownership.groups.ep_group for p in parameters if is_owned(p) and (ownership := ownership_of(p)))

@@ -1,0 +1,67 @@
+"""Process groups of expert parallelism: which ranks share one set of experts, and which hold the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The world as EP groups of `ep_size` neighbouring ranks, each of which holds every expert.
+
+    With 4 ranks and `ep_size` 2, {0, 1} and {2, 3} are EP groups, {0, 2} and {1, 3} expert data-parallel groups.
+    """
+
+    ep_size: int = 1
+    """Ranks that together hold every expert."""
+    ep_rank: int = 0
+    """This rank's index in its EP group."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks of this EP group; None where there is only this one."""
+    expert_dp_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same experts as this one; None where there is only this one."""
+
+    @property
+    def expert_dp_size(self) -> int:
+        """Ranks that hold the same experts, this one included."""
+        return 1 if self.expert_dp_group is None else dist.get_world_size(self.expert_dp_group)
+
+
+def make_expert_groups(ep_size: int) -> ExpertGroups:
+    """Split the world into EP groups of `ep_size` neighbouring ranks. A collective: every rank calls it.
+
+    Raises UserError when `ep_size` does not divide the number of processes.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if ep_size < 1 or world % ep_size:
+        raise UserError(
+            f"--ep-size {ep_size} does not divide the {world} process(es) of this launch: "
+            f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    if world == 1:
+        return ExpertGroups()
+    rank = dist.get_rank()
+    ep_group = expert_dp_group = None
+    for first in range(0, world, ep_size):
+        ranks = list(range(first, first + ep_size))
+        group = dist.new_group(ranks)
+        if rank in ranks and ep_size > 1:
+            ep_group = group
+    for place in range(ep_size):
+        ranks = list(range(place, world, ep_size))
+        group = dist.new_group(ranks)
+        if rank in ranks and len(ranks) > 1:
+            expert_dp_group = group
+    return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """`value`, summed in place over all ranks where there are several. A collective."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value

@@ -1,0 +1,76 @@
+"""`accelerator.prepare` for a model with owned parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.errors import UserError
+from toolkit.parallel.fsdp import fully_shard_dense
+from toolkit.parallel.ownership import is_owned, owned, ownership_of
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, dense: str = "ddp"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging.
+
+    `dense="fsdp2"` shards all other parameters over the ranks.
+    Raises UserError for fp16 with owned parameters, and for FSDP2 with experts that every rank replicates.
+    Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
+    sub-module names, so it would skip the broadcast of such a parameter and still average its gradient.
+    """
+    names = [name for name, p in model.named_parameters() if is_owned(p)]
+    for name in names:
+        if "." not in name:
+            raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
+    if names and accelerator.mixed_precision == "fp16":
+        raise UserError(
+            "--mixed-precision fp16 cannot be used with experts owned by ranks, because each rank would judge "
+            "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
+        )
+    if dense == "fsdp2":
+        if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
+            raise UserError(
+                "--dense-parallel fsdp2 leaves experts with their owners, and with --ep-size 1 every process has all: "
+                "use a larger --ep-size, or --dense-parallel ddp."
+            )
+        fully_shard_dense(model, optimizer, accelerator, ignored=owned(model.parameters()))
+    elif names and accelerator.num_processes > 1:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        _keep_group_longer_than(model)
+    return model, optimizer
+
+
+def _keep_group_longer_than(model: DistributedDataParallel) -> None:
+    """Hold a reference to the process group of `model` for longer than DDP's reducer and logger do.
+
+    If the reducer drops the last reference, which happens where a model outlives its run, the group is destroyed under
+    the GIL and joins its threads, one of which may be waiting for the GIL to free the tensors of its last collective.
+    """
+    for holder in (model.reducer, model.logger):
+        weakref.finalize(holder, _release, model.process_group).atexit = False
+
+
+def _release(_group: dist.ProcessGroup) -> None:
+    pass
+
+
+def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:
+    """Raise ValueError for a trainable parameter that is not among those `prepared`: no rank would synchronise it and
+    no optimizer update it."""
+    known = {id(p) for p in prepared}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ValueError(
+                f"parameter {name!r} was added after the model was prepared, so it would neither be trained nor "
+                "synchronised: allocate it before, and change what it holds"
+            )
