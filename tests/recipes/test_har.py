@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused(changes, message):
 
 def batch_table() -> list[list[str]]:
     """The cells of the table of batches in docs/har.md."""
-    section = (ROOT / "docs" / "har.md").read_text().partition("## Batch, accumulation")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "har.md").read_text().partition("## Train on several GPUs")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return rows[2:]
 
