@@ -135,7 +135,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                     evaluation=TaskEvaluation(stream.tests, ends),
                     callbacks=[remember, lives, report],
                 )
-                lives.watch([tk.EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                lives.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
                 results = trainer.fit()
         changes = [after - before for before, after in lives.around]
         kinds = [event.kind for event in lives.history]
