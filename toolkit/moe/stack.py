@@ -1,4 +1,4 @@
-"""One layer's experts as the engine sees them: stacked parameters, where each row lives, and what came by."""
+"""One layer's experts as every host holds them: stacked parameters, their placement, and counts of assignments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDi
 class ExpertStack:
     """The parameters of one layer's experts, whose dimension 0 counts this rank's slots.
 
-    Our `MoE` has one, and so has every foreign module that the engine prepares, as its `expert_stack`.
+    It is the `expert_stack` of our `MoE`, of each foreign module that `spread_experts` or `ExpertParallel` prepared,
+    and of each experts module under transformers' own expert parallelism.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
@@ -61,7 +62,7 @@ class ExpertStack:
         return self.placement.num_experts
 
     def place(self, new: ExpertPlacement) -> None:
-        """Say that experts live where `new` says, once their rows are there: see `toolkit.moe.migrate`."""
+        """Route by `new`, once the rows are there: `toolkit.moe.migrate` moves them."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)

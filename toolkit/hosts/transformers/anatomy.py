@@ -1,7 +1,7 @@
-"""Where a transformers model keeps its mixture: its experts modules, and the routers in front of them.
+"""The experts modules of a transformers model, and their routers.
 
-Nothing here names a family. What an experts module is, `toolkit.hosts.foreign` says; its router is the
-sibling with one weight row per expert, which returns (logits, weights, ids).
+No model family is named: an experts module is what `toolkit.hosts.foreign` describes, and its router the sibling with
+one weight row per expert, which returns (logits, weights, ids).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _num_experts(experts: nn.Module) -> int:
 
 
 class RouterWatch:
-    """What one router decided in the last forward, and how often it chose each expert in training."""
+    """A router's decisions in the last forward, and its assignments per expert in training."""
 
     def __init__(self, name: str, router: nn.Module):
         self.name = name
@@ -71,9 +71,9 @@ class RouterWatch:
         """Assignments per expert on this rank over all training forwards; never reset, so take differences."""
         self.last_load_E = self.load_E
         """The same, of the last forward alone."""
-        router.register_forward_hook(self._remember)
+        router.register_forward_hook(self._record)
 
-    def _remember(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
         probs_TE = logits_TE.softmax(-1)

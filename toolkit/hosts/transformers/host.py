@@ -1,4 +1,4 @@
-"""The engine inside transformers' own expert parallelism, for users of its Trainer under FSDP2.
+"""Placement and migration inside transformers' own expert parallelism, for users of its Trainer under FSDP2.
 
     use_toolkit_ep()
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="toolkit")
