@@ -1,4 +1,4 @@
-"""A plain Accelerate loop with expert parallelism for a mixture of one's own: the lines with `experts` are all it takes.
+"""A plain Accelerate loop with expert parallelism for a mixture of its own: that takes the lines with `experts`.
 
 ACCELERATE_USE_CPU=1 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml docs/examples/plain_accelerate.py
 """

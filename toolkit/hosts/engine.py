@@ -136,9 +136,9 @@ class ExpertParallel:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """What `accelerator.clip_grad_norm_` is after `prepare`: the norm over the experts of all ranks, the same on each."""
+        """What `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts."""
         if norm_type != 2:
-            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2 alone.")
+            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2-norm only.")
         if not self.accelerator.sync_gradients:
             return None
         self.accelerator.unscale_gradients()
