@@ -125,7 +125,7 @@ def gradients(layer: MoE, y_TD: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in layer.experts.parameters() if p.grad is not None])
 
 
-def test_a_router_that_would_decide_otherwise_the_second_time_is_not_asked() -> None:
+def test_a_router_that_would_choose_otherwise_in_the_recomputation_is_not_called() -> None:
     x_TD = tokens(0)
     plain = unsteady_layer()
     expected = gradients(plain, plain(x_TD))
@@ -140,7 +140,7 @@ def test_a_router_that_would_decide_otherwise_the_second_time_is_not_asked() -> 
     assert (wrong - expected).norm() > 0.1 * expected.norm()
 
 
-def test_a_region_can_be_passed_back_through_twice() -> None:
+def test_a_region_allows_two_backwards() -> None:
     x_TD, grads = tokens(0), []
     y_TD = layer_with(recompute="full")(x_TD)
     for _ in range(2):
