@@ -182,7 +182,7 @@ def test_the_loop_can_be_read_standing_up():
 
 def test_importing_the_toolkit_loads_nothing_heavy():
     heavy = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro"}
-    code = f"import sys, toolkit, toolkit.cli, toolkit.launch, toolkit.config.run; print(*{heavy!r} & set(sys.modules))"
+    code = f"import sys, toolkit, toolkit.cli, toolkit.launch.world, toolkit.config.run; print(*{heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

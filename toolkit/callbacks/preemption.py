@@ -14,7 +14,7 @@ from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.checkpoint.checkpoint import find_checkpoint, step_of
 from toolkit.errors import Preempted, UserError
-from toolkit.launch import STOP_SIGNALS
+from toolkit.launch.children import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer

@@ -78,12 +78,12 @@ def _attach_accelerator(probe: Probe) -> None:
 
 def _attach_ours(probe: Probe) -> None:
     """What our own parts tell beyond what torch and Accelerate do."""
-    from toolkit import launch
     from toolkit.hosts.engine import ExpertParallel
+    from toolkit.launch import world
     from toolkit.moe.losses import RouterPenalty
     from toolkit.trainer import Trainer
 
-    launch.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+    world.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
 
     def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
         start = cls.__init__

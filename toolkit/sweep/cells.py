@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
-from toolkit.launch import STOP_SIGNALS
+from toolkit.launch.children import POLL_S, Children
 from toolkit.run.summary import duration
 from toolkit.sweep.grid import Cell, Recipe
-
-POLL_S = 0.05
 
 
 @dataclass
@@ -69,11 +64,12 @@ class CellRunner:
             self.log(f"{len(outcome.done)} of {len(cells)} runs are done already")
         running: list[_Job] = []
         seconds: list[float] = []
-        with _forwarding_signals(running) as received:
-            while running or (waiting and not received):
-                while waiting and len(running) < self.jobs and not received:
+        # Ctrl-C asks the runs to save and leave, as SIGTERM does.
+        with Children(interrupt=signal.SIGTERM) as children:
+            while running or (waiting and not children.received):
+                while waiting and len(running) < self.jobs and not children.received:
                     cell = waiting.pop(0)
-                    job = self._start(cell)
+                    job = self._start(cell, children)
                     if job is None:
                         outcome.elsewhere.append(cell)
                     else:
@@ -87,7 +83,7 @@ class CellRunner:
                         left = len(waiting) + len(running)
                         self.log(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
                         finished(job.cell)
-            outcome.stopped = bool(received)
+            outcome.stopped = bool(children.received)
         return outcome
 
     def _check_defaults(self, cell: Cell) -> None:
@@ -101,7 +97,7 @@ class CellRunner:
                     f"choose another folder, or delete {path.parent}."
                 )
 
-    def _start(self, cell: Cell) -> _Job | None:
+    def _start(self, cell: Cell, children: Children) -> _Job | None:
         lock = FileLock(self.folder / f"{cell.digest}.lock")
         try:
             lock.acquire(timeout=0)
@@ -109,12 +105,8 @@ class CellRunner:
             return None
         log = (self.folder / f"{cell.digest}.log").open("ab")
         words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
-        process = subprocess.Popen(
-            [sys.executable, str(self.recipe.script), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # a signal reaches this process only, which passes it on once
+        process = children.start(
+            [sys.executable, str(self.recipe.script), *words], stdout=log, stderr=subprocess.STDOUT
         )
         return _Job(cell, process, log, lock, time.monotonic())
 
@@ -136,25 +128,6 @@ class CellRunner:
         remaining = left / self.jobs * sum(seconds) / len(seconds)
         more = f", about {duration(remaining)} to go" if left else ""
         return f"{done}/{total} {cell}{accuracy} ({duration(seconds[-1])}{more})"
-
-
-@contextmanager
-def _forwarding_signals(running: Sequence[_Job]) -> Iterator[list[int]]:
-    """Signals that ask to stop reach every run, which saves and leaves; the list says which came."""
-    received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        for job in running:
-            if job.process.poll() is None:
-                os.killpg(job.process.pid, signal.SIGTERM if number == signal.SIGINT else number)
-
-    before = {number: signal.signal(number, forward) for number in (*STOP_SIGNALS, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def last_line(path: Path) -> str:
