@@ -1,4 +1,4 @@
-"""Running cells. A finished one is not run again, one that was interrupted continues from its checkpoint."""
+"""Running the cells of a sweep. Finished cells are skipped, interrupted ones continue from their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from toolkit.sweep.grid import Cell, Recipe
 
 @dataclass
 class Outcome:
-    """What became of the cells of a sweep."""
+    """The cells of a sweep by how they ended."""
 
     done: list[Cell] = field(default_factory=list)
     elsewhere: list[Cell] = field(default_factory=list)
-    """Cells that another job works at."""
+    """Cells that another job is running."""
     failed: list[Cell] = field(default_factory=list)
     stopped: bool = False
-    """By a signal: the rest is for the next time."""
+    """By a signal: the same command continues with the rest."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class CellRunner:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def run(self, cells: Sequence[Cell], finished: Callable[[Cell], None] = lambda _: None) -> Outcome:
-        """Run what is not done yet; `finished` is called as cells end well."""
+        """Run the cells without results; `finished` is called after each that succeeds."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for cell in cells:
             self._check_defaults(cell)
@@ -131,6 +131,6 @@ class CellRunner:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not empty."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing").rstrip(".")
+    return next((line for line in reversed(lines) if line), "no output").rstrip(".")
