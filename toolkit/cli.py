@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from toolkit import launch
 from toolkit.config import foreign_flags
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from toolkit.launch import world
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -32,26 +32,26 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     0 done, 2 bad input (one line), 75 asked to stop and saved, 130 Ctrl-C, 1 a bug (with its traceback).
     """
     try:
-        for number in launch.STOP_SIGNALS:
-            signal.signal(number, launch.stop_before_training)
+        for number in world.STOP_SIGNALS:
+            signal.signal(number, world.stop_before_training)
         config = parse(presets, sys.argv[1:], doc)
-        launch.check_world(config)
-        if launch.must_start_processes(config.num_processes):
-            sys.exit(launch.start_processes(config))
+        world.check_world(config)
+        if world.must_start_processes(config.num_processes):
+            sys.exit(world.start_processes(config))
         main(config)
     except UserError as error:
-        launch.report(str(error))
-        launch.leave(EXIT_USER_ERROR)
+        world.report(str(error))
+        world.leave(EXIT_USER_ERROR)
     except Preempted as stop:
-        launch.report(str(stop), label="")
-        launch.leave(EXIT_PREEMPTED)
+        world.report(str(stop), label="")
+        world.leave(EXIT_PREEMPTED)
     except KeyboardInterrupt:
-        launch.report("stopped by Ctrl-C.", label="")
-        launch.leave(EXIT_INTERRUPTED)
+        world.report("stopped by Ctrl-C.", label="")
+        world.leave(EXIT_INTERRUPTED)
     except Exception:
         sys.excepthook(*sys.exc_info())
-        launch.leave(EXIT_BUG)
-    launch.leave(EXIT_DONE)
+        world.leave(EXIT_BUG)
+    world.leave(EXIT_DONE)
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
@@ -75,7 +75,7 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         with contextlib.redirect_stderr(captured):
             return tyro.cli(type(default), default=default, args=words, description="")
     except BrokenPipeError:  # --help | head
-        launch.leave(EXIT_DONE)
+        world.leave(EXIT_DONE)
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -83,7 +83,7 @@ class TrainBatches:
 
     A global batch is cut into micro-batches first and each of these into ranks, so that what one micro-step sees over
     all ranks does not depend on how many ranks there are. Without an `order` of its own, which has to be
-    made for the same `batch_size`, a table is shuffled anew each epoch.
+    made for the same `batch_size`, a table is shuffled again each epoch.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TrainBatches:
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
         for step, batch in enumerate(self.order.batches(start_step), start_step):
-            if self.augment is not None:  # which needs to know visits, not rows
+            if self.augment is not None:  # which takes visits, not rows
                 batch = batch + step // self.steps_per_epoch * len(self.table)
             for micro in range(self.accumulation):
                 yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
@@ -178,7 +178,7 @@ class _Rows(torch.utils.data.Sampler[Tensor]):
 
 
 class AugmentedTable:
-    """A table that is asked for visits (epoch * samples + row) instead of rows."""
+    """A table that is indexed by visits (epoch * samples + row) instead of rows."""
 
     def __init__(self, table: TensorTable, augment: Augment):
         self.table, self.augment = table, augment

@@ -1,6 +1,6 @@
 """A bounded memory of training examples, balanced over classes (or over any other columns).
 
-It holds row numbers of the training table, not copies: the same on every rank without a message, as small in a
+It holds row numbers of the training table, not examples: the same on every rank without a message, as small in a
 checkpoint as a list of integers, and of the same worth as so many stored examples, labels included. A memory of
 `capacity` rows never draws any other row of the table.
 """

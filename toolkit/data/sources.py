@@ -32,7 +32,7 @@ _IDX_STEMS = (
 
 
 class NotFoundHere(Exception):
-    """One place does not hold the set; the text says which and why, as a part of a sentence."""
+    """A place does not hold the set; the text names it and the reason, as a part of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def locate(name: str, data_dir: Path | None) -> ImageFiles:
     """The files of set `name` in the first place that holds them: `data_dir` and nowhere else, if given; else
     $TOOLKIT_DATA_DIR, the Hub's cache, the Hub.
 
-    Raises NotFoundHere naming every place that was asked. Answers within seconds, downloads aside.
+    Raises NotFoundHere naming every place that was tried. Returns within seconds, downloads aside.
     """
     if data_dir is not None:
         return find_in_folder(data_dir.expanduser(), name)
@@ -126,7 +126,7 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
     if ask and (host := unreachable_host(constants.ENDPOINT)):
         raise NotFoundHere(f"{host} does not answer")
     try:
-        if ask:  # a download itself waits long for a host that connects and then says nothing
+        if ask:  # a download itself waits long for a host that connects and then sends nothing
             huggingface_hub.HfApi().dataset_info(repo, timeout=HUB_ANSWER_TIMEOUT_S)
         folder = huggingface_hub.snapshot_download(
             repo,

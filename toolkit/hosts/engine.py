@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
-from toolkit.launch import launched_world
+from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack

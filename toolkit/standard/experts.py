@@ -1,4 +1,4 @@
-"""The usual callbacks of a recipe with mixtures of experts. A recipe that wants others lists its own."""
+"""The usual callbacks of a model with mixture-of-experts layers. A recipe with other needs lists its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPenalty) -> list[Callback]:
-    """Balance, metrics, traces and placement, as `config` says."""
+    """Load balancing, metrics, traces and placement, from `config`."""
     return [
         WholeStepBalance(penalty),
         BiasBalancing(model),
@@ -43,7 +43,7 @@ def lifecycle_callbacks(
     *,
     num_classes: int,
 ) -> list[Callback]:
-    """A memory of `table`, the lives of experts, and the report on them, where `config` has room for more experts."""
+    """Dynamic experts: a replay memory of `table`, `Lifecycle` and its report. Empty without `config.max_experts`."""
     if config.max_experts is None:
         return []
     memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
