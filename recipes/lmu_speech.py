@@ -99,10 +99,8 @@ def build(config: Config, data: tk.speech.SpeechData, letters: tk.speech.Charact
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lmu_speech", config) as run:
-        mel, letters = (
-            tk.speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels),
-            tk.speech.Characters(),
-        )
+        mel = tk.speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
+        letters = tk.speech.Characters()
         how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
         data = tk.speech.load_speech(
             config.dataset, config.data_dir, **how, features=mel, characters=letters, on_main=run.on_main_and_share
@@ -111,10 +109,9 @@ def main(config: Config) -> dict[str, Any]:
         parameters = sum(p.numel() for p in model.parameters())
         run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
         order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
-        augment = (
-            tk.speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
-        )
-        how = {"train": data.train, "test": data.test, "augment": augment, "order": order}
+        how = {"train": data.train, "test": data.test, "order": order}
+        if config.spec_augment:
+            how["augment"] = tk.speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0)
         results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()
         if run.is_main and config.dense_parallel == "ddp":
             tk.speech.save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)

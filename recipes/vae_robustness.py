@@ -78,23 +78,17 @@ def reference() -> Config:
 def build(
     config: Config, num_classes: int
 ) -> tuple[tk.autoencoder.SemiSupervisedVAE | tk.autoencoder.RelaxedVAE, tk.Task]:
-    """The model and what it learns by."""
+    """The model and its task."""
+    ae = tk.autoencoder
+    weight = config.supervision_weight
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
-        return tk.autoencoder.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.autoencoder.RelaxedBound(
-            config.supervision_weight
-        )
+        return ae.RelaxedVAE(style_dim=config.style_dim, **sizes), ae.RelaxedBound(weight)
     if config.objective == "exact":
-        model = tk.autoencoder.SemiSupervisedVAE(
-            style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes
-        )
-        return model, tk.autoencoder.SemiSupervised(
-            config.supervision_weight, smoothness_weight=config.smoothness_weight
-        )
-    own_answers = 1.0 if config.objective == "pseudo_label" else 0.0
-    return tk.autoencoder.SemiSupervisedVAE(style_dim=None, **sizes), tk.autoencoder.LabelledOnly(
-        pseudo_label_weight=own_answers
-    )
+        model = ae.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
+        return model, ae.SemiSupervised(weight, smoothness_weight=config.smoothness_weight)
+    pseudo_label_weight = 1.0 if config.objective == "pseudo_label" else 0.0
+    return ae.SemiSupervisedVAE(style_dim=None, **sizes), ae.LabelledOnly(pseudo_label_weight=pseudo_label_weight)
 
 
 def main(config: Config) -> dict[str, Any]:
