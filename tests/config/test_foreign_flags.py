@@ -21,7 +21,7 @@ OTHERS = set(cli._flags(vae_robustness.Config)) | {"--grid", "--num-seeds", "--s
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--gpu-mode cpu", "unknown flag --gpu-mode: the device is found, a GPU where there is one; --cpu stays"),
+        ("--gpu-mode cpu", "unknown flag --gpu-mode: a GPU is used if there is one; --cpu stays"),
         ("--gpu_memory_fraction 0.9", "unknown flag --gpu-memory-fraction: use --memory-fraction"),
         ("--enable-sleep", "use --lifecycle.sleep or --lifecycle.no-sleep"),
         ("--no-pin-memory", "unknown flag --no-pin-memory: batches are pinned wherever there is a GPU"),

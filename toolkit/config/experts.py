@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
+from toolkit.config.router import RouterOptions
 from toolkit.config.run import RunConfig, require
 
 
@@ -73,65 +74,29 @@ class ExpertRunConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoERunConfig(ExpertRunConfig):
-    """Fields of every recipe with mixture-of-experts layers of ours."""
+class MoERunConfig(ExpertRunConfig, RouterOptions):
+    """MoE layers."""
 
-    balance: Literal["loss", "bias", "none"] = "loss"
-    """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
     balance_scope: Literal["global", "local", "sequence"] = "global"
-    """Whose tokens the loss balances: those of the whole step, of each process by itself, or of each sequence."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router scores experts: against each other, or each by itself."""
-    routed_scaling: float = 1.0
-    """Multiplies the weights of a token's experts, which add up to 1."""
-    router_groups: int = 1
-    """Groups of consecutive experts, of which a token may use --top-k-groups."""
-    top_k_groups: int = 1
-    """Groups that a token chooses its experts from."""
-    router_jitter: float = 0.0
-    """Noise on what the router sees in training, as a fraction of it."""
+    """Average the balance loss over the tokens of the global batch, of each process, or of each sequence."""
     capacity_factor: float | None = None
-    """An expert takes this many times the mean load and drops the rest; None drops nothing."""
+    """Drop assignments of an expert beyond this many times the mean load; none drops nothing."""
     drop_policy: Literal["probs", "position"] = "probs"
-    """What is dropped beyond the capacity: the lowest weights, or the latest tokens."""
-    force_balanced: bool = False
-    """Experts take turns, whatever the router says: for measuring speed, not for learning."""
+    """Beyond the capacity, drop the assignments with the lowest weights, or those of the latest tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward to save memory: the experts' hidden activations, or their whole layer."""
+    """Save memory by computing again in the backward: the experts' hidden activations, or the whole layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = max(1, self.experts)
-        require(0 < self.routed_scaling < math.inf, "routed_scaling", self.routed_scaling, "take a positive number")
-        groups, chosen = self.router_groups, self.top_k_groups
-        fits = groups >= 1 and self.experts % groups == 0
-        require(fits, "router_groups", groups, f"take one or more that divide --experts {self.experts}")
-        enough = -(-self.top_k * groups // most)
-        fits = enough <= chosen <= groups
-        require(fits, "top_k_groups", chosen, f"take {enough} to {groups}, to find --top-k {self.top_k} experts")
-        fits = chosen == groups or self.experts == 0 or self.experts >= 2 * groups
-        require(fits, "router_groups", groups, "leave two experts or more in a group, which is judged by its best two")
-        require(0 <= self.router_jitter < 1, "router_jitter", self.router_jitter, "take a fraction below 1")
+        self.router_options.check(self.experts, self.top_k)
         factor = self.capacity_factor
         fits = factor is None or 0 < factor < math.inf
         require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
 
-    def layer_options(self) -> dict[str, Any]:
-        """What `toolkit.moe.make_moe` is to know of the router, the layer, and where experts live at first."""
-        return {
-            "bias_balancing": self.balance == "bias",
-            "score": self.router_score,
-            "scaling": self.routed_scaling,
-            "expert_groups": self.router_groups,
-            "top_k_groups": self.top_k_groups,
-            "jitter": self.router_jitter,
-            "force_balanced": self.force_balanced,
-            "capacity_factor": self.capacity_factor,
-            "drop_policy": self.drop_policy,
-            "recompute": self.recompute,
-            "spare_slots": self.spare_slots,
-            "placement": self.initial_placement,
-        }
+    @property
+    def router_options(self) -> RouterOptions:
+        """The fields that the router of each layer takes."""
+        return RouterOptions(**{option.name: getattr(self, option.name) for option in fields(RouterOptions)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +111,7 @@ class LifecycleConfig:
     """Optimizer steps between looks at how well coming samples are covered."""
     check_samples: int = 128
     """Coming samples that are looked at, over all processes."""
-    tolerated: float = 0.1
+    plateau_threshold: float = 0.1
     """Fraction of samples with less than even odds that is no reason to grow, once it falls no further."""
     cooldown_checks: int = 8
     """Checks after a growth at which nothing is grown."""
@@ -196,7 +161,7 @@ class LifecycleConfig:
             require(getattr(self, name) >= 1, f"lifecycle.{name}", getattr(self, name), "take one or more")
         for name in ("cooldown_checks", "min_age", "replay_steps"):
             require(getattr(self, name) >= 0, f"lifecycle.{name}", getattr(self, name), "take zero or more")
-        for name in ("tolerated", "merge_distance", "merge_similarity", "prune_below"):
+        for name in ("plateau_threshold", "merge_distance", "merge_similarity", "prune_below"):
             require(
                 0 <= getattr(self, name) <= 1, f"lifecycle.{name}", getattr(self, name), "take a fraction from 0 to 1"
             )

@@ -1,7 +1,6 @@
-"""Whether the experts that there are cover the data: a signal in plain units, and an alarm on it.
+"""Detects that the model no longer covers the data: a reason to grow.
 
-The signal is the fraction of coming samples, not yet trained on, to whose target the model gives less than even odds.
-It is 0 for a model that knows and 1 for one that does not, whatever the router thinks of itself.
+The signal is the fraction of coming samples, not yet trained on, whose target has a predicted probability below 0.5.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 HALF_PROBABILITY = 0.6931471805599453
-"""-ln 1/2: a sample whose loss in nats is higher is not covered."""
+"""-ln 0.5: a sample with a higher loss, in nats, is not covered."""
 
 Lack = Literal["shift", "plateau"]
 
 
 @dataclass
 class CoverageAlarm:
-    """Tells a lack of coverage from noise. `observe` takes one reading after another.
+    """Tells a lack of coverage from noise; `observe` takes one reading after another.
 
     shift     the one-sided cumulative sum of what exceeds the running mean by more than `slack` standard deviations
               passes `limit` of them (Page 1954, Biometrika 41, 100-115)
     plateau   the running mean stays above `tolerated` and has found no lower level for `patience` readings
 
-    After an alarm, and for `cooldown` readings from it on, nothing is reported, and the running mean begins anew.
+    After an alarm the running mean starts again, after `cooldown` readings that are ignored.
     """
 
     tolerated: float = 0.1
@@ -32,7 +31,7 @@ class CoverageAlarm:
     slack: float = 1.0
     limit: float = 6.0
     memory: float = 0.9
-    """Of the running mean: how much of it stays at each reading."""
+    """EMA decay of the running mean, per reading."""
 
     mean: float = 0.0
     variance: float = 0.0
@@ -45,18 +44,18 @@ class CoverageAlarm:
     resting: int = 0
 
     def observe(self, uncovered: float, samples: int) -> Lack | None:
-        """The lack that `uncovered`, a fraction of `samples`, completes, if any."""
+        """The alarm that the reading `uncovered`, a fraction of `samples`, raises, if any."""
         if self.resting:
             self.resting -= 1
             return None
         if self.readings:
-            # No fraction of so many samples is known better than that, however steady it was.
+            # At least the sampling error of a fraction of so many samples, however steady the readings were.
             binomial = max(self.mean * (1 - self.mean), 0.5 / samples) / samples
             deviation = max(self.variance, binomial) ** 0.5
             self.excess = max(0.0, self.excess + (uncovered - self.mean) / deviation - self.slack)
             if self.excess > self.limit:
                 return self._alarm("shift")
-            # Else a shift would soon be what is usual.
+            # Otherwise the mean would follow a shift before it is detected.
             uncovered = min(uncovered, self.mean + 2 * deviation)
         kept = min(self.memory, self.readings / (self.readings + 1))
         step = uncovered - self.mean
