@@ -1,7 +1,7 @@
-"""A mixture of experts that learns handwritten digits, its experts spread over the processes there are.
+"""A mixture of experts that learns handwritten digits, with its experts distributed over processes.
 
 python recipes/mnist_moe.py                        one device, about a minute on a CPU
-python recipes/mnist_moe.py --num-processes 4      four of them; experts owned, not copied
+python recipes/mnist_moe.py --num-processes 4      four processes; each owns a part of the experts
 accelerate launch recipes/mnist_moe.py             the same on whatever Accelerate was configured for
 """
 
@@ -59,7 +59,7 @@ def no_balance() -> Config:
 
 
 def dynamic() -> Config:
-    """Dynamic experts: four at the start, up to sixteen, split, merged and pruned while training."""
+    """Dynamic experts: four at first, at most sixteen; split, merged and pruned."""
     return replace(full(), experts=4, max_experts=16)
 
 

@@ -15,7 +15,10 @@ Balance = Literal["loss", "bias", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """How a router scores and chooses experts: what `toolkit.moe.router.TopKRouter` takes, checked by `check`."""
+    """Router of the MoE layers.
+
+    What `toolkit.moe.router.TopKRouter` takes; `check` compares it with the number of experts.
+    """
 
     balance: Balance = "loss"
     """Keep all experts in use: by a balance loss, by a bias on the router's choice (DeepSeek-V3), or not at all."""
