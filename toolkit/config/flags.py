@@ -51,14 +51,17 @@ class Flag:
         group, dot, name = self.name[2:].rpartition(".")
         return f"--{group}{dot}no-{name}"
 
+    @property
+    def sentence(self) -> str:
+        """The docstring of the field."""
+        return _field_texts(self.declared_in)[self.name.rpartition(".")[2].lstrip("-").replace("-", "_")]
+
     def help_lines(self) -> list[str]:
         """The flag and its sentence, in two columns."""
         shown = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
         name = self.off_name if self.is_switch and self.default else self.name
         placeholder, choices = ("", "") if self.is_switch else _placeholder(self.hint)
-        sentence = _field_texts(self.declared_in)[self.name.rpartition(".")[2].lstrip("-").replace("-", "_")]
-        if self.is_switch and self.default:
-            sentence = f"Switch off: {sentence}"
+        sentence = f"Switch off: {self.sentence}" if self.is_switch and self.default else self.sentence
         text = sentence if self.is_switch else f"{sentence}{choices} [{'none' if shown is None else shown}]"
         lines = textwrap.wrap(text, WIDTH - FLAG_COLUMN, break_on_hyphens=False)
         column = f"  {name} {placeholder}".ljust(FLAG_COLUMN)
