@@ -103,19 +103,11 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.print(f"{data.describe()}; loss balanced by class: {config.class_balance}")
-<<<<<<< HEAD
-        task = tk.activity.VotedClassification(
-            class_weights=tk.activity.class_weights(data.class_counts, config.class_balance)
-        )
-        trainer = tk.standard_trainer(
-            run, task, model, train=data.train, test=data.test, callbacks=[tk.activity.ConfusionPicture()]
-        )
-        return run.finish(trainer.fit())
-=======
         weights = tk.activity.class_weights(data.class_counts, config.class_balance)
         task = tk.activity.VotedClassification(class_weights=weights)
-        return run.finish(tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit())
->>>>>>> hooks
+        pictures = [tk.activity.ConfusionPicture()]
+        trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=pictures)
+        return run.finish(trainer.fit())
 
 
 PRESETS = {"full": full, "debug": debug, "flatten": flatten, "average": average, "first": first}

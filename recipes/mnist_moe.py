@@ -1,7 +1,7 @@
-"""A mixture of experts that learns handwritten digits, its experts spread over the processes there are.
+"""A mixture of experts that learns handwritten digits, with its experts distributed over processes.
 
 python recipes/mnist_moe.py                        one device, about a minute on a CPU
-python recipes/mnist_moe.py --num-processes 4      four of them; experts owned, not copied
+python recipes/mnist_moe.py --num-processes 4      four processes; each owns a part of the experts
 accelerate launch recipes/mnist_moe.py             the same on whatever Accelerate was configured for
 """
 
@@ -59,7 +59,7 @@ def no_balance() -> Config:
 
 
 def dynamic() -> Config:
-    """Experts that live: four at first, room for sixteen; grown, merged, pruned, and put to sleep."""
+    """Dynamic experts: four at first, at most sixteen; split, merged and pruned."""
     return replace(full(), experts=4, max_experts=16)
 
 
@@ -69,17 +69,8 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
     if config.experts == 0:
         block: nn.Module = tk.MLP(config.dim, 2 * hidden, config.dim)
     else:
-        block = tk.make_moe(
-            config.dim,
-            hidden,
-            config.experts,
-            config.top_k,
-            groups=groups,
-            logical_experts=config.max_experts,
-            **config.layer_options(),
-            shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
-            seed=config.seed,
-        )
+        shared_expert = tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None
+        block = tk.moe_from_config(config, config.dim, groups=groups, shared_expert=shared_expert)
     pixels = tk.Pixels(mean=data.mean, std=data.std, blank=config.blank_pixels)
     return tk.ResidualClassifier(pixels, block, num_pixels=28 * 28, dim=config.dim, num_classes=data.num_classes)
 

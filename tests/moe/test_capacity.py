@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_distributed
+from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.router import ExpertChoiceRouter
@@ -170,7 +171,8 @@ def test_a_rank_all_of_whose_assignments_are_dropped_takes_part() -> None:
 
 
 def tiny_capacity_on_one_rank() -> dict[str, float]:
-    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", force_balanced=True)
+    options = RouterOptions(force_balanced=True)
+    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", router=options)
     x_TD = torch.randn(8, DIM, requires_grad=True)
     y_TD = layer(x_TD)
     y_TD.sum().backward()
@@ -190,7 +192,7 @@ def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
 
 
 def test_expert_choice_takes_no_capacity() -> None:
-    with pytest.raises(ValueError, match="give it no capacity"):
+    with pytest.raises(ValueError, match="leave out the capacity"):
         layer_on(1, router_type=ExpertChoiceRouter, capacity_factor=1.0)
 
 

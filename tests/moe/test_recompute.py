@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import awaken, config
 from tests.hosts.transformers.families import tokens as tokens_of_step
+from toolkit.config.router import RouterOptions
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.models.mlp import MLP
 from toolkit.moe.layer import MoE, make_moe
@@ -26,8 +27,11 @@ from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 DIM, EXPERTS, TOP_K = 16, 8, 2
 ROUTERS: list[dict[str, Any]] = [
     {},
-    {"activation": "swiglu", "score": "sigmoid", "expert_groups": 4, "top_k_groups": 2, "bias_balancing": True},
-    {"jitter": 0.2, "capacity_factor": 0.8},
+    {
+        "activation": "swiglu",
+        "router": RouterOptions(router_score="sigmoid", router_groups=4, top_k_groups=2, balance="bias"),
+    },
+    {"router": RouterOptions(router_jitter=0.2), "capacity_factor": 0.8},
     {"capacity_factor": 0.8, "drop_policy": "position", "shared_expert": True},
 ]
 

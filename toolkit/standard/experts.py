@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,15 +13,42 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.replay import Remember
 from toolkit.lab.traces import TraceRecorder
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
+from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.moe.lifecycle.layer import make_dynamic_moe
 from toolkit.moe.lifecycle.probe import ScoresSamples
 from toolkit.moe.lifecycle.report import LifecycleReport
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
+from toolkit.parallel.groups import ExpertGroups
 
 if TYPE_CHECKING:
     from toolkit.data.table import TensorTable
+
+
+def moe_from_config(
+    config: DynamicRunConfig, dim: int, *, groups: ExpertGroups, shared_expert: nn.Module | None = None
+) -> MoE:
+    """The layer that the flags describe, of width `dim`: with dynamic experts where `config` has `max_experts`."""
+    make = (
+        partial(make_moe, placement=config.initial_placement, spare_slots=config.spare_slots)
+        if config.max_experts is None
+        else partial(make_dynamic_moe, max_experts=config.max_experts)
+    )
+    return make(
+        dim,
+        config.expert_hidden_size,
+        config.experts,
+        config.top_k,
+        groups=groups,
+        shared_expert=shared_expert,
+        capacity_factor=config.capacity_factor,
+        drop_policy=config.drop_policy,
+        recompute=config.recompute,
+        router=config.router_options,
+        seed=config.seed,
+    )
 
 
 def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPenalty) -> list[Callback]:
