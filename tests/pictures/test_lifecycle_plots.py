@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from PIL import Image
-from toolkit.pictures.lifecycle_records import describe
+from toolkit.tracking.lifecycle_records import describe
 
 from tests.moe.lifecycle.eventful import write_lifecycle
 from toolkit.pictures import lifecycle_plots as lifecycle_plots

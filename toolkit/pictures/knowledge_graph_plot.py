@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.pictures.lifecycle_records import describe
+from toolkit.tracking.lifecycle_records import describe
 from toolkit.pictures.plots import GREY, INK, palette
 from toolkit.tracking.lifecycle_records import Epoch, LayerState
 

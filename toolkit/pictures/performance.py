@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.pictures.lifecycle_records import describe
+from toolkit.tracking.lifecycle_records import describe
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle
 
