@@ -13,6 +13,7 @@ import inspect
 import pkgutil
 import re
 import shutil
+import sys
 import textwrap
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -79,19 +80,28 @@ def room_of(module: str) -> str:
 
 
 def assignment(package: ModuleType, name: str) -> tuple[str, str, str]:
-    """Where `name` is assigned below `package`: the module, the right side, and the string under it."""
-    here = (package.__name__, Path(inspect.getfile(package)))
-    folder = here[1].parent
-    files = [(f"{package.__name__}.{'.'.join(p.relative_to(folder).with_suffix('').parts)}", p)
-             for p in sorted(folder.rglob("*.py")) if p.name != "__init__.py"]  # fmt: skip
-    for module, file in [here, *files]:
-        body = ast.parse(file.read_text()).body
-        for statement, after in zip(body, [*body[1:], None], strict=True):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                doc = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-                return module, ast.unparse(statement.value), inspect.cleandoc(str(doc))
+    """Where the value that `package` calls `name` is assigned: the module, the right side, and the string below it."""
+    root, value = package.__name__.partition(".")[0], getattr(package, name)
+    loaded = [module for path, module in sorted(sys.modules.items()) if path.partition(".")[0] == root]
+    for module in loaded:
+        if vars(module).get(name) is value:
+            body = ast.parse(Path(inspect.getfile(module)).read_text()).body
+            for statement, below in zip(body, [*body[1:], None], strict=True):
+                if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value and assigns(statement, name):
+                    return module.__name__, ast.unparse(statement.value), string_of(below)
     return package.__name__, "", ""
+
+
+def assigns(statement: ast.Assign | ast.AnnAssign, name: str) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def string_of(statement: ast.stmt | None) -> str:
+    """The text of a statement that is nothing but a string; empty for all others."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return inspect.cleandoc(str(statement.value.value))
+    return ""
 
 
 def first_sentence(doc: str) -> str:

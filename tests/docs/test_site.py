@@ -99,7 +99,7 @@ def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT / "docs" / "extensions")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 
