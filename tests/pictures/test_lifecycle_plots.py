@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from PIL import Image
-from toolkit.tracking.lifecycle_records import describe
 
 from tests.moe.lifecycle.eventful import write_lifecycle
 from toolkit.pictures import lifecycle_plots as lifecycle_plots
@@ -13,7 +12,7 @@ from toolkit.pictures.knowledge_graph_plot import positions_on_circle
 from toolkit.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.pictures.performance import performance_summary
 from toolkit.pictures.plots import spread
-from toolkit.tracking.lifecycle_records import read_lifecycle
+from toolkit.tracking.lifecycle_records import describe, read_lifecycle
 
 PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]
 GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]

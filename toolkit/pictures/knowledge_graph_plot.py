@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolkit.tracking.lifecycle_records import describe
 from toolkit.pictures.plots import GREY, INK, palette
-from toolkit.tracking.lifecycle_records import Epoch, LayerState
+from toolkit.tracking.lifecycle_records import Epoch, LayerState, describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

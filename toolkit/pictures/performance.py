@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.tracking.lifecycle_records import describe
 from toolkit.tracking.jsonl import read_metrics
-from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle
+from toolkit.tracking.lifecycle_records import Epoch, LayerState, describe, read_lifecycle
 
 MOST_LINES = 200
 """Events, and experts of a layer, that are listed at most: the latest."""
