@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import toolkit as tk
+from toolkit.domains import autoencoder as ae
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +76,8 @@ def reference() -> Config:
     return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
 
 
-def build(
-    config: Config, num_classes: int
-) -> tuple[tk.autoencoder.SemiSupervisedVAE | tk.autoencoder.RelaxedVAE, tk.Task]:
+def build(config: Config, num_classes: int) -> tuple[ae.SemiSupervisedVAE | ae.RelaxedVAE, tk.Task]:
     """The model and its task."""
-    ae = tk.autoencoder
     weight = config.supervision_weight
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
@@ -96,7 +94,7 @@ def main(config: Config) -> dict[str, Any]:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
-        few = tk.autoencoder.FewLabels(
+        few = ae.FewLabels(
             data.train,
             None if config.objective == "reference" else config.labels,
             num_classes=data.num_classes,
@@ -106,16 +104,15 @@ def main(config: Config) -> dict[str, Any]:
             noise_shape=model.noise_shape,
             directions=config.objective == "exact",
         )
-        test = tk.autoencoder.with_noise(data.test, model.noise_shape, seed=config.seed)
-        callbacks: list[tk.Callback] = [tk.autoencoder.StyleLeakage(test)] if model.noise_shape else []
+        test = ae.with_noise(data.test, model.noise_shape, seed=config.seed)
+        callbacks: list[tk.Callback] = [ae.StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            usual["order"], mask = tk.autoencoder.reference_mask(
+            usual["order"], mask = ae.reference_mask(
                 len(data.train), config.labels, config.batch_size, seed=config.seed
             )
             callbacks.append(mask)
-        trainer = tk.standard_trainer(run, task, model, **usual)
-        return run.finish(trainer.fit())
+        return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
 
 
 PRESETS = {"full": full, "debug": debug, "supervised": supervised, "reference": reference}
