@@ -129,7 +129,7 @@ def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
             layer = layer_on(2, capacity_factor=0.6, drop_policy=policy, placement=placement)
             y_TD = layer(batch().split([13, 27])[rank])
             y_TD.square().sum().backward()
-            found[policy, placement is not None] = {
+            found[policy, placement is COPIES] = {
                 "y": y_TD.detach(),
                 "router": layer.router.weight.grad,
                 "up": layer.experts.up.grad,
