@@ -38,7 +38,7 @@ class Toy(nn.Module):
         groups = ownership.make_expert_groups(world)
         self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.norm = nn.BatchNorm1d(16) if fault == "batch_norm" else nn.LayerNorm(16)
-        self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else None)
+        self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else "contiguous")
         if fault == "buffer":
             self.register_buffer("seen", torch.zeros(()))
         else:

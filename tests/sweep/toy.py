@@ -4,7 +4,7 @@ RECIPE = """
 import json, os, sys, time
 from dataclasses import dataclass
 from toolkit.cli import parse
-from toolkit.config import RunConfig, require, to_dict
+from toolkit.config.run import RunConfig, require, to_dict
 
 
 @dataclass(frozen=True, kw_only=True)
