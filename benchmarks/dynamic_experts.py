@@ -1,12 +1,12 @@
-"""What living experts cost and give on MNIST: growth, sleep and mergers beside a mixture that stays as it is.
+"""Costs and gains of dynamic experts on MNIST: growth, sleep phases and merges, compared with a fixed mixture.
 
 python benchmarks/dynamic_experts.py --data-dir DIR                 all tables; half an hour on two cores
 python benchmarks/dynamic_experts.py cost --data-dir DIR            one of them
 
-stationary   five epochs of the same data: accuracy, and how many experts live at the end
+stationary   five epochs of the same data: accuracy, and the active experts at the end
 sleep        ten epochs of five tasks: test accuracy on the tasks seen so far, before and after each sleep
-merge        a trained mixture: twins merged, strangers refused
-cost         samples per second with and without, in turns, on one thread; seconds of a sleep beside an epoch's
+merge        a trained mixture: equal experts are merged, different ones are not
+cost         samples per second with and without, in interleaved rounds, on one thread
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
                 penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
                 task = stream_task(stream, penalty=penalty)
-                remember, lives, report = tk.lifecycle_callbacks(
+                remember, lifecycle_callback, report = tk.lifecycle_callbacks(
                     model, config, penalty, task, stream.train, num_classes=stream.num_classes
                 )
-                lives.__class__ = AroundSleep
-                assert isinstance(lives, AroundSleep)
+                lifecycle_callback.__class__ = AroundSleep
+                assert isinstance(lifecycle_callback, AroundSleep)
                 tasks = task_order(run, stream)
                 ends = tasks.task_ends
                 per_task = ends[0]
@@ -133,13 +133,13 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                     order=tasks,
                     max_steps=ends[-1],
                     evaluation=TaskEvaluation(stream.tests, ends),
-                    callbacks=[remember, lives, report],
+                    callbacks=[remember, lifecycle_callback, report],
                 )
-                lives.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                lifecycle_callback.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
                 results = trainer.fit()
-        changes = [after - before for before, after in lives.around]
-        kinds = [event.kind for event in lives.history]
-        grown = [event.step for event in lives.history if event.kind == "grow"]
+        changes = [after - before for before, after in lifecycle_callback.around]
+        kinds = [event.kind for event in lifecycle_callback.history]
+        grown = [event.step for event in lifecycle_callback.history if event.kind == "grow"]
         # The coming samples are looked at, so a shift may be seen a look before it begins.
         first, last = -lifecycle.check_every, per_task - lifecycle.check_every
         answered = sum(any(first < step - start <= last for step in grown) for start in ends[:-1])
@@ -238,13 +238,13 @@ def accuracy_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tens
 
 
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
-    """Arms take turns within each round; one epoch each, without evaluation's share."""
+    """All arms in each round; one epoch each, without the time of evaluation."""
     awake, asleep = LifecycleConfig(sleep=False), LifecycleConfig(sleep_every=400, min_sleep_every=1)
     arms = {
         FIXED: full(),
-        "growth on, 8 of 8 seats taken": replace(full(), max_experts=8, lifecycle=awake),
+        "growth on, 8 of 8 logical experts active": replace(full(), max_experts=8, lifecycle=awake),
         "growth on, and two sleeps": replace(full(), max_experts=8, lifecycle=asleep),
-        "growth on, 8 of 16 seats taken": replace(full(), max_experts=16, lifecycle=awake),
+        "growth on, 8 of 16 logical experts active": replace(full(), max_experts=16, lifecycle=awake),
     }
     throughput: dict[str, list[float]] = {arm: [] for arm in arms}
     per_cpu: dict[str, list[float]] = {arm: [] for arm in arms}

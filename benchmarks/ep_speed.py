@@ -4,9 +4,9 @@
     python benchmarks/ep_speed.py --worlds 2 --rounds 3
 
 A Qwen3-MoE of 3.7 million parameters with 16 experts, top 2, in float32; 2,048 tokens per step over all ranks; forward,
-backward, clipping, AdamW. transformers shards with FSDP2 and brings tokens by its own all-to-all; ours copies the dense
-part with DDP. Beside them stand two mixtures of both, to tell where the difference comes from. Before anything is timed
-the first losses have to agree. All contenders of a world run in one launch, in rounds in which each has its turn;
+backward, clipping, AdamW. transformers shards with FSDP2 and brings tokens by its own all-to-all; ours replicates the
+dense part with DDP. Beside them stand two mixtures of both, to tell where the difference comes from. Before anything is
+timed the first losses have to agree. All contenders of a world run in one launch, in rounds in which each has its turn;
 figures are medians over rounds of the ratio in the same round.
 
 A second table takes one layer apart, forward and backward: what dispatch and combine cost beyond the all-to-alls of the

@@ -1,5 +1,5 @@
 """How much of the throughput of perfectly balanced experts a run reaches: the same run with and without
-`--force-balanced`, in turns.
+`--force-balanced`, in interleaved rounds.
 
     python benchmarks/force_balanced.py --data-dir DIR            2 processes on gloo, some ten minutes on two cores
     python benchmarks/force_balanced.py --dataset digits --steps 60 --rounds 2        a try, without data

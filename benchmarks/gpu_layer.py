@@ -9,7 +9,8 @@ transformers' block with the same sizes and its `grouped_mm` experts, and the si
 the same run: the fastest square bf16 product out of a few sizes. FLOPs are those of the routed experts' products,
 6 per weight and row; routers and passes between products count as time, not as FLOPs.
 
-Contenders take turns; figures are medians over rounds. Writes a table and benchmarks/results/gpu_layer.json.
+Contenders run in interleaved rounds; figures are medians over rounds. Writes a table and
+benchmarks/results/gpu_layer.json.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def transformers_block(shape: Shape, device: torch.device, dtype: torch.dtype) -
 
 
 def products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """The six grouped products, on rows that are dealt out evenly."""
+    """The six grouped products, on equally many rows per expert."""
     rows = shape.tokens * shape.top_k
     ends = (torch.arange(1, shape.experts + 1, device=device) * rows // shape.experts).int()
 

@@ -1,7 +1,7 @@
 """What experts take in memory on each rank, and what it takes to move them.
 
     python benchmarks/migration.py                both tables, about 20 seconds on two cores
-    python benchmarks/migration.py memory         bytes per rank with the experts spread over W ranks, and copied to all
+    python benchmarks/migration.py memory         bytes per rank with the experts spread over W ranks, or on each
     python benchmarks/migration.py moves          seconds, bytes and peak memory of migrations
 
 On gloo, one thread per rank, float32, AdamW. `memory` adds up the parameters, gradients and optimizer states of one

@@ -6,7 +6,7 @@ Forward and backward of the whole layer on a CPU in float32: router, dispatch, e
 and of every weight, freshly allocated (`set_to_none`), for a random output gradient. SwiGLU, dim 256, hidden 512,
 top-2, 2,048 tokens: the dense floor is one SwiGLU network with hidden 1,024; beside it stands one with hidden 512 that
 gets each token twice, which is the same FLOPs and as many rows as a mixture has to move. Ours and Mixtral's hold the
-same weights, and have to agree in output and gradients before anything is timed. A second job is the MNIST layer: 64
+same weights, and must agree in output and gradients before anything is timed. A second job is the MNIST layer: 64
 tokens, ReLU, hidden 256.
 
 All contenders run in one process, in rounds in which each has its turn; figures are medians over rounds of the ratio to
@@ -144,10 +144,10 @@ def relative_error(ours: MoE, block: nn.Module, step: Step) -> float:
 def enter(ours: MoE, step: Step, threads: int) -> dict[str, nn.Module]:
     """Every implementation of Mixtral's experts that runs here and computes what ours computes."""
     entered: dict[str, nn.Module] = {}
-    copies, bytes_per_expert = step.x.shape[1] * TOP_K, 4 * ours.experts.up[0].numel()
+    assignments, bytes_per_expert = step.x.shape[1] * TOP_K, 4 * ours.experts.up[0].numel()
     for name in mixtral_implementations():
-        # batched_mm copies an expert's weights for every routed copy, and again for their gradient.
-        if name == "batched_mm" and 6 * copies * bytes_per_expert > psutil.virtual_memory().available:
+        # batched_mm copies an expert's weights for every assignment, and again for their gradient.
+        if name == "batched_mm" and 6 * assignments * bytes_per_expert > psutil.virtual_memory().available:
             print(f"transformers {name} is left out: it would fill more than half of the memory with copies of weights")
             continue
         torch.set_num_threads(threads)
@@ -171,7 +171,7 @@ def measure(
     step, ours = Step(tokens), make_moe(DIM, hidden_dim, experts, TOP_K, activation=activation)
     contenders: dict[str, nn.Module] = {
         "dense": Dense(TOP_K * hidden_dim, activation),
-        "dense, a row per copy": DensePerAssignment(hidden_dim, activation),
+        "dense, a row per assignment": DensePerAssignment(hidden_dim, activation),
         "ours": ours,
     }
     if activation == "swiglu":

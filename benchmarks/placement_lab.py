@@ -1,11 +1,11 @@
-"""Planners on recorded traces and on workloads W0 to W7: what `toolkit lab` says of all of them, in one table.
+"""Planners on recorded traces and on workloads W0 to W7: the reports of `toolkit lab` in one table.
 
     python benchmarks/record_traces.py FOLDER       twelve traces of two real runs, some ten minutes
     python benchmarks/placement_lab.py FOLDER       the table, a minute
 
 A row for each case and planner without the guard; the last columns are the same planner with it. `over bound` is the
-worst plan on the load that it was made for; imbalances are means over steps. Experts begin in blocks; on the workloads
-dealt by turns, too. Writes benchmarks/results/placement_lab.json.
+worst plan on the load that it was made for; imbalances are means over steps. Initial placements are contiguous; on
+the workloads round-robin too. Writes benchmarks/results/placement_lab.json.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def balance() -> None:
         for name, workload in WORKLOADS.items():
             found: list[list[float]] = []
             for seed in range(SEEDS):
-                sizes = Sizes(steps=EVERY, ranks=ranks, experts=experts, copies=32768 // ranks, seed=seed)
+                sizes = Sizes(steps=EVERY, ranks=ranks, experts=experts, assignments=32768 // ranks, seed=seed)
                 load = workload(sizes).sum((0, 1))
                 current, spare = start("", experts, ranks), start("replicate", experts, ranks)
                 bound, spare_bound = lower_bound(load, current), lower_bound(load, spare, replicas=True)
@@ -133,7 +133,7 @@ def small() -> None:
         for name, workload in {**WORKLOADS, "drift": drifting}.items():
             ratios: list[list[float]] = []
             for seed in range(SEEDS):
-                sizes = Sizes(steps=EVERY, ranks=ranks, experts=experts, copies=32768 // ranks, seed=seed)
+                sizes = Sizes(steps=EVERY, ranks=ranks, experts=experts, assignments=32768 // ranks, seed=seed)
                 load = workload(sizes).sum((0, 1))
                 spare = start("replicate", experts, ranks)
                 ratios.append([])

@@ -1,4 +1,4 @@
-"""What every benchmark ends with: a table for people, a JSON file for programs, and what machine it was."""
+"""The report of a benchmark: a table on the console, and a JSON file with the machine and the date."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ RENAMED_FLAGS: dict[str, str] = {f"--lifecycle.{flag}": f"--life.{flag}" for fla
 
 For example {"--dynamic.check-every": "--lifecycle.check-every"}; names of recipe files and of arguments are words too.
 """
-RENAMED_KEYS: dict[str, str] = {r"life/(.*)": r"lifecycle/\1", "experts_living": "active_experts"}
+RENAMED_KEYS: dict[str, str] = {r"life/(.*)": r"lifecycle/\1", r"experts_liv.*": "active_experts"}
 """Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
 
 Keys are those of metrics.jsonl and results.json; what is nested in
@@ -126,7 +126,9 @@ CONFIGURATIONS = [
     recipe_run("mnist_moe", 2, "eight dynamic experts", f"{DYNAMIC} --experts 8"),
     recipe_run("mnist_moe", 2, "balanced by a bias", "--balance bias"),
     recipe_run("mnist_moe", 2, "tokens dropped", "--capacity-factor 1"),
-    recipe_run("mnist_moe", 2, "experts copied", "--planner replicate --spare-slots 1 --replan-every 10 --no-guard"),
+    recipe_run(
+        "mnist_moe", 2, "experts replicated", "--planner replicate --spare-slots 1 --replan-every 10 --no-guard"
+    ),
     Configuration(
         "plain_accelerate, 2 processes",
         (

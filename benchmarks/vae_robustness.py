@@ -81,9 +81,7 @@ def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sweeps", nargs="*", help=f"which of {', '.join(SWEEPS)}; all of them but fashion if none is said"
-    )
+    parser.add_argument("sweeps", nargs="*", help=f"which of {', '.join(SWEEPS)}; default: all but fashion")
     parser.add_argument("--out", type=Path, default=Path("runs/vae"))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--collect", action="store_true", help="run nothing")

@@ -1,4 +1,4 @@
-"""Which activity a wrist or a phone at the waist shows, for people whom the network has not seen.
+"""Recognises activities from a motion sensor, on people who are not in the training data.
 
 python recipes/har.py --fold 1      windows of 4 s, the volunteers of that fold held out; a minute or two on a CPU
 python recipes/har.py --num-processes 4 --batch-size 128 --scale-lr 32 --schedule.warmup-epochs 2
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+    """The settings of a run; fields shared with other recipes are inherited."""
 
     mode: Literal["all_channels", "flatten", "average", "first"] = "all_channels"
-    """What the encoder sees at a time: all channels; each by itself, to vote on the window; their mean; the first."""
+    """What the encoder sees at a time: all channels; each by itself, averaged over the window; their mean; the
+    first."""
     window_seconds: float | None = None
     """Length of a window; None means 4 s, or the publisher's windows."""
     overlap: float = 0.5
@@ -35,11 +36,11 @@ class Config(tk.RunConfig):
     hidden_dims: tuple[int, ...] = ()
     """Hidden layers of the classifier behind the encoder."""
     dropout: float = 0.0
-    """Dropout of what the classifier sees."""
+    """Dropout before the classifier."""
     class_balance: Literal["none", "sqrt", "inverse"] = "none"
     """Weight of a class in the loss: 1, or one over (the root of) its number of training windows."""
     encoder_path: Path | None = None
-    """Begin with the encoder in this model.safetensors, of a run with the same mode and width."""
+    """Start from the encoder in this model.safetensors, of a run with the same mode and width."""
     freeze_encoder: bool = False
     """Train only the classifier behind it."""
 

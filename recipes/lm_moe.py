@@ -1,7 +1,7 @@
-"""A small language model of transformers (Qwen3-MoE or Mixtral) whose experts are spread over the processes there are.
+"""A small transformers language model (Qwen3-MoE or Mixtral), with its experts spread over all processes.
 
 python recipes/lm_moe.py                                       Shakespeare byte by byte, a minute on a CPU
-python recipes/lm_moe.py --num-processes 4 --planner swap      experts owned, and moved while it trains
+python recipes/lm_moe.py --num-processes 4 --planner swap      experts move between processes while training
 python recipes/lm_moe.py --data-dir FOLDER --tokenizer gpt2    any text, any tokenizer
 """
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.ExpertRunConfig):
-    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+    """The settings of a run; fields shared with other recipes are inherited."""
 
     architecture: Literal["qwen3_moe", "mixtral"] = "qwen3_moe"
-    """Of a model from scratch; with --experts 0 its dense sibling, Qwen3 or Mistral."""
+    """Of a model from scratch; with --experts 0 its dense counterpart, Qwen3 or Mistral."""
     model: str | None = None
-    """Begin with the weights in this folder, or of this name on the Hub, which then decide the model's sizes."""
+    """Start from the weights in this folder, or of this name on the Hub; they decide the model's sizes."""
     tokenizer: str = "bytes"
     """bytes, or a folder or Hub name."""
     context: int = 128

@@ -1,8 +1,8 @@
-"""Speech to characters, or to digits, with Legendre memories: any length, no attention, and it can listen to a stream.
+"""Speech to characters, or to digits, with Legendre memories, for utterances of any length, also from a stream.
 
-python recipes/lmu_speech.py                      spoken digits, written out (tones, where no speech is found)
+python recipes/lmu_speech.py                      single spoken digits (synthetic tones, where no speech is found)
 python recipes/lmu_speech.py connected            three to seven digits in a row
-toolkit transcribe runs/lmu_speech/... some.wav   listens with what a run has learned
+toolkit transcribe runs/lmu_speech/... some.wav   transcribes a file with a trained model
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.domains import speech
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+    """The settings of a run; fields shared with other recipes are inherited."""
 
     target: Literal["characters", "digits"] = "characters"
     """characters: CTC; digits: one class for each recording."""
@@ -27,21 +27,21 @@ class Config(tk.RunConfig):
     width: int = 128
     """Of the residual stream; `attention` has a head for each 64."""
     channels: int = 16
-    """Signals that each block of `memory` remembers; `attention` has one."""
+    """Signals that each block of `memory` keeps; `attention` has one."""
     order: int = 8
     """Coefficients that are kept of each signal."""
     thetas: tuple[float, ...] = (6.0, 12.0, 24.0)
-    """Steps that each layer looks back on."""
+    """Window of each layer's memory, in steps."""
     stride: int = 3
     """Frames per step of `memory`."""
     dropout: float = 0.0
-    """Drawn on each process by itself."""
+    """Dropout rate; drawn on each process by itself."""
     sample_rate: int = 8000
     """Hz; other recordings are resampled."""
     num_mels: int = 40
     """Bands of the spectrogram."""
     tail_s: float = 0.25
-    """Seconds of silence after each utterance, in which a causal model may still answer."""
+    """Seconds of silence after each utterance, in which a causal model may still output characters."""
     spec_augment: bool = True
     """Hide bands and stretches of training spectrograms, change loudness and pitch."""
     beam_size: int | None = None
@@ -49,7 +49,7 @@ class Config(tk.RunConfig):
     lexicon: bool = False
     """Evaluate with the words of the training transcripts alone; needs a beam."""
     held_out_speaker: str | None = None
-    """Train without this speaker, and test on nobody else."""
+    """Train on the other speakers, and test on this one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,8 +1,8 @@
-"""A mixture of experts that learns handwritten digits, with its experts distributed over processes.
+"""A mixture of experts that classifies handwritten digits, with its experts spread over all processes.
 
 python recipes/mnist_moe.py                        one device, about a minute on a CPU
-python recipes/mnist_moe.py --num-processes 4      four processes; each owns a part of the experts
-accelerate launch recipes/mnist_moe.py             the same on whatever Accelerate was configured for
+python recipes/mnist_moe.py --num-processes 4      four GPUs or processes; each owns some experts
+accelerate launch recipes/mnist_moe.py             the same under Accelerate's launcher
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.DynamicRunConfig):
-    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+    """The settings of a run; fields shared with other recipes are inherited."""
 
     dim: int = 384
     """Width of the stem and of what the experts read and write."""
     blank_pixels: float = 0.0
-    """Fraction of each training image that is hidden, other pixels each time."""
+    """Fraction of each training image's pixels that is hidden, drawn again at each visit."""
     shared_expert: bool = False
-    """Add an expert that sees every image."""
+    """Add an expert that every image goes through."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,12 +54,12 @@ def bias_balanced() -> Config:
 
 
 def no_balance() -> Config:
-    """What happens when nothing keeps the experts in use."""
+    """No balancing: without loss or bias few experts get most of the load."""
     return replace(full(), balance="none")
 
 
 def dynamic() -> Config:
-    """Dynamic experts: four at first, at most sixteen; split, merged and pruned."""
+    """Dynamic experts: four at first, at most sixteen; split, merged and pruned while training."""
     return replace(full(), experts=4, max_experts=16)
 
 

@@ -1,4 +1,4 @@
-"""Permuted sequential MNIST: 784 pixels one after another, in a fixed random order, remembered by a Legendre memory.
+"""Permuted sequential MNIST: 784 pixels one after another, in a fixed random order, with a Legendre memory.
 
 python recipes/psmnist.py                 the parallel unit, 166,092 parameters
 python recipes/psmnist.py cell            the nonlinear unit, 102,027 parameters, step by step: an hour on a CPU
@@ -20,7 +20,7 @@ PIXELS = 28 * 28
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+    """The settings of a run; fields shared with other recipes are inherited."""
 
     unit: Literal["parallel", "cell"] = "parallel"
     """parallel: all steps at once; cell: the nonlinear unit, whose steps need each other."""

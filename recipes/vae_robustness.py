@@ -18,7 +18,7 @@ from toolkit.domains import autoencoder as ae
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """Everything that decides a run; the fields that are shared with other recipes are inherited."""
+    """The settings of a run; fields shared with other recipes are inherited."""
 
     objective: Literal["exact", "supervised", "pseudo_label", "reference"] = "exact"
     """M2 with all classes enumerated; the controls: the classifier on labelled images alone, or on those and its own

@@ -126,7 +126,7 @@ def test_a_run_that_is_warned_saves_is_queued_anew_and_ends(slurm, checkout):
     job = submit(slurm, checkout, "slurm/run.sbatch", *DEBUG, "--cpu", "--epochs", "40")
     wait_for(lambda: re.search(r"^step ", log_of(checkout, job), re.MULTILINE), "the first steps")
     slurm("scancel", "--signal=USR1", "--batch", job)
-    wait_for(lambda: "saved: queued anew" in log_of(checkout, job), "saving")
+    wait_for(lambda: "saved: requeued" in log_of(checkout, job), "saving")
     wait_for(lambda: slurm("squeue", "-h", "-o", "%T", "-j", job).strip() == "PENDING", "queueing")
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits two minutes
     wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the continued run")

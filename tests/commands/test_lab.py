@@ -15,7 +15,7 @@ from toolkit.lab.traces import TraceFile, read_trace
 from toolkit.placement.placement import contiguous
 from toolkit.placement.workloads import Sizes
 
-SIZES = Sizes(steps=60, ranks=4, experts=16, copies=512)
+SIZES = Sizes(steps=60, ranks=4, experts=16, assignments=512)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import nn
 from toolkit.placement.cost_model import measured_cost_model
 
 
-def test_prices_of_a_layer_are_those_of_its_tensors_and_steps():
+def test_the_cost_model_of_a_layer_is_that_of_its_tensors_and_steps():
     stacked = [nn.Parameter(torch.zeros(4, 3, 5)), nn.Parameter(torch.zeros(4, 7, dtype=torch.bfloat16))]
     optimizer = torch.optim.AdamW(stacked)
 

@@ -27,7 +27,7 @@ def guard(**options: float) -> MigrationGuard:
     return MigrationGuard(COST_MODEL, **{"margin": 1.0, **options})
 
 
-def test_prices_are_those_of_the_busiest_rank():
+def test_the_cost_model_counts_the_busiest_rank():
     assert COST_MODEL.step_seconds(UNEVEN, NOW) == 8.0
     assert COST_MODEL.step_seconds(UNEVEN, PLAN) == 5.0
     # Each rank sends one expert and receives one, at once.

@@ -1,4 +1,4 @@
-"""A placement says where each expert lives; moves say what must travel from one to the next."""
+"""Placements map experts to slots; moves are what must be sent from one to the next."""
 
 import json
 

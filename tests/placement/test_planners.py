@@ -227,7 +227,7 @@ def test_planners_for_balance_are_never_worse_than_what_is_there_and_do_nothing_
         assert again == plan or rank_imbalance(load, again) < rank_imbalance(load, plan)
 
 
-def test_where_no_exchange_helps_two_ranks_are_dealt_anew():
+def test_where_no_exchange_helps_two_ranks_are_repacked():
     # 12 and 8: 6 for 2 gives 8 and 12, but 6 for 2 and 2 gives 10 and 10. That moves three.
     load, current = [6, 6, 2, 2, 2, 2], ExpertPlacement(((0, 1, EMPTY_ROW), (2, 3, 4, 5)))
     plan = swap(load, current)
@@ -405,7 +405,7 @@ def test_a_board_after_exchanges_is_the_board_of_its_placement(current: ExpertPl
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize(("experts", "ranks"), [(64, 8), (128, 8), (256, 64)])
 def test_without_replicas_planners_come_within_two_percent_of_the_bound(workload: str, experts: int, ranks: int):
-    sizes = Sizes(steps=20, ranks=ranks, experts=experts, copies=32768 // ranks)
+    sizes = Sizes(steps=20, ranks=ranks, experts=experts, assignments=32768 // ranks)
     load, current = WORKLOADS[workload](sizes).sum((0, 1)), blocks(experts, ranks)
     bound = lower_bound(load, current)
     assert rank_imbalance(load, lpt(load, current)) <= 1.02 * bound
@@ -417,7 +417,7 @@ def test_without_replicas_planners_come_within_two_percent_of_the_bound(workload
 def test_with_a_spare_slot_per_rank_replicas_come_within_two_percent_of_balance(
     workload: str, experts: int, ranks: int
 ):
-    sizes = Sizes(steps=20, ranks=ranks, experts=experts, copies=32768 // ranks)
+    sizes = Sizes(steps=20, ranks=ranks, experts=experts, assignments=32768 // ranks)
     load, current = WORKLOADS[workload](sizes).sum((0, 1)), with_spare_slots(blocks(experts, ranks), 1)
     assert rank_imbalance(load, replicate(load, current)) <= 1.02 * lower_bound(load, current, replicas=True)
 

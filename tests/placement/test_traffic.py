@@ -15,7 +15,7 @@ TWO_REPLICAS = ExpertPlacement(((0, 2), (1, 2), (3, EMPTY_ROW)))
 def test_copies_split_tokens_token_by_token_and_a_rank_with_a_copy_keeps_its_own():
     load = np.zeros((3, 4), dtype=np.int64)
     load[:, 2] = [5, 4, 7]
-    # Expert 2 lives in global slots 1 and 3. Rank 2 has no copy: its 7 tokens go to copies (2 + i) mod 2, 4 and 3.
+    # Expert 2 is in global slots 1 and 3. Rank 2 has no replica: its 7 tokens go to replicas (2 + i) mod 2, 4 and 3.
     assert rows_per_slot(load, TWO_REPLICAS)[:, [1, 3]].tolist() == [[5, 0], [0, 4], [4, 3]]
     # Rank 1 starts with copy 1.
     assert rows_per_slot(load, TWO_REPLICAS, local_first=False)[:, [1, 3]].tolist() == [[3, 2], [2, 2], [4, 3]]

@@ -7,7 +7,7 @@ from toolkit.placement.imbalance import expert_imbalance, rank_imbalance
 from toolkit.placement.placement import contiguous
 from toolkit.placement.workloads import WORKLOADS, Sizes, burst, drifting, rotating_hotspot
 
-SIZES = Sizes(steps=40, ranks=4, experts=16, copies=1000)
+SIZES = Sizes(steps=40, ranks=4, experts=16, assignments=1000)
 CONTIGUOUS = contiguous(16, 4)
 
 
@@ -18,7 +18,7 @@ def test_a_workload_is_a_function_of_its_sizes_and_the_seed(name: str):
     assert load.dtype == np.int64
     assert load.min() >= 0
     assert (load == WORKLOADS[name](SIZES)).all()
-    assert (load != WORKLOADS[name](Sizes(steps=40, ranks=4, experts=16, copies=1000, seed=1))).any()
+    assert (load != WORKLOADS[name](Sizes(steps=40, ranks=4, experts=16, assignments=1000, seed=1))).any()
     assert WORKLOADS[name](Sizes(steps=2, ranks=3, experts=1)).shape == (2, 3, 1)
 
 

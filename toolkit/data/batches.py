@@ -1,9 +1,9 @@
-"""Which examples make up which step, and how they reach this rank.
+"""The order of training samples, and how each rank gets its part of a batch.
 
 The order of the data is a pure function of (seed, epoch), and the position in it is one integer: the step. So a run
-resumes by asking for step n, on any number of processes. Accelerate's own ownership is not used because on a short last
-batch it gives some ranks no micro-batch at all, and under expert parallelism a forward pass is a collective: here such
-a rank gets an empty one. (`docs/log.md`, "Why the loader is ours".)
+resumes by asking for step n, on any number of processes. Accelerate's own splitting of batches is not used because on a
+short last batch it gives some ranks no micro-batch at all, and under expert parallelism a forward pass is a collective:
+here such a rank gets an empty one. (`docs/log.md`, "Why the loader is ours".)
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class TrainBatches:
     """This rank's micro-batches of each step, on its device.
 
     A global batch is cut into micro-batches first and each of these into ranks, so that what one micro-step sees over
-    all ranks does not depend on how many ranks there are. Without an `order` of its own, which has to be
-    made for the same `batch_size`, a table is shuffled again each epoch.
+    all ranks does not depend on how many ranks there are. Without an `order`, which must be made for the same
+    `batch_size`, the table is shuffled again each epoch.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TrainBatches:
 
     @property
     def source(self) -> TensorTable | AugmentedTable:
-        """What gives batches: the table, or the table with what `augment` makes of it."""
+        """The source of batches: the table, augmented where there is an `augment`."""
         return self.table if self.augment is None else AugmentedTable(self.table, self.augment)
 
     def rows(self, start_step: int) -> Iterator[Tensor]:
@@ -178,7 +178,7 @@ class _Rows(torch.utils.data.Sampler[Tensor]):
 
 
 class AugmentedTable:
-    """A table that is indexed by visits (epoch * samples + row) instead of rows."""
+    """A table indexed by visits (epoch * samples + row) instead of rows."""
 
     def __init__(self, table: TensorTable, augment: Augment):
         self.table, self.augment = table, augment

@@ -11,14 +11,14 @@ from toolkit.seeding import generator
 from toolkit.task import Batch
 
 BANK_SIZE = 4093
-"""Masks that are drawn once and then looked up; a prime, so that visits run through all of them."""
+"""Number of masks, drawn once; a prime, so that visits cycle through all of them."""
 
 
 class BlankPixels:
     """Sets a random `fraction` of each uint8 image in `batch["input"]` to `grey`, others at each visit.
 
-    Which pixels is a function of (seed, visit), where a visit is one sample in one epoch. So the curve of a run does
-    not depend on the number of processes, as it would with dropout in the model, where every rank draws for itself.
+    Which pixels is a function of (seed, visit), where a visit is one sample in one epoch. So a run's loss curve does
+    not depend on the number of processes. With dropout in the model it would, because each rank draws its own masks.
     """
 
     def __init__(self, fraction: float, *, shape: Sequence[int], grey: int, seed: int):

@@ -21,7 +21,7 @@ BUILD_TIMEOUT_S = 600
 
 
 class _Damaged(Exception):
-    """An entry is not there, or not as it was written."""
+    """An entry is missing or damaged."""
 
 
 def cache_dir() -> Path:
@@ -32,7 +32,7 @@ def cache_dir() -> Path:
 def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
     """The arrays that `build` makes, mapped from cache entry `key`; a missing or damaged entry is built first.
 
-    Of processes that call this at once, one builds. Where the cache folder cannot be written the arrays stay in memory.
+    Of several processes one builds. Where the cache folder cannot be written the arrays stay in memory.
     """
     folder = cache_dir() / key
     try:

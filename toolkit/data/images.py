@@ -52,7 +52,7 @@ class OnMain(Protocol):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the main process found."""
+    """What the main process chose."""
 
     name: str
     files: ImageFiles | None
@@ -74,10 +74,11 @@ class _Choice:
 
 
 def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> ImageData:
-    """The set `dataset`: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it can be had, else the digits.
+    """The set `dataset`: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the
+    digits.
 
     Which files are used is decided, and they are checked and decoded, on the main process; the others map the result.
-    Raises UserError on every rank for a set that is not there, and for files that cannot be what they claim.
+    Raises UserError on every rank for a set that is not found, and for invalid files.
     """
     columns: dict[str, Tensor] = {}
 
@@ -117,7 +118,7 @@ def _digits(notice: str | None = None) -> _Choice:
 
 
 def _locate(name: str, data_dir: Path | None) -> ImageFiles:
-    """`locate`, with a UserError for a set that is nowhere."""
+    """`locate`, with a UserError for a set that is not found."""
     try:
         return locate(name, data_dir)
     except NotFoundHere as reason:
@@ -131,7 +132,7 @@ def _locate(name: str, data_dir: Path | None) -> ImageFiles:
 
 
 def read_files(files: ImageFiles) -> dict[str, np.ndarray]:
-    """Columns train_input, train_label, test_input and test_label. Raises UserError naming a file that is not right."""
+    """Columns train_input, train_label, test_input and test_label. Raises UserError naming an invalid file."""
     columns = {}
     for split, paths in (("train", files.train), ("test", files.test)):
         if files.kind == "idx":

@@ -1,4 +1,4 @@
-"""Tables whose examples have different lengths, and the order in which such examples are batched."""
+"""Tables whose examples have different lengths, and an order that batches examples of similar length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RaggedColumn:
         return len(self.lengths)
 
     def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The examples at `rows`, filled up with zeros to (B, longest, ...), and their lengths (B,)."""
+        """The examples at `rows`, padded with zeros to (B, longest, ...), and their lengths (B,)."""
         lengths = self.lengths[rows]
         longest = max(1, int(lengths.max())) if len(rows) else 1
         places = torch.arange(longest)
@@ -45,7 +45,7 @@ class RaggedColumn:
 
 
 class RaggedTable(TensorTable):
-    """Columns of which some are ragged: a batch has column `x` filled up with zeros, and its lengths as `x_length`."""
+    """Columns of which some are ragged: a batch has column `x` padded with zeros, and its lengths as `x_length`."""
 
     def __init__(self, **columns: Tensor | RaggedColumn):
         self.ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedColumn)}
@@ -82,7 +82,7 @@ class RaggedTable(TensorTable):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketedOrder(BatchOrder):
-    """Batches of examples that are about equally long, so that little of a batch is filling.
+    """Batches of examples of similar length, so that batches have little padding.
 
     An epoch is a permutation, of which each stretch of `BATCHES_PER_POOL` batches is sorted by length; the
     batches are then shuffled. The last batch of an epoch, which may be short, stays the last.

@@ -1,8 +1,7 @@
 """A bounded memory of training examples, balanced over classes (or over any other columns).
 
-It holds row numbers of the training table, not examples: the same on every rank without a message, as small in a
-checkpoint as a list of integers, and of the same worth as so many stored examples, labels included. A memory of
-`capacity` rows never draws any other row of the table.
+It holds row numbers of the training table, not examples: the same on every rank without communication, and a list of
+integers in a checkpoint. A memory of `capacity` rows never draws any other row of the table.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ReplayMemory:
         return len(self.rows)
 
     def add(self, rows: Tensor) -> None:
-        """Have seen the examples at `rows` (N,) of the table. To be called with the same rows on all ranks."""
+        """Record the examples at `rows` (N,) of the table as seen. Call it with the same rows on all ranks."""
         rows = torch.cat([self.rows, rows.cpu()]).unique()
         _, stratum = self._values(rows).unique(dim=0, return_inverse=True)
         order = (stratum << PRIORITY_BITS | self._priority(rows)).argsort()
@@ -56,7 +55,7 @@ class ReplayMemory:
         self.rows = rows[kept].sort().values
 
     def draw(self, count: int, *address: int | str) -> Tensor:
-        """`count` remembered rows, drawn at `address`, such as ("sleep", step): without repetition as far as possible.
+        """`count` remembered rows, drawn at `address`, such as ("sleep", step): without repetition if there are enough.
 
         The same on all ranks. Raises ValueError where nothing is remembered.
         """

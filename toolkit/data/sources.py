@@ -1,4 +1,4 @@
-"""Where a set of labelled images lies: a folder, the Hub's cache, or the Hub."""
+"""Finds a set of labelled images: in a folder, in the Hub's cache, or on the Hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IDX_STEMS = (
 
 
 class NotFoundHere(Exception):
-    """A place does not hold the set; the text names it and the reason, as a part of a sentence."""
+    """A place does not have the set; the message names the place and the reason, as part of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class ImageFiles:
     test: tuple[Path, ...]
 
     def digest(self) -> str:
-        """Changes when a file's name, size or time of change does."""
+        """Changes with a file's name, size or modification time."""
         files = [*self.train, *self.test]
         facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def locate(name: str, data_dir: Path | None) -> ImageFiles:
-    """The files of set `name` in the first place that holds them: `data_dir` and nowhere else, if given; else
+    """The files of set `name` in the first place that has them: `data_dir` alone, if given; else
     $TOOLKIT_DATA_DIR, the Hub's cache, the Hub.
 
-    Raises NotFoundHere naming every place that was tried. Returns within seconds, downloads aside.
+    Raises NotFoundHere naming every place that was searched. Answers within seconds, downloads aside.
     """
     if data_dir is not None:
         return find_in_folder(data_dir.expanduser(), name)

@@ -25,7 +25,7 @@ from toolkit.errors import UserError
 
 SHAKESPEARE, STDLIB, FOLDER = "tinyshakespeare", "stdlib", "folder"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
-"""Of the files of a folder that are taken for text."""
+"""Suffixes of the files that are read as text."""
 IGNORED = -1
 """Stands where a block of held-out text has no token left."""
 MANY = 10
@@ -42,12 +42,12 @@ class TextData:
     name: str
     train: TensorTable
     test: TensorTable
-    """Its last block is filled up with `IGNORED`, so that all of the held-out text counts."""
+    """Its last block is padded with `IGNORED`, so that all held-out text is evaluated."""
     tokenizer: Tokenizer
     bytes_per_token: float
     """Of the held-out text."""
     notice: str | None = None
-    """A sentence for the user, when this is not the text that was wished for."""
+    """A sentence for the user, when this is not the text that was asked for."""
 
     def prompts(self, count: int, length: int) -> Tensor:
         """int64 (count, length): how blocks begin that lie evenly over the held-out text; fewer where it is short."""
@@ -59,7 +59,7 @@ class TextData:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """What the main process found."""
+    """What the main process chose."""
 
     name: str
     kind: Literal["files", "dataset"]
@@ -94,7 +94,7 @@ def load_text(
     lines; or "auto": what `data_dir` holds, else tinyshakespeare in $TOOLKIT_DATA_DIR, else the standard library.
 
     Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which
-    some rank would get. Raises UserError on every rank for text that is not there, not readable, or too short.
+    some rank would get. Raises UserError on every rank for text that is not found, not readable, or too short.
     """
     columns: dict[str, Tensor] = {}
     found: list[Tokenizer] = []
@@ -243,7 +243,7 @@ def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def _character_boundary(text: bytes, at: int) -> int:
-    """The first place from `at` on that is not inside a UTF-8 character."""
+    """The first position from `at` on that is not inside a UTF-8 character."""
     while at < len(text) and text[at] & 0xC0 == 0x80:
         at += 1
     return at

@@ -1,4 +1,4 @@
-"""Classifiers for images as flat vectors: no pixel knows its neighbours."""
+"""Classifiers for images as flat vectors (permutation-invariant)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Pixels(nn.Module):
     """uint8 images (B, ...) to standardised float vectors (B, num_pixels).
 
     Part of the model, so that data sets stay small on disk and in transfer. Where the fraction `blank` of the pixels
-    is hidden in training, the whole image is weakened by as much in evaluation (Srivastava et al. 2014, JMLR 15).
+    is hidden in training, the whole image is scaled down by as much in evaluation (Srivastava et al. 2014, JMLR 15).
     """
 
     def __init__(self, mean: float, std: float, *, blank: float = 0.0):

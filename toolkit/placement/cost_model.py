@@ -13,8 +13,8 @@ from torch import nn
 from toolkit.placement.guard import CostModel
 
 LINK_BYTES_PER_SECOND = 10e9
-"""Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster, so that the guard refuses
-a few plans too many there."""
+"""Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses
+a few plans too many."""
 EXPERT_SHARE = 0.5
 """Assumed, not measured: the fraction of a step that grows with the rows of the busiest rank (experts' forward and
 backward, and their transfers); the rest is attention, loss, optimizer. Too high a fraction overrates gains."""
@@ -32,9 +32,9 @@ def measured_cost_model(
 ) -> CostModel:
     """CostModel of one layer with the stacked expert `parameters` (dimension 0: slots).
 
-    `step_seconds`: the mean of steps that planned nothing. `rows`: routed copies in a step at the busiest rank, summed
-    over all MoE layers, so that each row of this layer bears its part of the step. Ranks that decide alike need like
-    prices: pass numbers that they agree on.
+    `step_seconds`: the mean of steps that planned nothing. `rows`: assignments in a step at the busiest rank, summed
+    over all MoE layers, so that each row of this layer has its part of the step. Pass equal
+    numbers on all ranks, so that all ranks decide alike.
     """
     stacked = list(parameters)
     return CostModel(

@@ -1,4 +1,4 @@
-"""Whether a plan is worth its bytes, and whether it kept its promise."""
+"""Decides whether a plan gains more than its migration costs, and returns to an earlier placement where it did not."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.traffic import migration_cost
 
 FEWEST_WINDOWS = 3
-"""To tell how much a gain changes from one to the next."""
+"""Windows that are needed to estimate how much a gain changes from one to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """What time costs what. Ranks compute at once and send at once, so the busiest one counts."""
+    """Seconds per row and per byte. Ranks compute and send at the same time, so the busiest one counts."""
 
     seconds_per_row: float
-    """Compute of one routed copy, forward and backward, on one rank."""
+    """Compute of one assignment, forward and backward, on one rank."""
     bytes_per_second: float
     """Of one rank's link, each way."""
     weight_bytes: int
-    """Of one copy of an expert."""
+    """Of one physical expert."""
     optimizer_bytes: int = 0
     """Of one expert, at its owner."""
     seconds_per_migration: float = 0.0
-    """What a change of placement costs besides its bytes: planning, agreeing, waiting."""
+    """What a change of placement costs besides its bytes: planning, synchronising, waiting."""
 
     def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
-        """Of the busiest rank in a step with that many rows per expert."""
+        """Seconds of the busiest rank in a step with `load_E` rows per expert."""
         return float((load_E @ shares(placement)).max()) * self.seconds_per_row
 
     def migration_seconds(self, old: ExpertPlacement, new: ExpertPlacement) -> float:
-        """0 where nothing is to be done."""
+        """Seconds to go from `old` to `new`; 0 where they are equal."""
         if old == new:
             return 0.0
         cost = migration_cost(old, new, weight_bytes=self.weight_bytes, optimizer_bytes=self.optimizer_bytes)
@@ -45,16 +45,17 @@ class CostModel:
 
 
 class MigrationGuard:
-    """Stands between a planner and the experts of one layer. After each window of steps call `review`, and carry out
-    the return that it may order; else ask `accepts` about a new plan, and carry it out if so.
+    """Accepts or refuses the plans of one layer. After each window of steps call `review`, which may return a placement
+    to roll back to. If it returns None, ask `accepts` about a new plan. The caller must apply what either decides.
 
-    A plan is made for the load of one window, and what it gains changes from window to window. So it is tried on the
-    last `history` windows, and counts for the better of two promises. What it would have gained in the worst of the
-    last `recent` windows, less the change that is usual between one window and the next (root mean square): a gain
-    that can be told from noise. Or, once there are `recent` windows, what it would have gained in the worst of all:
-    the loads may wander, the plan serves all the places where they were.
+    A plan is made for the load of one window, and its gain changes from window to window. So its gain is computed for
+    each of the last `history` windows, and predicted as the larger of
 
-    A change must save `margin` times what it costs. It is taken back where it was worse in `patience` windows running.
+    - the smallest gain of the last `recent` windows, less the root mean square change of the gain from one window to
+      the next (a gain above noise);
+    - once there are `recent` windows, the smallest gain of all windows (a plan that helps wherever the load has been).
+
+    A plan must save `margin` times what it costs. It is rolled back where it was worse in `patience` windows in a row.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class MigrationGuard:
         )
         self._windows: list[NDArray[np.float64]] = []
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
-        """Former placements, latest last, with what each would have saved in the last windows."""
+        """Earlier placements, latest last, with the seconds per step that each would have saved in the last windows."""
 
     def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
-        """Take note of a window, of which `load_E` is the mean number of rows per expert and step, over all ranks.
+        """Record a window; `load_E`: its mean number of rows per expert and step, over all ranks.
 
-        Returns the placement to go back to, where one of the last `patience` that were replaced would have been better
-        than `current` in each of the last `patience` windows, and the return pays within `steps`; else None.
+        Returns the placement to roll back to: one of the last `patience` that were replaced, if it would have been
+        better than `current` in each of the last `patience` windows and the migration pays within `steps`; else None.
         """
         load = np.asarray(load_E, dtype=np.float64)
         self._windows = [*self._windows, load][-self.history :]
@@ -92,8 +93,8 @@ class MigrationGuard:
         return max(better, key=lambda pair: pair[0])[1]
 
     def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
-        """Whether `plan` pays for its migration within `steps`, the steps until the next plan. An accepted plan is
-        taken for carried out."""
+        """Whether `plan` saves more than its migration costs within `steps`, the steps until the next plan. The caller
+        must apply an accepted plan."""
         if plan == current or not self._pays(self.promise(current, plan), current, plan, steps):
             return False
         formers = [*(former for former, _ in self._replaced), current][-self.patience :]
@@ -101,7 +102,7 @@ class MigrationGuard:
         return True
 
     def promise(self, current: ExpertPlacement, plan: ExpertPlacement) -> float:
-        """Seconds per step that `plan` can be relied on to save; 0 while there are too few windows to tell."""
+        """The predicted gain of `plan`, in seconds per step; 0 while there are fewer than FEWEST_WINDOWS."""
         if len(self._windows) < FEWEST_WINDOWS:
             return 0.0
         gains = np.array([self._gain(load, current, plan) for load in self._windows])
@@ -110,7 +111,7 @@ class MigrationGuard:
         return above_noise if len(gains) < self.recent else max(above_noise, float(gains.min()))
 
     def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
-        """Seconds per step."""
+        """Seconds per step that `plan` saves under `load_E`."""
         return self.cost_model.step_seconds(load_E, current) - self.cost_model.step_seconds(load_E, plan)
 
     def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:

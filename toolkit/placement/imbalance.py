@@ -34,7 +34,7 @@ def max_over_mean(load: NDArray[Any]) -> Floats:
 
 
 def rank_imbalance(load_E: Load, placement: ExpertPlacement) -> float:
-    """max / mean of the load per rank: how much longer the busiest rank computes than with an even load."""
+    """max / mean of the load per rank: how much longer the busiest rank computes than with a balanced load."""
     return float(max_over_mean(checked_load(load_E, placement) @ shares(placement)))
 
 

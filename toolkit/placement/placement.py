@@ -1,4 +1,4 @@
-"""Where each expert lives: a frozen map from stable expert ids to (rank, slot), and what travels between two maps."""
+"""Placements: a frozen map from logical expert ids to (rank, slot), and the moves between two placements."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """One layer's experts on the ranks of a shard group: `slots[rank][slot]` is an expert id, or `EMPTY_ROW`.
+    """One layer's experts on the ranks of an EP group: `slots[rank][slot]` is an expert id, or `EMPTY_ROW`.
 
-    Ranks may have different numbers of slots, slots may be empty, and an expert may have copies on several ranks. Ids
-    count from 0 and each has at least one copy. Raises ValueError for a map that breaks this.
+    Ranks may have different numbers of slots, slots may be empty, and an expert may have replicas on several ranks. Ids
+    count from 0, and each has at least one slot. Raises ValueError for a map that breaks this.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class ExpertPlacement:
             ids = set(held)
             if len(ids) < len(held):
                 twice = min(e for e, n in Counter(held).items() if n > 1)
-                raise ValueError(f"rank {rank} holds expert {twice} twice: copies belong on different ranks")
+                raise ValueError(f"rank {rank} holds expert {twice} twice: replicas belong on different ranks")
             found |= ids
         if not found:
             raise ValueError("a placement needs at least one expert")
@@ -53,7 +53,7 @@ class ExpertPlacement:
 
     @classmethod
     def from_slot_of_expert(cls, slot_of_expert: Sequence[int], ranks: int) -> ExpertPlacement:
-        """One copy each: `slot_of_expert[e]` counts slots through all ranks, which are filled evenly."""
+        """Without replicas: `slot_of_expert[e]` counts slots through all ranks, which are filled evenly."""
         if len(slot_of_expert) % ranks or sorted(slot_of_expert) != list(range(len(slot_of_expert))):
             raise ValueError(f"slots {tuple(slot_of_expert)} do not fill {ranks} rank(s) evenly")
         by_slot = sorted(range(len(slot_of_expert)), key=slot_of_expert.__getitem__)
@@ -87,15 +87,15 @@ class ExpertPlacement:
         return tuple(tuple(places) for places in replicas)
 
     def replicas(self, expert: int) -> tuple[Place, ...]:
-        """Where `expert` lives, by rank."""
+        """The places of `expert`, by rank."""
         return self._replicas[expert]
 
     def owner(self, expert: int) -> Place:
-        """The copy that steps the optimizer: that of the lowest rank."""
+        """The replica that the optimizer updates: that of the lowest rank."""
         return self._replicas[expert][0]
 
     def replica_on(self, expert: int, rank: int) -> Place | None:
-        """The copy of `expert` on `rank`, where it has one."""
+        """The place of `expert` on `rank`, or None."""
         return next((place for place in self._replicas[expert] if place.rank == rank), None)
 
     def experts_on(self, rank: int) -> list[int]:
@@ -116,7 +116,7 @@ class ExpertPlacement:
         return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
 
     def slots_of_experts(self) -> Tensor:
-        """int64 (E, most copies): the global slots of each expert's copies by rank, then `EMPTY_ROW`."""
+        """int64 (E, most replicas): the global slots of each expert's replicas by rank, then `EMPTY_ROW`."""
         width = max(len(places) for places in self._replicas)
         rows = [[rank * self.stride + slot for rank, slot in places] for places in self._replicas]
         return torch.tensor([row + [EMPTY_ROW] * (width - len(row)) for row in rows])
@@ -142,7 +142,7 @@ class ExpertPlacement:
         return placement
 
     def __str__(self) -> str:
-        """A line per rank, `.` for an empty slot, `'` behind a copy whose owner is elsewhere.
+        """A line per rank, `.` for an empty slot, `'` behind a replica whose owner is elsewhere.
 
         rank 0 | 0  3  .
         rank 1 | 1  2  3'
@@ -163,10 +163,10 @@ class ExpertPlacement:
 
 
 def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = None) -> ExpertPlacement:
-    """Consecutive blocks: what every mainstream library does, and our starting point.
+    """Consecutive blocks of experts, the default of most libraries and of this one.
 
     With `slots_per_rank` the experts need not divide the ranks: the first ranks take one more, and slots left over
-    are spare. Raises UserError where the experts cannot be dealt out.
+    are spare. Raises UserError where the experts do not fit.
     """
     if slots_per_rank is None:
         if num_experts % ranks:
@@ -196,8 +196,8 @@ InitialPlacement = Literal["contiguous", "round_robin"]
 def initial_placement(
     num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
 ) -> ExpertPlacement:
-    """`contiguous` blocks of experts as equal as can be, or expert e on rank e mod `ranks` (`round_robin`); each rank
-    has `spare_slots` empty slots more."""
+    """`contiguous` blocks of experts, as equal as possible, or expert e on rank e mod `ranks` (`round_robin`); each
+    rank has `spare_slots` empty slots more."""
     if kind == "round_robin":
         rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
         slots = len(rows[0])
@@ -230,10 +230,10 @@ class Move:
 
 
 def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """What must be copied to get from `old` to `new`, by destination; nothing for copies that stay where they are.
+    """The rows to copy to get from `old` to `new`, by destination; none for replicas that stay in their slot.
 
-    A rank that has a copy takes it from itself, any other from the owner. Experts that `old` does not know have
-    nothing to copy.
+    A rank that has a replica copies from itself, any other from the owner. Experts that are not in `old` have nothing
+    to copy.
     """
     _same_ranks(old, new)
     found = []
@@ -248,9 +248,9 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 
 
 def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """What must be copied of that which only owners have, such as optimizer rows: from owner to owner.
+    """The moves of what only owners have, such as optimizer rows: from owner to owner.
 
-    Not a part of `moves`: the owner can pass to a rank whose copy of the weights stays where it is.
+    Not a subset of `moves`: a rank whose weights stay in their slot can become the owner.
     """
     _same_ranks(old, new)
     known = range(min(old.num_experts, new.num_experts))
@@ -270,7 +270,7 @@ def bytes_moved(moves: Iterable[Move], bytes_per_expert: int) -> int:
 def bytes_on_busiest_rank(parts: Iterable[tuple[Sequence[Move], int]]) -> int:
     """The most bytes that one rank sends, or that one receives, whichever is more: links work both ways at once.
 
-    `parts`: moves, and what each of them carries.
+    `parts`: moves, and the bytes of each of them.
     """
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What happens to one layer between two windows of steps: the same code decides in training and in replays."""
+"""Plans one layer after a window of steps: the same code in training and in replays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def plan_layer(
     steps: int,
     **options: Any,
 ) -> ExpertPlacement | None:
-    """Where the layer's experts should go after a window of `steps`: to a new plan, back to a former one, or None, to
-    stay. What is returned is to be carried out: the guard takes it for done.
+    """The placement for the next window of `steps`: the planner's, an earlier one that the guard returns to, or None to
+    keep `current`. The caller must apply the result, because the guard counts on it.
 
-    `load_E`: the mean number of routed copies per expert and step over the ranks of one shard group, in that window.
-    The next window is taken to be as long. `options` are the planner's. Raises UserError for an unknown planner. A pure
-    function of its arguments and of the guard's state, so that ranks which agree on those agree on the result.
+    `load_E`: the mean number of assignments per expert and step over the ranks of one EP group, in the last window.
+    The next window is assumed to be as long. `options` are the planner's. Raises UserError for an unknown planner. A
+    pure function of its arguments and of the guard's state: ranks with equal arguments get equal results.
     """
     choose = planner_named(planner) if isinstance(planner, str) else planner
     load = as_floats(load_E)

@@ -1,4 +1,4 @@
-"""Loads of the past under placements that were not there: what a planner would have done, step by step."""
+"""Replays recorded loads under a planner: the placements and rank loads that it would have led to."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from toolkit.placement.planners.registry import Planner
 
 @dataclass(frozen=True)
 class Replay:
-    """The course of one layer."""
+    """One layer, replayed."""
 
     load_TR: NDArray[np.float64]
-    """Rows per step and rank, where copies share equally."""
+    """Rows per step and rank; replicas share an expert's rows equally."""
     placements: tuple[ExpertPlacement, ...]
     """In force from step 0, `every`, 2 * `every`, and so on."""
     every: int
@@ -32,7 +32,7 @@ class Replay:
 
     @property
     def experts_moved(self) -> list[int]:
-        """Copies that left their rank at each change of window."""
+        """Physical experts that left their rank after each window."""
         pairs = zip(self.placements, self.placements[1:], strict=False)
         return [sum(move.travels for move in moves(old, new)) for old, new in pairs]
 
@@ -46,8 +46,8 @@ def replay(
     guard: MigrationGuard | None = None,
     **options: Any,
 ) -> Replay:
-    """Run through `load_TE`, int64 (steps, E), and plan after each `every` steps, for the mean load of those; None
-    plans nothing."""
+    """Replay `load_TE`, int64 (steps, E), with a plan for the mean load of each `every` steps after them; `planner`
+    None plans nothing."""
     placement, placements, loads_TR = start, [start], []
     for first in range(0, len(load_TE), every):
         window_TE = load_TE[first : first + every]
@@ -60,8 +60,8 @@ def replay(
 
 
 def worst_span(load_TE: NDArray[Any], run: Replay, cost_model: CostModel) -> float:
-    """Seconds with plans over seconds without, in the worst span of two plans: migrations are included, and without
-    plans what was in force before the two stays. At most 1 where planning was never worse than doing nothing."""
+    """Seconds with plans over seconds without, in the worst span of two plans. Migrations are included; without plans
+    means under the placement before the two. At most 1 where planning was never worse than no plans."""
 
     def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
         return float((loads @ shares(placement)).max(1).sum()) * cost_model.seconds_per_row

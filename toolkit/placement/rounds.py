@@ -1,7 +1,7 @@
-"""In which order rows move, so that none is overwritten while somebody still needs it.
+"""The order in which rows move, so that none is overwritten before it was sent.
 
-Slots are nodes, moves are edges. Each slot gets the rows of one other at most, so what is connected is a tree, or one
-cycle with trees that hang from it.
+Slots are nodes, moves are edges. Each slot receives from at most one other, so a connected component is a tree, or one
+cycle with trees attached to it.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from toolkit.placement.placement import Move, Place
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One move, in the round in which it is due."""
+    """One move of a round."""
 
     move: Move
     from_buffer: bool
-    """Whether its rows were parked."""
+    """Whether its rows were put into the buffer of their rank in an earlier round."""
     into_buffer: bool
-    """Whether its slot is itself being sent, so that the rows reach it when the round ends."""
+    """Whether its slot is itself sent in this round, so that the rows are written when the round ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     parked: tuple[Place, ...]
-    """Slots whose rows go into their rank's buffer first."""
+    """Slots whose rows are put into their rank's buffer first."""
     transfers: tuple[Transfer, ...]
 
 
 def schedule(moves: Sequence[Move]) -> list[Round]:
-    """Every move once, such that no row is overwritten before all who need it have it; a buffer of one row per rank.
+    """Every move once, such that no row is overwritten before all its receivers have it; a buffer of one row per rank.
 
-    A slot takes its new rows when nobody still waits for those it has, or all who wait get them in the same round and
-    the buffer of its rank is free. What is left then are cycles. One that visits each rank at most once runs whole in
-    one round; from any other one slot is parked, which makes it a chain that always has a free end. So there
-    is progress in each round.
+    A slot takes its new rows when no slot waits for those it has, or when all that wait receive them in the same round
+    and the buffer of its rank is free. What remains are cycles. A cycle that visits each rank at most once is done in
+    one round. Of any other, one slot is put into its rank's buffer, which makes the cycle a chain with a free end. So
+    each round makes progress.
     """
     pending = {Place(move.rank, move.slot): move for move in sorted(moves, key=lambda move: (move.rank, move.slot))}
     waiting: dict[Place, set[Place]] = defaultdict(set)
-    """Slot -> the slots that still need what it holds."""
+    """Slot -> the slots that still wait for its rows."""
     for place, move in pending.items():
         waiting[_source(move)].add(place)
     parked: set[Place] = set()
@@ -60,18 +60,18 @@ def _source(move: Move) -> Place:
 
 
 class _Draft:
-    """A round in the making. `pending`, `waiting` and `parked` are what earlier rounds left."""
+    """A round that is being planned. `pending`, `waiting` and `parked` are what earlier rounds left."""
 
     def __init__(self, pending: dict[Place, Move], waiting: dict[Place, set[Place]], parked: set[Place]):
         self.pending, self.waiting, self.parked = pending, waiting, parked
         self.taken: dict[Place, bool] = {}
-        """Slot -> whether its new rows come by way of the buffer."""
+        """Slot -> whether its new rows go through the buffer."""
         self.newly_parked: list[Place] = []
         self.busy = {place.rank for place in parked}
         """Ranks whose buffer is in use."""
 
     def take_chains(self, free: list[Place]) -> None:
-        """Fill the `free` slots, then those thereby sent, as far as buffers reach."""
+        """Fill the `free` slots, then those that this sends, as far as buffers are free."""
         self.taken |= dict.fromkeys(free, False)
         while free:
             place = _source(self.pending[free.pop()])
@@ -87,7 +87,7 @@ class _Draft:
         self.busy.add(place.rank)
 
     def cycles(self) -> list[list[Place]]:
-        """Cycles among what is not taken, none of whose slots is awaited by others than the next in the cycle."""
+        """Cycles among what is not taken, for whose slots only the next slot of the cycle waits."""
         found, seen = [], set(self.taken)
         for start in self.pending:
             path: list[Place] = []
@@ -116,7 +116,7 @@ class _Draft:
             self.take_chains([opening])
 
     def finish(self) -> Round:
-        """The round; what it does is no longer pending."""
+        """The round; its moves are no longer pending."""
         transfers = []
         for place, into_buffer in sorted(self.taken.items()):
             move = self.pending.pop(place)

@@ -1,6 +1,6 @@
-"""Who sends how much to whom: dispatch and combine under a placement, and the cost of changing it.
+"""Rows and bytes between ranks: dispatch and combine under a placement, and the cost of a migration.
 
-Letters: `S` source ranks (those of the shard group), `E` experts, `R` ranks, `G` global slots.
+Letters: `S` source ranks (those of the EP group), `E` experts, `R` ranks, `G` global slots.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from toolkit.placement.placement import ExpertPlacement, bytes_moved, bytes_on_b
 def rows_per_slot(
     load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
 ) -> Ints:
-    """int64 (..., S, G): how many of each rank's routed copies go to each slot, in one forward or in each of several.
+    """int64 (..., S, G): how many of each rank's assignments go to each slot, in one forward or in each of several.
 
-    A rank that has a copy of the expert keeps its tokens, with `local_first`. Otherwise the i-th of a rank's tokens
-    for an expert with n copies goes to copy (rank + i) mod n. `sources` names the ranks of S; None means all.
+    With `local_first`, a rank that has a replica of the expert uses it. Otherwise the i-th of a rank's tokens for an
+    expert with n replicas goes to replica (rank + i) mod n. `sources` names the ranks of S; None means all.
     """
     load = np.asarray(load_SE, dtype=np.int64)
     source_S = np.arange(placement.ranks) if sources is None else np.asarray(sources)
@@ -52,7 +52,7 @@ class Traffic:
     """Rows between ranks in one pass: dispatch sends them, combine returns as many; the backward does both again."""
 
     rows_SR: Ints
-    """What each rank sends to each; the diagonal stays at home."""
+    """What each rank sends to each; the diagonal stays on its rank."""
 
     @property
     def load_R(self) -> Ints:
@@ -78,8 +78,8 @@ class Traffic:
         return self.bytes_dispatched(dispatched + combined) + self.bytes_combined(dispatched + combined)
 
     def cross_node_fraction(self, node_of_rank: Sequence[int]) -> float:
-        """The part of all rows that goes to another node, counted per routed copy: a token that two experts of one node
-        want crosses twice."""
+        """The part of all rows that goes to another node, counted per assignment: a token with two experts on another
+        node counts twice."""
         node = np.asarray(node_of_rank)
         total = int(self.rows_SR.sum())
         return int(self.rows_SR[node[:, None] != node].sum()) / total if total else 0.0
@@ -88,7 +88,7 @@ class Traffic:
 def rows_between_ranks(
     load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
 ) -> Ints:
-    """int64 (..., S, R): how many of each rank's routed copies go to each rank; see `rows_per_slot`."""
+    """int64 (..., S, R): how many of each rank's assignments go to each rank; see `rows_per_slot`."""
     rows = rows_per_slot(load_SE, placement, local_first=local_first, sources=sources)
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
@@ -98,7 +98,7 @@ class MigrationCost:
     """What one change of placement sends."""
 
     experts: int
-    """Copies that leave their rank."""
+    """Physical experts that leave their rank."""
     weight_bytes: int
     optimizer_bytes: int
     busiest_rank_bytes: int
@@ -114,7 +114,8 @@ class MigrationCost:
 def migration_cost(
     old: ExpertPlacement, new: ExpertPlacement, *, weight_bytes: int, optimizer_bytes: int = 0
 ) -> MigrationCost:
-    """The cost of going from `old` to `new`, given bytes per copy (weights) and per expert (what its owner has)."""
+    """The cost of going from `old` to `new`, given the bytes of a physical expert's weights and of an expert's
+    optimizer state."""
     weights, states = moves(old, new), owner_moves(old, new)
     pairs = {(move.source_rank, move.rank) for move in [*weights, *(states if optimizer_bytes else [])] if move.travels}
     return MigrationCost(

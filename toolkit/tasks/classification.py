@@ -13,8 +13,8 @@ from toolkit.task import Batch, Loss
 class Classification:
     """Cross-entropy in nats and accuracy.
 
-    The model gets the columns `inputs` of the batch. `penalty` is asked after each training forward for a term to add,
-    such as `toolkit.moe.RouterPenalty`; `label_smoothing` applies to training only.
+    The model gets the columns `inputs` of the batch. `penalty` is called after each training forward and returns a term
+    to add, such as `toolkit.moe.losses.RouterPenalty`; `label_smoothing` applies to training only.
     """
 
     def __init__(

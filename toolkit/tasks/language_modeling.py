@@ -17,7 +17,8 @@ class LanguageModeling:
 
     The model takes `input_ids` (B, T) and returns an object with `logits` (B, T, V), as those of transformers do.
     Training blocks are full; in evaluation targets below 0 are left out. `bytes_per_token` is that of the held-out
-    text: on average for a tokenizer, 1 for bytes. `penalty` is asked after each training forward for a term to add.
+    text: on average for a tokenizer, 1 for bytes. `penalty` is called after each training forward and returns a term to
+    add.
     """
 
     def __init__(self, *, bytes_per_token: float = 1.0, penalty: Callable[[], Tensor | None] | None = None):
@@ -45,8 +46,8 @@ class LanguageModeling:
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum", ignore_index=-1)
 
     def _nothing(self, model: nn.Module, token: Tensor) -> Tensor:
-        """Zero, after a forward of one token that nobody counts: transformers' attention takes no empty batch, and
-        where experts are spread the other ranks wait for this one."""
+        """Zero, after a forward of one token that does not count: transformers' attention takes no empty batch, and
+        with expert parallelism the other ranks wait for this one."""
         was_training = model.training
         model.eval()
         nothing = model(input_ids=token).logits.sum() * 0

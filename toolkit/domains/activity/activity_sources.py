@@ -1,4 +1,4 @@
-"""Recordings of people who wear motion sensors: where they lie, how they are read, and made-up ones."""
+"""Recordings of motion sensors: finding and reading them, and synthetic ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as characters for CTC: every character of the vocabulary is kept, spaces among them."""
+"""Text as characters for CTC; spaces are characters too."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class CTC:
     """The loss in nats per utterance (Graves et al. 2006, ICML, eq. 8), and word and character error rates.
 
     `decode` turns ids into text. An evaluation takes the best path, or with `beam_size` a beam of prefixes, which a
-    `lexicon` may hold to its words. Errors and words are added up over all utterances and ranks before they are
+    `lexicon` may restrict to its words. Errors and words are added up over all utterances and ranks before they are
     divided.
     """
 
@@ -87,7 +87,8 @@ class CTC:
 
 
 def count_errors(said: Sequence[str], heard: Sequence[str]) -> dict[str, int]:
-    """Substitutions, deletions and insertions of words and of characters, and how many there were to get right."""
+    """Substitutions, deletions and insertions of words and of characters, and the numbers of words and characters of
+    the references."""
     import jiwer
 
     counts = dict.fromkeys(("word_errors", "words", "character_errors", "characters", "correct"), 0)

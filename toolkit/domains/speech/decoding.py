@@ -16,7 +16,7 @@ Labels = tuple[int, ...]
 
 
 class Lexicon:
-    """The words that may be written, with one `space` between any two."""
+    """The words that are allowed, with one `space` between any two."""
 
     def __init__(self, words: Iterable[Sequence[int]], space: int):
         self.words = {tuple(word) for word in words}
@@ -67,8 +67,8 @@ def beam_search(
     """The most probable labels for (T, V) among those that a beam of prefixes finds, with their log-probability.
 
     Alignments of the same prefix are one entry, whose probability is their sum (Graves and Jaitly 2014, ICML,
-    algorithm 1, without a language model). The best path is a candidate too, so the answer is never less probable,
-    unless a `lexicon` has not all of its words; nothing at all can always be said.
+    algorithm 1, without a language model). The best path is a candidate too, so the result is never less probable,
+    unless a `lexicon` lacks one of its words. The empty text is always allowed.
     """
     log_probs = log_probs.detach().cpu()
     # Prefix -> log-probability of its alignments that end in a blank, and of those that do not.

@@ -1,4 +1,4 @@
-"""Legendre memory: a fixed linear recurrence that remembers a sliding window of a signal.
+"""Legendre memory: a fixed linear recurrence that represents a sliding window of a signal.
 
 A memory of order D holds the last `theta` steps of a scalar signal u as D coefficients of shifted Legendre polynomials
 (Voelker, Kajic and Eliasmith 2019, NeurIPS 32, eq. 1 and 2). It is linear and does not change with time, so all steps
@@ -42,7 +42,7 @@ def impulse_response(a: Tensor, b: Tensor, length: int) -> Tensor:
 
 
 class LegendreMemory(nn.Module):
-    """Remembers each of C signals (B, T, C) separately as (B, T, C, D). Has no parameters, takes any length.
+    """The memory of each of C signals (B, T, C), as (B, T, C, D). Has no parameters, takes any length.
 
     Three forms of the same sums: `chunks` (matrix products, a state passed from chunk to chunk; best for small D),
     `fft` (a convolution with the impulse response; best for large D) and `steps` (one at a time, the specification).

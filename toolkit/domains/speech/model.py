@@ -1,7 +1,7 @@
-"""Encoders of speech, and what is read from them: characters for CTC, or one class per utterance.
+"""Speech encoders with an output layer: characters for CTC, or one class per utterance.
 
-Letters: B batch, T frames, M mel bands, H width. A batch is filled up with zeros; nothing that is returned for the
-frames of an utterance depends on what it was filled up with.
+Letters: B batch, T frames, M mel bands, H width. Batches are padded with zeros; outputs for the frames of an utterance
+do not depend on the padding.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MemoryBlock(nn.Module):
 
 
 class MemoryEncoder(nn.Module):
-    """Parallel Legendre memories with residual branches; causal, so it hears a stream piece by piece.
+    """Parallel Legendre memories with residual branches; causal, so it can process a stream piece by piece.
 
     `stride` neighbouring frames make one step. The windows `thetas` are in steps, one block for each.
     """

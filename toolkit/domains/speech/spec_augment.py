@@ -1,4 +1,4 @@
-"""SpecAugment: bands and stretches of a spectrogram are hidden, others at each visit (Park et al. 2019, section 2)."""
+"""SpecAugment: masks bands and time spans of a spectrogram, drawn again at each visit (Park et al. 2019, section 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SpecAugment:
     Each of `masks` pairs hides up to `band_fraction` of the bands and up to `time_fraction` of the frames. Beyond
     the paper, `gain` adds up to so many nats to the log power, and `shift` moves an utterance by up to so many bands,
     as a higher or lower voice would. What is done is a function of (seed, visit), a visit being one utterance
-    in one epoch, so the curve of a run does not depend on the number of processes.
+    in one epoch, so a run's loss curve does not depend on the number of processes.
     """
 
     def __init__(

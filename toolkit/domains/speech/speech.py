@@ -62,7 +62,8 @@ class SpeechData:
         return {tuple(word) for text in apart for is_word, word in text if is_word}
 
     def hold_out(self, speaker: str) -> SpeechData:
-        """Train on all recordings of everybody else, test on all of `speaker`'s. Raises UserError for a stranger."""
+        """Train on all recordings of the other speakers, test on all of `speaker`'s. Raises UserError for an unknown
+        speaker."""
         if speaker not in self.speakers:
             raise UserError(f"--held-out-speaker {speaker}: take one of {', '.join(self.speakers)}.")
         every = self.train.joined(self.test)
@@ -84,9 +85,9 @@ def load_speech(
 ) -> SpeechData:
     """The set `dataset`: "fsdd" (or "fsdd:validation", which tests on a part of its training split),
     "connected_digits", "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or
-    "auto": spoken digits where they can be had, else tones.
+    "auto": spoken digits where they are available, else tones.
 
-    `tail_s` seconds of silence follow each utterance, so that a model that hears only the past has time to answer.
+    `tail_s` seconds of silence follow each utterance, so that a causal model has time to output the last characters.
     Utterances that do not fit, because CTC needs more steps of `stride` frames or a character is unknown, are left
     out, and the notice says how many. Raises UserError on every rank for a set that is not there or cannot be read.
     """

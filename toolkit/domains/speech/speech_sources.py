@@ -1,4 +1,4 @@
-"""Where utterances come from: spoken digits, connected digits made of them, tones, LibriSpeech, GigaSpeech, a manifest.
+"""Sources of utterances: spoken digits, connected digits made of them, tones, LibriSpeech, GigaSpeech, a manifest.
 
 Each source is a list of (split, utterances) that is read once, while features are computed, and a key that changes with
 its files. Sound files are bytes until then; nothing here needs torchcodec.
@@ -28,7 +28,7 @@ HUB = {"librispeech": "openslr/librispeech_asr", "gigaspeech": "speechcolab/giga
 
 @dataclass(frozen=True)
 class Utterance:
-    """What somebody said."""
+    """One recording and its transcript."""
 
     samples: np.ndarray
     """(N,) float32, from -1 to 1."""
@@ -42,7 +42,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that has been found, not read."""
+    """A data set that was found and is not yet read."""
 
     name: str
     key: str
@@ -52,11 +52,11 @@ class Source:
 
 
 class NotHere(Exception):
-    """A folder does not hold the set; the text says what it would need."""
+    """A folder does not have the set; the message says what it would need."""
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """Changes when a file's name, size or time of change does."""
+    """Changes with a file's name, size or modification time."""
     facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -96,7 +96,7 @@ def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Uttera
 
 
 def validation(digits: Source, recordings: int = 5) -> Source:
-    """The training split alone: the first `recordings` of each digit and speaker are what choices are tested on."""
+    """The training split alone: the first `recordings` of each digit and speaker are the validation set."""
 
     def read(split: str) -> Iterator[Utterance]:
         seen: Counter[tuple[int, str]] = Counter()

@@ -1,4 +1,4 @@
-"""A trained recogniser as a folder of its own, and as something that listens to a stream.
+"""A trained recogniser: saved as a folder, and applied to a stream.
 
 recogniser/config.json          features, vocabulary, sizes
 recogniser/model.safetensors    weights
@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class Recogniser:
-    """A causal model of characters, and what it hears by."""
+    """A causal model of characters, with its features and vocabulary."""
 
     model: SpeechRecogniser
     features: LogMel
@@ -34,7 +34,7 @@ class Recogniser:
     stride: int
     """Frames per step of the model."""
     tail_s: float
-    """Seconds of silence after an utterance that it was trained to answer in."""
+    """Seconds of silence after each utterance in training."""
 
     def listen(self) -> Listener:
         """Begin a stream."""
@@ -47,9 +47,8 @@ class Recogniser:
 
 
 class Listener:
-    """Turns sound into text as it comes: memory and features go on from piece to piece, whatever their sizes.
-
-    What it says of a stream is what best-path decoding says of the whole.
+    """Turns sound into text as it comes: memory and features are kept from piece to piece, whatever their sizes. The
+    text of a stream equals that of best-path decoding of the whole.
     """
 
     def __init__(self, recogniser: Recogniser):
@@ -61,7 +60,7 @@ class Listener:
 
     @torch.inference_mode()
     def hear(self, samples: np.ndarray) -> str:
-        """The characters that the next samples (N,) make certain."""
+        """The characters that are final after the next samples (N,)."""
         features, characters = self.recogniser.features, self.recogniser.characters
         self._sound = torch.cat([self._sound, torch.from_numpy(np.asarray(samples, np.float32))])
         frames = features(self._sound)
@@ -82,13 +81,13 @@ class Listener:
         return characters.decode(new)
 
     def finish(self) -> str:
-        """The characters that silence brings out, once the sound has ended."""
+        """The remaining characters, from silence after the end of the sound."""
         rate = self.recogniser.features.sample_rate
         return self.hear(np.zeros(round(self.recogniser.tail_s * rate), np.float32))
 
 
 def save_recogniser(folder: Path, model: nn.Module, features: LogMel, characters: Characters, tail_s: float) -> bool:
-    """Write a model that `load_recogniser` can read; False, with nothing written, where it cannot hear a stream."""
+    """Write a model that `load_recogniser` can read; False, with nothing written, where the model is not causal."""
     if not isinstance(model, SpeechRecogniser) or not isinstance(model.encoder, MemoryEncoder):
         return False
     folder.mkdir(parents=True, exist_ok=True)

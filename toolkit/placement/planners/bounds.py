@@ -19,7 +19,7 @@ MOST_PARTS = 16
 """Largest k of the dual feasible functions in `_bound_by_counting`."""
 ALIKE = (1.0, 1.01, 1.03)
 """Ratios to which loads are rounded down. Coarser is faster, because equal experts are interchangeable; the bound stays
-valid, because a bound for less load holds for more."""
+valid, because a bound for a smaller load holds for a larger one."""
 
 
 def lower_bound(load_E: Load, placement: ExpertPlacement, *, replicas: bool = False, search: int = 0) -> float:
@@ -35,8 +35,8 @@ def lower_bound(load_E: Load, placement: ExpertPlacement, *, replicas: bool = Fa
     room = np.sort(placement.slots_per_rank)
     mean = float(load.sum()) / len(room)
     if replicas:
-        copies = replicas_for(load.tolist(), int(room.sum()) - len(load), int((room > 0).sum()))
-        bound = float((load / copies).max())
+        replicas_E = replicas_for(load.tolist(), int(room.sum()) - len(load), int((room > 0).sum()))
+        bound = float((load / replicas_E).max())
     else:
         bound = _bound_without_replicas(load, room)
     bound = max(bound, mean)
@@ -98,15 +98,15 @@ def _bound_without_replicas(load: Floats, room: NDArray[np.int64]) -> float:
 
 
 def _bound_by_counting(load: Floats, ranks: int, bound: float) -> float:
-    """A higher `bound` where whole experts leave gaps in every rank, by dual feasible functions (Fekete and Schepers,
-    2001): experts that fit together under a limit T have sizes floor((k + 1) load / T) / k that sum to at most 1, for
-    any k.
+    """A higher `bound` where experts, which are indivisible, leave gaps on every rank, by dual feasible functions
+    (Fekete and Schepers, 2001): experts that fit together under a limit T have sizes floor((k + 1) load / T) / k that
+    sum to at most 1, for any k.
     """
     limits_T = bound * (1 + STEP * np.arange(1, 200))
     for k in range(1, MOST_PARTS + 1):
         scaled_TE = (k + 1) * load / limits_T[:, None]
         whole_TE = np.floor(scaled_TE + 1e-9)
-        # A load that is a whole number of parts counts as what it is.
+        # A load that is a whole number of parts is not rounded.
         sizes_TE = np.where(np.abs(scaled_TE - whole_TE) <= 1e-9, scaled_TE / (k + 1), whole_TE / k)
         impossible = np.flatnonzero(sizes_TE.sum(1) > ranks * (1 + 1e-9))
         if len(impossible):

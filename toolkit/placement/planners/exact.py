@@ -1,4 +1,4 @@
-"""A search through all ways to place a few experts, which finds one within a limit or proves that there is none."""
+"""Branch and bound over the placements of a few experts: finds one within a load limit or proves that there is none."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ ROUNDING = 1e-9
 
 
 class SearchTooLong(Exception):
-    """Not decided within the nodes given."""
+    """The search visited all nodes it was allowed and did not decide."""
 
 
 def fit(
     weights: Sequence[float], room: Sequence[int], limit: float, *, spare: int, nodes: int
 ) -> list[list[int]] | None:
-    """The items of each rank, where none bears more than `limit`; None where no placement achieves that.
+    """The items of each rank, none loaded above `limit`; None where no placement achieves that.
 
-    Items may have `spare` copies beyond the first, over all, on several ranks each, with an equal part of the weight.
-    Raises SearchTooLong after that many `nodes`, which are placements of a part of the items.
+    Items may have `spare` replicas in all beyond the first of each; replicas are on different ranks and share the
+    weight equally. Raises SearchTooLong after `nodes` partial placements.
     """
     most = limit * (1 + ROUNDING)
     order = sorted(range(len(weights)), key=lambda item: (-weights[item], item))
@@ -33,7 +33,7 @@ def fit(
     visited = 0
 
     def extend(place: int, fewest: int, spare: int) -> bool:
-        """Place the items from `place` on, the first of them in at least `fewest` copies."""
+        """Place the items from `place` on, the first of them with at least `fewest` replicas."""
         nonlocal visited
         visited += 1
         if visited > nodes:
@@ -42,25 +42,25 @@ def fit(
             return True
         item = order[place]
         weight = weights[item]
-        # A rank takes no more than its free slots can hold of the heaviest that is left.
+        # A rank can take at most its free slots times the heaviest remaining weight.
         takes = sum(min(most - load, slots * weight) for load, slots in zip(loads, free, strict=True))
         if takes < left_after[place] * (1 - ROUNDING):
             return False
         open_ranks = sorted(
             (rank for rank, slots in enumerate(free) if slots), key=lambda rank: (loads[rank], free[rank], rank)
         )
-        # Items that weigh as much are alike too: the later one gets no fewer copies.
+        # Items of equal weight are interchangeable: the later one gets no fewer replicas.
         alike = place + 1 < len(order) and weights[order[place + 1]] == weight
-        for copies in range(fewest, 1 + (min(len(open_ranks), spare + 1) if weight else 1)):
-            part = weight / copies
+        for replicas in range(fewest, 1 + (min(len(open_ranks), spare + 1) if weight else 1)):
+            part = weight / replicas
             fitting = [rank for rank in open_ranks if loads[rank] + part <= most]
-            for ranks in _choices(fitting, copies, loads, free):
+            for ranks in _choices(fitting, replicas, loads, free):
                 before = [loads[rank] for rank in ranks]
                 for rank in ranks:
                     loads[rank] += part
                     free[rank] -= 1
                     bins[rank].append(item)
-                if extend(place + 1, copies if alike else 1, spare - copies + 1):
+                if extend(place + 1, replicas if alike else 1, spare - replicas + 1):
                     return True
                 for rank, load in zip(ranks, before, strict=True):
                     loads[rank] = load
@@ -74,7 +74,7 @@ def fit(
 def _choices(
     ranks: Sequence[int], number: int, loads: Sequence[float], free: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Ways to take `number` of `ranks`, which are sorted, where those that bear and hold as much are alike."""
+    """Ways to take `number` of `ranks`, which are sorted; ranks with equal load and free slots are interchangeable."""
     if number == 1:
         kinds = {(loads[rank], free[rank]): rank for rank in reversed(ranks)}
         yield from ((rank,) for rank in reversed(kinds.values()))
@@ -94,5 +94,5 @@ def _choices(
                 for others in choose(place + 1, left - taken):
                     yield (*group[:taken], *others)
 
-    # While the caller tries one, loads and free slots change, and change back: the groups stay.
+    # The caller changes loads and free slots while it tries a choice, and restores them: the groups stay valid.
     yield from choose(0, number)

@@ -1,4 +1,4 @@
-"""Which exchanges between few experts make a load even: a search, and two ways to choose from what it finds."""
+"""A beam search over exchanges of few experts, and two ways to choose from the placements that it finds."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.packing import NO_GAIN, PackingState
 
 POWER = 16
-"""Of the mean by which loads are compared: nearly the busiest rank alone, but ranks that come close to it count too,
-since each of them may be the busiest one next."""
+"""Exponent of the power mean that measures unevenness: close to the maximum, but ranks nearly as busy count too,
+because they may be the busiest next."""
 WIDTH, PATIENCE = 16, 3
-"""How many placements are followed up after each exchange, and for how many exchanges without progress."""
+"""Placements kept after each exchange (the beam), and exchanges without progress after which the search stops."""
 
 
 def unevenness(load_R: Floats) -> Floats:
-    """The power mean of the ranks' loads over their mean, along the last axis: 1 where all are alike."""
+    """The power mean of the ranks' loads over their mean, along the last axis: 1 where all are equal."""
     mean = load_R.mean(-1, keepdims=True)
     return np.asarray(((load_R / mean) ** POWER).mean(-1) ** (1 / POWER))
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Placements that are equally many exchanges from the start, the most even one first."""
+    """Placements with the same number of exchanges from the start, the most even one first."""
 
     held_BG: Ints
-    """What lies in each slot, named by the slot where it began."""
+    """What each slot holds, named by the slot where it was at the start."""
     load_BR: Floats
     """Over the mean of all ranks."""
     moves_B: Ints
@@ -38,10 +38,11 @@ class Level:
 
 
 def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator[Level]:
-    """A beam search from where experts are: after no exchange, after one, two, ...; all that one more can do to the
-    placements kept so far, of which `WIDTH` are kept. Ends where nothing becomes more even, or at `max_moves`.
+    """A beam search from the present placement: yields the placements after no exchange, one, two, and so on. Each
+    level tries every exchange on every placement of the last, and keeps `WIDTH`. Ends when nothing becomes more even,
+    or at `max_moves`.
 
-    No rank ever bears more than the busiest one did at the start. `packing` has load, and no replicas.
+    No rank is ever loaded above the busiest one at the start. `packing` has load, and no replicas.
     """
     mean = float(packing.load_R.mean())
     weight_G, rank_G, moving_G = (
@@ -69,7 +70,7 @@ def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator
         score_BX = powers_BR.sum(1)[:, None] - powers_BR[:, p_X] - powers_BR[:, q_X] + p_BX**POWER + q_BX**POWER
         after_BX = moves_B[:, None] + moving_G[held_BG[:, i_X]] + moving_G[held_BG[:, j_X]]
         score_BX[(np.maximum(p_BX, q_BX) > highest) | (after_BX > most) | (shift_BX == 0)] = np.inf
-        # Placements that score alike came about by the same exchanges in another order, nearly always: keep one.
+        # Placements of equal score are nearly always the same exchanges in another order: keep one.
         scores, first = np.unique(score_BX.round(12), return_index=True)
         first = first[np.isfinite(scores)][:WIDTH]
         if not len(first):
@@ -86,8 +87,9 @@ def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator
 def fewest_exchanges(
     packing: PackingState, like: PackingState, *, tolerance: float, target: float, max_moves: int | None
 ) -> ExpertPlacement | None:
-    """The first placement on the way whose imbalance and unevenness are within `tolerance` of those of `like`, or whose
-    imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else None."""
+    """The first placement of the search whose imbalance and unevenness are within `tolerance` of those of `like`, or
+    whose imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else
+    None."""
     wanted, enough = float(unevenness(like.load_R)) + tolerance, max(target, like.imbalance + tolerance)
     best, best_held_G = np.inf, None
     for level in even_placements(packing, max_moves=max_moves):
@@ -106,9 +108,9 @@ def worthwhile_exchanges(
     the imbalance is `target`."""
     best, best_held_G = np.inf, None
     for level in even_placements(packing, max_moves=max_moves):
-        price = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2
-        if price < best - NO_GAIN:
-            best, best_held_G = price, level.held_BG[0]
+        cost = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2
+        if cost < best - NO_GAIN:
+            best, best_held_G = cost, level.held_BG[0]
         if level.load_BR[0].max() <= target:
             break
     return packing.placement(best_held_G)

@@ -1,4 +1,4 @@
-"""Planners that lower traffic, and keep the balance within a tolerance of what a planner for balance alone reaches."""
+"""Planners that lower traffic while the imbalance stays within a tolerance of that of `lpt`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Matrix = NDArray[Any] | Sequence[Sequence[float]]
 def affinity(
     load_E: Load, current: ExpertPlacement, *, together_EE: Matrix, tolerance: float = 0.05
 ) -> ExpertPlacement:
-    """Experts that fire together live together, so that a token's copies go to fewer ranks.
+    """Put experts that are often chosen together on one rank, so that a token is sent to fewer ranks.
 
-    `together_EE[e, f]`: how many tokens chose both. One copy each, from scratch. The imbalance is at most (1 +
+    `together_EE[e, f]`: how many tokens chose both. Plans from scratch, without replicas. The imbalance is at most (1 +
     `tolerance`) times that of `lpt`, and at least as many pairs share a rank as with `lpt`, or with a `current` within
     the tolerance.
     """
@@ -41,7 +41,7 @@ def affinity(
 
 
 def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float) -> list[list[int]]:
-    """Heaviest first, each expert to the rank whose experts it fires with more than chance would have it."""
+    """Heaviest first, each expert to the rank whose experts it is chosen together with most, beyond chance."""
     of_each = together.sum(1)
     surplus = together - np.outer(of_each, of_each) / max(float(of_each.sum()), 1e-300)
     room = np.array(current.slots_per_rank)
@@ -60,7 +60,7 @@ def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float
 
 
 def _pairs_on_one_rank(packing: PackingState, together: Floats) -> float:
-    """Boards of one copy each."""
+    """How many co-activations are of two experts on one rank; for placements without replicas."""
     held = packing.expert_G != EMPTY_ROW
     rank_E = np.empty(len(together), dtype=np.int64)
     rank_E[packing.expert_G[held]] = packing.rank_G[held]
@@ -76,9 +76,9 @@ def node_aware(
     source_load_RE: Matrix,
     tolerance: float = 0.05,
 ) -> ExpertPlacement:
-    """Experts live on the node that sends them most, so that fewer tokens cross nodes.
+    """Put experts on the node that sends them most tokens, so that fewer tokens cross nodes.
 
-    `source_load_RE[r, e]`: how many copies rank r sent to expert e. One copy each, from scratch. The imbalance is at
+    `source_load_RE[r, e]`: assignments of rank r to expert e. Plans from scratch, without replicas. The imbalance is at
     most (1 + `tolerance`) times that of `lpt`, and no more tokens cross nodes than with `lpt`, or with a `current`
     within the tolerance.
     """
@@ -106,7 +106,7 @@ def node_aware(
 def _near_senders(
     load: Floats, sent_NE: Floats, node_R: NDArray[np.int64], current: ExpertPlacement, limit: float
 ) -> list[list[int]]:
-    """Experts with most to lose first, each to the node that sends it most and can take it; packed within nodes."""
+    """Experts whose node matters most first, each to the node that sends it most and has room; packed within nodes."""
     nodes = len(sent_NE)
     room = np.bincount(node_R, current.slots_per_rank, nodes).astype(np.int64)
     limit_N = limit * load.sum() / current.ranks * np.bincount(node_R, minlength=nodes)
@@ -132,13 +132,13 @@ def _near_senders(
 
 
 def _kept(current: ExpertPlacement, load: Floats) -> PackingState | None:
-    """`current`, unless it has replicas, which planners of one copy each do not compare themselves with."""
+    """`current`, or None where it has replicas, because these planners place none."""
     return None if current.has_replicas else PackingState(current, load)
 
 
 def _choose(
     packings: Sequence[PackingState | None], limit: float, score: Callable[[PackingState], float]
 ) -> ExpertPlacement:
-    """The board with the highest score among those within the limit, the last of equals: `current` moves nothing."""
+    """The packing with the highest score within the limit; of equals the last one, because `current` moves nothing."""
     fitting = [packing for packing in packings if packing is not None and packing.imbalance <= limit * (1 + 1e-9)]
     return max(reversed(fitting), key=score).placement()

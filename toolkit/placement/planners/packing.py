@@ -1,4 +1,4 @@
-"""The arithmetic that planners share: slots as arrays, packing, and exchanges that level the load.
+"""What planners share: slots as arrays, packing, and exchanges that even out the load.
 
 Letters: `E` experts, `R` ranks, `G` slots counted through all ranks.
 """
@@ -16,17 +16,18 @@ from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.exact import SearchTooLong, fit
 
 NO_GAIN = 1e-9
-"""Gains below this part of a load are rounding."""
+"""Gains below this fraction of a load are rounding."""
 LITTLE_GAIN = 1e-3
-"""What from-scratch planners stop at, as a part of the mean load of a rank."""
+"""Least gain that planners from scratch follow, as a fraction of the mean load of a rank."""
 GOOD_ENOUGH = 1.01
-"""An imbalance that single exchanges may end at."""
+"""Imbalance below which no repacking is tried."""
 PARTNERS, REPACK_NODES = 3, 30
-"""How many ranks to deal anew with are tried, and how long to search with each: what keeps a plan in milliseconds."""
+"""Ranks with which the busiest one is repacked, and nodes of each search: limits that keep a plan within
+milliseconds."""
 
 
 class PackingState:
-    """The slots of a placement, open to exchanges. An expert's load is shared equally by its copies."""
+    """The slots of a placement while experts are exchanged. Replicas share an expert's load equally."""
 
     def __init__(self, placement: ExpertPlacement, load_E: Floats):
         sizes = placement.slots_per_rank
@@ -36,7 +37,7 @@ class PackingState:
         held = self.expert_G != EMPTY_ROW
         replicas_E = np.bincount(self.expert_G[held], minlength=len(load_E))
         self.has_replicas = bool((replicas_E > 1).any())
-        # EMPTY_ROW indexes the last element: an empty slot weighs nothing, and no rank is said to hold it.
+        # EMPTY_ROW indexes the last element: an empty slot has weight 0, and no rank holds it.
         self.weight_G: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_G]
         self.load_R: Floats = np.zeros(len(sizes))
         np.add.at(self.load_R, self.rank_G, self.weight_G)
@@ -50,7 +51,7 @@ class PackingState:
         return float(self.load_R.max()) / mean if mean else 1.0
 
     def exchange(self, i: int, j: int) -> None:
-        """Slots `i` and `j` change what they hold."""
+        """Exchange what slots `i` and `j` hold."""
         p, q = self.rank_G[i], self.rank_G[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
             self.holds_RE[rank, self.expert_G[leaving]] = False
@@ -62,15 +63,15 @@ class PackingState:
         self.weight_G[[i, j]] = self.weight_G[[j, i]]
 
     def placement(self, held_G: Ints | None = None) -> ExpertPlacement:
-        """With `held_G`, if each slot held what now lies in that other slot."""
+        """The placement; with `held_G`, that in which each slot holds what slot `held_G` holds now."""
         ids = (self.expert_G if held_G is None else self.expert_G[held_G]).tolist()
         return ExpertPlacement(
             tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
         )
 
     def _repack(self, busiest: int, least_gain: float, max_moves: int, node_of_rank: Ints | None) -> int:
-        """Lower the load of `busiest` by another division of what it and one of the lightest ranks hold. The number of
-        experts that moved; 0 where none of those tried gains enough."""
+        """Lower the load of `busiest` by dividing its experts and those of one of the lightest ranks anew. Returns the
+        number of experts that moved; 0 where no division gains enough."""
         highest = float(self.load_R[busiest])
         if highest <= GOOD_ENOUGH * float(self.load_R.mean()):
             return 0
@@ -87,19 +88,19 @@ class PackingState:
             room = [int(self.first_slot[rank + 1] - self.first_slot[rank]) for rank in (busiest, partner)]
             for limit in (even + 0.25 * (highest - even), highest - 2 * least_gain):
                 try:
-                    deal = fit(self.weight_G[slots].tolist(), room, limit, spare=0, nodes=REPACK_NODES)
+                    division = fit(self.weight_G[slots].tolist(), room, limit, spare=0, nodes=REPACK_NODES)
                 except SearchTooLong:
                     continue
-                if deal is None:
+                if division is None:
                     continue
-                # Either half may stay here, the one of which more is here already.
-                stays, goes = deal
+                # The halves are interchangeable: keep the one of which more is here already.
+                stays, goes = division
                 if room[0] == room[1] and sum(i < len(here) for i in goes) > sum(i < len(here) for i in stays):
                     stays, goes = goes, stays
                 leaving = [slots[i] for i in goes if i < len(here)]
                 coming = [slots[i] for i in stays if i >= len(here)]
                 moved = len(leaving) + len(coming)
-                gain = highest - max(float(self.weight_G[[slots[i] for i in half]].sum()) for half in deal)
+                gain = highest - max(float(self.weight_G[[slots[i] for i in half]].sum()) for half in division)
                 if moved <= max_moves and gain > least_gain * max(1.0, moved / 2):
                     self._trade(busiest, leaving, partner, coming)
                     return moved
@@ -111,7 +112,7 @@ class PackingState:
         return (first + np.flatnonzero(self.expert_G[first:end] != EMPTY_ROW)).tolist()
 
     def _trade(self, p: int, leaving: list[int], q: int, coming: list[int]) -> None:
-        """What lies in the slots `leaving` of rank `p` and `coming` of rank `q` changes sides."""
+        """Exchange the slots `leaving` of rank `p` with the slots `coming` of rank `q`."""
         both = min(len(leaving), len(coming))
         for i, j in zip(leaving, coming, strict=False):
             self.exchange(i, j)
@@ -130,19 +131,18 @@ class PackingState:
         others_gain: float | None = None,
         node_of_rank: Ints | None = None,
     ) -> None:
-        """Exchange what lies in two slots, one of them on the busiest rank, for as long as that lowers the busiest
-        rank's load, by the exchange that lowers it most. Where none does, deal out anew what the busiest rank and a
-        light one hold.
+        """Repeat the exchange of two slots, one of them on the busiest rank, that lowers the busiest rank's load most.
+        Where no exchange lowers it, divide its experts and those of a light rank anew.
 
         Ends at an imbalance of `target`, when an exchange would gain no more than `min_gain` (a fraction of the mean
         load of a rank), or before more than `max_moves` experts have moved; an exchange with an empty slot moves one,
-        any other two. A new deal must gain as much per expert that moves as an exchange of two. With `others_gain`,
-        goes on where nothing lowers the busiest rank, with the busiest of the others, for gains above that. With
-        `node_of_rank`, only between ranks of one node.
+        any other two. A new division must gain as much per moved expert as an exchange. With `others_gain`, continues
+        with the busiest of the other ranks where nothing lowers the busiest one, for gains above that. With
+        `node_of_rank`, exchanges are between ranks of one node only.
         """
         mean = float(self.load_R.mean())
         moves_left = len(self.expert_G) ** 2 if max_moves is None else max_moves
-        # Ranks that nothing lowers. No exchange of another rank with one of these helps, as they bear more than it.
+        # Ranks that nothing lowers. Exchanges of another rank with these do not help, because their load is higher.
         stuck_R = np.zeros(len(self.load_R), dtype=bool)
         while mean and moves_left and not stuck_R.all():
             busiest = int(np.where(stuck_R, -np.inf, self.load_R).argmax())
@@ -182,7 +182,7 @@ class PackingState:
 
 
 def even_counts(items: int, room: Sequence[int]) -> list[int]:
-    """Deal `items` out so that counts differ only where there is no more room; the first get one more.
+    """Divide `items` so that counts differ only where there is no more room; the first get one more.
 
     Raises ValueError where there is too little room.
     """
@@ -199,19 +199,19 @@ def even_counts(items: int, room: Sequence[int]) -> list[int]:
     return counts
 
 
-def pack(weights: Sequence[float], room: Sequence[int], copies: Sequence[int] | None = None) -> list[list[int]]:
+def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] | None = None) -> list[list[int]]:
     """The items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
     processing time first, with a limit of items per bin).
 
-    An item with `copies` goes to as many bins, each copy with its part of the weight. Where only bins that have one
-    are left with room, copies after the first are left out.
+    An item with `replicas` goes to as many bins, each with its part of the weight. Where too few bins have room, it
+    gets fewer replicas.
     """
-    copies = copies or [1] * len(weights)
-    parts = [weight / n for weight, n in zip(weights, copies, strict=True)]
+    replicas = replicas or [1] * len(weights)
+    parts = [weight / n for weight, n in zip(weights, replicas, strict=True)]
     bins: list[list[int]] = [[] for _ in room]
     open_bins = [(0.0, place) for place, limit in enumerate(room) if limit]
     for item in sorted(range(len(parts)), key=lambda item: (-parts[item], item)):
-        taken = [heapq.heappop(open_bins) for _ in range(min(copies[item], len(open_bins)))]
+        taken = [heapq.heappop(open_bins) for _ in range(min(replicas[item], len(open_bins)))]
         part = weights[item] / len(taken)
         for weight, place in taken:
             bins[place].append(item)
@@ -231,12 +231,12 @@ def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
 
 
 def balanced(load_E: Floats, current: ExpertPlacement) -> PackingState:
-    """Longest processing time first, then exchanges until none helps: one copy each, from scratch."""
+    """Longest processing time first, then exchanges until none helps: from scratch, without replicas."""
     packing = PackingState(settle(pack(load_E.tolist(), current.slots_per_rank), current), load_E)
     packing.level(min_gain=LITTLE_GAIN)
     return packing
 
 
 def as_even(current: ExpertPlacement, plan: PackingState, load_E: Floats) -> bool:
-    """Whether `plan` is no improvement on `current`: then nothing need move."""
+    """Whether `plan` is no more even than `current`, so that nothing needs to move."""
     return PackingState(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)

@@ -1,4 +1,4 @@
-"""Copies of hot experts in spare slots, in the manner of EPLB (DeepSeek's expert parallelism load balancer)."""
+"""Replicas of hot experts in spare slots, as in EPLB (DeepSeek's expert parallelism load balancer)."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from toolkit.placement.planners.packing import LITTLE_GAIN, PackingState, as_eve
 from toolkit.placement.planners.registry import register_planner
 
 CLOSE = 1.004
-"""An imbalance after packing at which no other division of spare slots is tried."""
+"""Imbalance after packing below which no other division of spare slots is tried."""
 SLACKS = (1.002, 1.008, 1.015, 1.025, 1.04, 1.07)
-"""Limits to try, as parts of the least that the busiest rank can bear."""
-
+"""Load limits to try, as multiples of the lower bound of the busiest rank's load."""
 
 SEARCH_EFFORT = 150_000
-"""Partial placements that a search looks at for each limit, times the square of the slots."""
+"""Partial placements that a search visits for each limit, times the square of the number of slots."""
 FEW_SLOTS = 64
-"""Up to how many slots in all a search is worth its time."""
+"""Most slots in all for which a search is run."""
 
 
 def replicas_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
-    """Copies per expert: each of `spare` slots goes to the expert whose copies bear most, up to `most` copies each.
+    """Replicas per expert: each of `spare` slots goes to the expert whose replicas have the most load, up to `most`
+    each.
 
-    No other way of giving out the slots makes the heaviest copy lighter. With `at_once`, experts whose copies bear no
-    more than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one copy.
+    No other division of the slots makes the busiest replica lighter. With `at_once`, experts whose replicas have no
+    more load than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one.
     """
-    copies = [1] * len(weights)
+    replicas = [1] * len(weights)
     heap = [(-weight, expert) for expert, weight in enumerate(weights) if weight > 0 and most > 1]
     heapq.heapify(heap)
     while spare and heap:
         weight, expert = heapq.heappop(heap)
-        given = min(1 if -weight > hot else at_once, spare, most - copies[expert])
-        copies[expert] += given
+        given = min(1 if -weight > hot else at_once, spare, most - replicas[expert])
+        replicas[expert] += given
         spare -= given
-        if copies[expert] < most:
-            heapq.heappush(heap, (-weights[expert] / copies[expert], expert))
-    return copies
+        if replicas[expert] < most:
+            heapq.heappush(heap, (-weights[expert] / replicas[expert], expert))
+    return replicas
 
 
 def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: float) -> list[list[int]]:
-    """The items of each rank, of which none should bear more than `limit`.
+    """The items of each rank, none of which should be loaded above `limit`.
 
     Items above it are divided first. Of the others, heaviest first, each goes whole to the rank with the least load, if
-    it fits there. Those that fit nowhere are then divided into as few copies as fit into the ranks with the least load.
+    it fits there. Those that fit nowhere are then divided into as few replicas as fit into the ranks with least load.
     """
     bins: list[list[int]] = [[] for _ in room]
     loads = [0.0 if places else float("inf") for places in room]
@@ -57,49 +57,49 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
     order = sorted(range(len(weights)), key=lambda item: (-weights[item], item))
     left_over = []
 
-    def give(item: int, copies: int) -> None:
-        part = weights[item] / copies
-        for _, rank in [heapq.heappop(least) for _ in range(copies)]:
+    def give(item: int, replicas: int) -> None:
+        part = weights[item] / replicas
+        for _, rank in [heapq.heappop(least) for _ in range(replicas)]:
             bins[rank].append(item)
             loads[rank] += part
             if len(bins[rank]) < room[rank]:
                 heapq.heappush(least, (loads[rank], rank))
 
     def fewest_replicas(weight: float) -> int:
-        """That keep to the limit, or come closest to it."""
+        """The fewest that keep to the limit, or come closest to it."""
         best, lowest = 1, float("inf")
-        for copies, (load, _) in enumerate(heapq.nsmallest(spare + 1, least), start=1):
-            if load + weight / copies < lowest:
-                best, lowest = copies, load + weight / copies
+        for replicas, (load, _) in enumerate(heapq.nsmallest(spare + 1, least), start=1):
+            if load + weight / replicas < lowest:
+                best, lowest = replicas, load + weight / replicas
             if lowest <= limit:
                 break
         return best
 
     for item in order:
         if weights[item] > limit:
-            copies = fewest_replicas(weights[item])
-            spare -= copies - 1
-            give(item, copies)
+            replicas = fewest_replicas(weights[item])
+            spare -= replicas - 1
+            give(item, replicas)
         elif weights[item] and least[0][0] + weights[item] <= limit:
             give(item, 1)
         else:
             left_over.append(item)
     for item in left_over:
-        copies = fewest_replicas(weights[item]) if weights[item] else 1
-        spare -= copies - 1
-        give(item, copies)
+        replicas = fewest_replicas(weights[item]) if weights[item] else 1
+        spare -= replicas - 1
+        give(item, replicas)
     return bins
 
 
 def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: int, *, search: bool) -> list[list[int]]:
-    """The best packing found. First the hottest experts get copies for as long as slots are spare, which suits loads
-    that differ much. Then limits are tried, each with the copies that it takes, which suits loads that are alike. Last,
-    with `search`, limits that were not kept are searched for."""
+    """The best packing found. First all spare slots go to the hottest experts, which suits loads that differ much. Then
+    limits are tried, each with the replicas that it needs, which suits similar loads. Last, with `search`, a search is
+    run for limits that were not kept."""
     mean = sum(weights) / len(room)
     most = sum(places > 0 for places in room)
-    copies = replicas_for(weights, spare, most)
-    target = max(mean, max(w / n for w, n in zip(weights, copies, strict=True)))
-    best = pack(weights, room, copies)
+    replicas = replicas_for(weights, spare, most)
+    target = max(mean, max(w / n for w, n in zip(weights, replicas, strict=True)))
+    best = pack(weights, room, replicas)
     lowest = _highest(best, weights)
     for slack in SLACKS:
         if lowest <= max(CLOSE, slack) * target:
@@ -121,8 +121,8 @@ def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: in
 
 
 def _highest(bins: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
-    copies = Counter(item for items in bins for item in items)
-    return max(sum(weights[item] / copies[item] for item in items) for items in bins)
+    replicas = Counter(item for items in bins for item in items)
+    return max(sum(weights[item] / replicas[item] for item in items) for items in bins)
 
 
 @register_planner("replicate")
@@ -134,12 +134,12 @@ def replicate(
     group_size: int = 1,
     max_replicas: int | None = None,
 ) -> ExpertPlacement:
-    """From scratch: spare slots go to the hottest experts, copies are packed by the load each bears, and levelled.
+    """Plan from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
 
     With `node_of_rank`, first groups of `group_size` consecutive experts are packed on nodes, then experts are
     replicated within their node, so that a router that is limited to a few groups reaches few nodes. `max_replicas`
-    bounds the copies beyond the first, over all experts; default, as many as spare slots. `current`, where it keeps to
-    that and is as even already, and no nodes are given.
+    bounds the replicas beyond the first, over all experts; default, as many as spare slots. Returns `current` where it
+    keeps to that and is as even already, and no nodes are given.
     """
     load = checked_load(load_E, current)
     room = current.slots_per_rank
@@ -157,8 +157,8 @@ def replicate(
             experts_R[rank] = [experts[item] for item in items]
     packing = PackingState(settle(experts_R, current), load)
     packing.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
-    copied = sum(room) - current.empty_slots - current.num_experts
-    allowed = node_of_rank is None and (max_replicas is None or copied <= max_replicas)
+    extra = sum(room) - current.empty_slots - current.num_experts
+    allowed = node_of_rank is None and (max_replicas is None or extra <= max_replicas)
     return current if allowed and as_even(current, packing, load) else packing.placement()
 
 

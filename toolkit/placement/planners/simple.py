@@ -1,4 +1,4 @@
-"""Planners of one idea each. All but `swap` and `few_swaps` begin from scratch, with one copy of every expert."""
+"""The simple planners. All but `swap` and `few_swaps` plan from scratch, without replicas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from toolkit.placement.planners.packing import LITTLE_GAIN, PackingState, as_eve
 from toolkit.placement.planners.registry import register_planner
 
 FEW, BISECTIONS, NODES = 32, 6, 600
-"""Up to so many experts, `lpt` searches: so many times for a limit, through so many placements of a part of them. One
-to ten milliseconds."""
+"""`lpt` searches for up to FEW experts: BISECTIONS limits, each through at most NODES partial placements. One to ten
+milliseconds."""
 OTHERS_GAIN = 0.8
-"""What an exchange between ranks that are not the busiest must gain, as a part of the mean load of an expert."""
+"""Least gain of an exchange between ranks that are not the busiest, as a fraction of the mean load of an expert."""
 
 
 @register_planner("contiguous")
 def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """Consecutive blocks, whatever the load: what others do, for comparison."""
+    """Consecutive blocks; ignores the load. The default of other libraries, for comparison."""
     checked_load(load_E, current)
     ids = iter(range(current.num_experts))
     counts = even_counts(current.num_experts, current.slots_per_rank)
@@ -27,7 +27,7 @@ def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 @register_planner("round_robin")
 def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """Dealt out like cards, whatever the load: neighbouring ids, often alike, get different ranks."""
+    """Expert e on rank e modulo ranks, as far as slots allow; ignores the load."""
     checked_load(load_E, current)
     counts = even_counts(current.num_experts, current.slots_per_rank)
     rounds = range(max(counts))
@@ -40,10 +40,10 @@ def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 @register_planner("lpt")
 def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> ExpertPlacement:
-    """Longest processing time first: the heaviest expert that is left goes to the rank with the least load and a free
-    slot (Graham 1969). Moves nearly every expert. With `level`, exchanges follow until none lowers the busiest rank;
-    a few experts are then placed by a short search, where that finds better. `current`, where it is as even already
-    and has no replicas."""
+    """Longest processing time first: the heaviest remaining expert goes to the rank with the least load and a free slot
+    (Graham 1969). Moves nearly every expert. With `level`, exchanges follow until none lowers the busiest rank; up to
+    FEW experts are then placed by a short search, where it finds a better placement. Returns `current` where it is as
+    even already and has no replicas."""
     load = checked_load(load_E, current)
     packing = (
         balanced(load, current)
@@ -56,7 +56,7 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
 
 
 def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> PackingState:
-    """The most even placement that a bisection of short searches finds; `packing` if it finds no better one."""
+    """The most even placement found by bisection over load limits; `packing` where none is better."""
     mean = float(load.sum()) / current.ranks
     low, high = max(mean, float(load.max())), packing.imbalance * mean
     for _ in range(BISECTIONS):
@@ -84,12 +84,13 @@ def swap(
     tolerance: float = 0.01,
     max_moves: int | None = None,
 ) -> ExpertPlacement:
-    """The few exchanges that help most, from where experts are now: never worse than `current`, replicas kept.
+    """The few exchanges that gain most, starting from `current`: never worse than it, replicas are kept.
 
-    A few experts without replicas: as few exchanges as a search finds to come within `tolerance` of the imbalance of
-    `lpt`, and `lpt`'s own plan where it finds none. Many: the best exchange, again and again, until one would lower the
-    imbalance by no more than half of `tolerance`; where the busiest rank cannot be helped, the others are levelled
-    among themselves, as one of them may be busiest next. A larger `tolerance` moves fewer experts.
+    Up to FEW experts without replicas: the fewest exchanges found by a search that come within `tolerance` of the
+    imbalance of `lpt`, and the plan of `lpt` where none are found. Otherwise: the best exchange, repeated until it
+    would lower the imbalance by no more than half of `tolerance`. Where nothing lowers the busiest rank, exchanges
+    continue among the other ranks, because one of them may be the busiest next. A larger `tolerance` moves fewer
+    experts.
 
     Ends early at an imbalance of `target`, or when `max_moves` experts have moved (an exchange of two experts moves
     two, a move into a spare slot one).
@@ -114,10 +115,10 @@ def few_swaps(
     gain: float = 0.01,
     max_moves: int | None = None,
 ) -> ExpertPlacement:
-    """As `swap`, but only exchanges that gain at least `gain`, a part of a rank's mean load, and do not follow noise.
+    """As `swap`, but only exchanges that gain at least `gain`, a fraction of a rank's mean load.
 
-    Where loads change from window to window, about as even in the windows that come as `lpt`, whose plans are closer to
-    the window that they were made for.
+    Less even than `lpt` on the window that it plans for. Where loads change from window to window, it matches `lpt` on
+    the next window.
     """
     load = checked_load(load_E, current)
     if len(load) <= FEW and not current.has_replicas and load.any():
