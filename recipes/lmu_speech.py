@@ -1,7 +1,6 @@
 """Speech to characters, or to digits, with Legendre memories, for utterances of any length, also from a stream.
 
 python recipes/lmu_speech.py                      single spoken digits (synthetic tones, where no speech is found)
-python recipes/lmu_speech.py connected            three to seven digits in a row
 toolkit transcribe runs/lmu_speech/... some.wav   transcribes a file with a trained model
 """
 
@@ -86,9 +85,9 @@ def guide() -> Config:
 
 def build(config: Config, data: speech.SpeechData, letters: speech.Characters) -> tuple[tk.Task, nn.Module]:
     sizes: Any = {"thetas": config.thetas, "order": config.order, "dropout": config.dropout}
-    kind: Any = speech.AttentionEncoder
     if config.encoder == "memory":
-        kind, sizes = speech.MemoryEncoder, sizes | {"channels": config.channels, "stride": config.stride}
+        sizes |= {"channels": config.channels, "stride": config.stride}
+    kind = speech.MemoryEncoder if config.encoder == "memory" else speech.AttentionEncoder
     standardise, encoder = speech.Standardise(data.mean, data.std), kind(data.num_mels, config.width, **sizes)
     if config.target == "digits":
         task: tk.Task = tk.Classification(inputs=("input", "input_length"))
@@ -100,26 +99,22 @@ def build(config: Config, data: speech.SpeechData, letters: speech.Characters) -
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lmu_speech", config) as run:
-        mel = speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
         letters = speech.Characters()
+        mel = speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
         how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
         how |= {"features": mel, "characters": letters, "on_main": run.on_main_and_share}
         data = speech.load_speech(config.dataset, config.data_dir, **how)
         task, model = build(config, data, letters)
-        run.describe(
-            dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
-        )
+        run.describe(dataset=data.name, dataset_notice=data.notice)
+        run.describe(parameters=sum(p.numel() for p in model.parameters()))
         order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
-        how = {"train": data.train, "test": data.test, "order": order}
-        if config.spec_augment:
-            how["augment"] = speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0)
+        augment = speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
+        how = {"train": data.train, "test": data.test, "order": order, "augment": augment}
         results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()
         if run.is_main and config.dense_parallel == "ddp":
             speech.save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
         return run.finish(results)
 
 
-PRESETS = {"fsdd": fsdd, "connected": connected, "debug": debug, "guide": guide}
-
 if __name__ == "__main__":
-    tk.run_recipe(main, PRESETS, __doc__)
+    tk.run_recipe(main, {"fsdd": fsdd, "connected": connected, "debug": debug, "guide": guide}, __doc__)

@@ -78,13 +78,12 @@ def reference() -> Config:
 
 def build(config: Config, num_classes: int) -> tuple[ae.SemiSupervisedVAE | ae.RelaxedVAE, tk.Task]:
     """The model and its task."""
-    weight = config.supervision_weight
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
-        return ae.RelaxedVAE(style_dim=config.style_dim, **sizes), ae.RelaxedBound(weight)
+        return ae.RelaxedVAE(style_dim=config.style_dim, **sizes), ae.RelaxedBound(config.supervision_weight)
     if config.objective == "exact":
         model = ae.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
-        return model, ae.SemiSupervised(weight, smoothness_weight=config.smoothness_weight)
+        return model, ae.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
     pseudo_label_weight = 1.0 if config.objective == "pseudo_label" else 0.0
     return ae.SemiSupervisedVAE(style_dim=None, **sizes), ae.LabelledOnly(pseudo_label_weight=pseudo_label_weight)
 

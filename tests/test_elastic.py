@@ -215,7 +215,7 @@ def test_what_any_layout_saved_any_other_loads_without_a_difference(loaded: Any,
     for rank in now:
         assert rank["load"] == then[0]["load"]
         assert rank["position"] == then[0]["position"] == (3, 3 * BATCH)
-    assert sum(map(sum, then[0]["load"][1])) == 3 * BATCH * (2 + 3), "every routed copy was counted"
+    assert sum(map(sum, then[0]["load"][1])) == 3 * BATCH * (2 + 3), "every assignment was counted"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "{}p-ep{}-{}".format(*layout))

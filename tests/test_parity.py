@@ -50,7 +50,7 @@ Updates would make more of the rounding errors of float32, so weights stay there
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
-    """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest dealt out; two empty slots a rank;
+    """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest spread evenly; two empty slots a rank;
     or the last expert's first copy on rank 0, experts 0 and 1 on every rank, and an empty slot."""
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3)).tolist()
     if name == "shuffled":

@@ -111,20 +111,20 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_dead_link_fails_the_build(lives: bool, tmp_path: Path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_dead_link_fails_the_build(is_there: bool, tmp_path: Path):
     (tmp_path / "index.md").write_text(
-        "# First\n\n```{toctree}\nother\n```\n\n" + "\n\n".join(pair[not lives] for pair in LINKS.values()) + "\n"
+        "# First\n\n```{toctree}\nother\n```\n\n" + "\n\n".join(pair[not is_there] for pair in LINKS.values()) + "\n"
     )
     (tmp_path / "other.md").write_text("# Other\n\n## A heading\n")
     (tmp_path / "code.py").write_text("print()\n")
     (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "loss.png").read_bytes())
     settings = ["--isolated", "-D", "extensions=myst_parser,source_pages", "-D", "myst_heading_anchors=4"]
     done = sphinx(*settings, tmp_path, tmp_path / "built")
-    assert done.returncode == (0 if lives else 1), done.stderr
-    for name in [] if lives else ["gone.md", "no-heading", "gone.py", "gone.png"]:
+    assert done.returncode == (0 if is_there else 1), done.stderr
+    for name in [] if is_there else ["gone.md", "no-heading", "gone.py", "gone.png"]:
         assert name in done.stderr
-    assert (tmp_path / "built" / "source" / "code.py.html").exists() == lives
+    assert (tmp_path / "built" / "source" / "code.py.html").exists() == is_there
 
 
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path):

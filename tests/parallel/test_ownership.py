@@ -35,15 +35,15 @@ def parameter(*values: float) -> nn.Parameter:
 
 def groups_of_this_rank(ep_size: int) -> tuple[int, Any, Any]:
     groups = make_expert_groups(ep_size)
-    shard, replica = groups.ep_group, groups.expert_dp_group
+    ep_group, expert_dp_group = groups.ep_group, groups.expert_dp_group
     return (
         groups.ep_rank,
-        None if shard is None else dist.get_process_group_ranks(shard),
-        None if replica is None else dist.get_process_group_ranks(replica),
+        None if ep_group is None else dist.get_process_group_ranks(ep_group),
+        None if expert_dp_group is None else dist.get_process_group_ranks(expert_dp_group),
     )
 
 
-def test_four_ranks_make_two_shard_groups_of_neighbours_and_two_replica_groups_across():
+def test_four_ranks_make_two_ep_groups_of_neighbours_and_two_expert_data_parallel_groups_across():
     assert run_distributed(groups_of_this_rank, 4, 2) == [
         (0, [0, 1], [0, 2]),
         (1, [0, 1], [1, 3]),
@@ -99,11 +99,11 @@ def test_an_ep_size_that_does_not_divide_the_world_is_refused_on_every_rank():
 
 
 def test_a_parameter_is_owned_where_other_ranks_hold_other_rows():
-    copied, rows, spread = parameter(1.0), parameter(1.0, 2.0), parameter(1.0, 2.0)
+    replicated, rows, spread = parameter(1.0), parameter(1.0, 2.0), parameter(1.0, 2.0)
     mark_owned(rows, row_ids=[0, 1], groups=ALONE)
     mark_owned(spread, row_ids=[2, 3], groups=ExpertGroups(ep_size=2, ep_rank=1))
-    assert owned([copied, rows, spread]) == [spread]
-    assert ownership_of(copied) is None
+    assert owned([replicated, rows, spread]) == [spread]
+    assert ownership_of(replicated) is None
     mark = ownership_of(rows)
     assert mark is not None
     assert mark.row_ids == (0, 1)
@@ -186,14 +186,14 @@ def test_an_infinite_gradient_is_reported_and_not_hidden():
 def clipped(owned_only: bool) -> tuple[float, list[float]]:
     """Copied gradient (2, 1) on both ranks, owned (2) on rank 0 and (4) on rank 1: a norm of 5."""
     groups, rank = make_expert_groups(2), dist.get_rank()
-    mine, copied = parameter(2.0 + 2.0 * rank), parameter(2.0, 1.0)
+    mine, replicated = parameter(2.0 + 2.0 * rank), parameter(2.0, 1.0)
     mark_owned(mine, row_ids=[rank], groups=groups)
-    parameters = [mine] if owned_only else [copied, mine]
+    parameters = [mine] if owned_only else [replicated, mine]
     norm = clip_grad_norm_(parameters, 0.5).item()
     return norm, [value for p in parameters for value in p.grad.tolist()]
 
 
-def test_the_copied_part_counts_once_and_the_owned_part_is_summed():
+def test_replicated_gradients_count_once_and_owned_ones_are_summed():
     (norm, first), (same, second) = run_distributed(clipped, 2, False)
     assert norm == same == pytest.approx(5.0)
     assert first == pytest.approx([0.2, 0.1, 0.2], rel=1e-5)
@@ -209,11 +209,11 @@ def test_the_copied_part_counts_once_and_the_owned_part_is_summed():
 def agreement(kind: str) -> bool:
     rank, groups = dist.get_rank(), make_expert_groups(2)
     model = nn.Module()
-    model.copied, model.mine = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((1,), float(rank % 2)))
+    model.replicated, model.mine = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((1,), float(rank % 2)))
     mark_owned(model.mine, row_ids=[rank % 2], groups=groups)
     with torch.no_grad():
         if kind == "a copy drifted" and rank == 1:
-            model.copied[0] = torch.nextafter(torch.ones(()), torch.tensor(2.0))
+            model.replicated[0] = torch.nextafter(torch.ones(()), torch.tensor(2.0))
         if kind == "a replica drifted" and rank == 3:
             model.mine += 1
     return replicas_agree(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from recipes.lmu_speech import PRESETS, Config, debug, main
+from recipes.lmu_speech import Config, connected, debug, fsdd, guide, main
 from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import run_distributed, run_recipe
 from toolkit.tracking.jsonl import read_metrics
@@ -94,7 +94,7 @@ def test_a_speaker_is_held_out_by_name(tmp_path):
 
 
 def test_every_preset_is_a_valid_configuration():
-    assert {name: preset().dataset for name, preset in PRESETS.items()} == {
+    assert {preset.__name__: preset().dataset for preset in (fsdd, connected, debug, guide)} == {
         "fsdd": "auto",
         "connected": "connected_digits",
         "debug": "tones",

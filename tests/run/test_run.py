@@ -90,7 +90,7 @@ def test_the_seed_fixes_torch_numpy_and_python():
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_the_least_numbers_are_flushed_only_while_a_run_lasts(before):
+def test_subnormal_numbers_are_flushed_only_while_a_run_lasts(before):
     torch.set_flush_denormal(before)
     try:
         with start_run("recipe", config()):
@@ -100,7 +100,7 @@ def test_the_least_numbers_are_flushed_only_while_a_run_lasts(before):
         torch.set_flush_denormal(False)
 
 
-def test_numpy_finds_the_least_numbers_in_spite_of_that(tmp_path):
+def test_numpy_finds_subnormal_numbers_in_spite_of_that(tmp_path):
     """numpy 2.0 to 2.3 warned in the middle of a run, on stderr; newer ones answer alike with this and without."""
     program = """
 import sys

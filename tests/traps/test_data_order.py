@@ -117,7 +117,7 @@ def plain_evaluation(even_batches: bool) -> list[list[int]]:
     return rows_of(plain_loader(accelerator, samples=5, shuffle=False))
 
 
-def test_uneven_evaluation_data_is_repeated_or_dealt_out_unevenly_and_ours_is_neither():
+def test_uneven_evaluation_data_is_repeated_or_divided_unevenly_and_ours_is_neither():
     repeated = run_distributed(plain_evaluation, 2, True)
     assert [len(batches) for batches in repeated] == [2, 2]
     assert len([row for batches in repeated for rows in batches for row in rows]) == 8, "of five samples"

@@ -29,7 +29,7 @@ DIM, HIDDEN, EXPERTS, TOP_K, CLASSES, SAMPLES = 6, 10, 4, 2, 3, 8
 
 
 class ToyMixture(nn.Module):
-    """Stem, mixture, head. The expert with id e starts with the same weights wherever it lives."""
+    """Stem, mixture, head. Expert e starts with the same weights on whichever rank it is."""
 
     def __init__(self, groups: ExpertGroups, slot_of_expert: tuple[int, ...] = tuple(range(EXPERTS))):
         super().__init__()

@@ -2,7 +2,7 @@
 
     model.safetensors           replicated parameters and buffers, by name; from the main process
     optimizer.safetensors       their optimizer states, "<parameter>.<state>"
-    experts-00000.safetensors   rows with stable ids, from each rank that owns some: "<parameter>/<id>" and
+    experts-00000.safetensors   rows with uids, from   each rank that owns some: "<parameter>/<id>" and
     experts-00001.safetensors   "<parameter>/<id>/<state>"; each keeps its row dimension of 1
 
 Of a row with replicas the owner's is saved. A rank reads its rows by id from whichever file holds them, so a checkpoint
@@ -95,12 +95,12 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _held(ownership: Ownership) -> Iterator[tuple[int, int]]:
-    """(row, stable id) of the rows that hold something."""
+    """(row, uid) of the rows that hold something."""
     return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if row_id != EMPTY_ROW)
 
 
 def _owned(ownership: Ownership) -> Iterator[tuple[int, int]]:
-    """(row, stable id) of the rows that this rank steps and saves, of those with replicas too."""
+    """(row, uid) of the rows that this rank steps and saves, of those with replicas too."""
     return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if ownership.owns[row])
 
 

@@ -7,27 +7,13 @@ and what follows from it is not named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
 from toolkit.doctor.compare import GRADIENT_FLOOR, Comparison, apart
 from toolkit.doctor.evidence import Key
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong."""
-
-    name: str
-    """A few words, the same for the same cause."""
-    symptom: str
-    cause: str
-    remedy: str
-
-
-OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides otherwise under recomputation"
+from toolkit.doctor.finding import OVERWRITTEN, REDECIDED, Finding
 
 Rule = Callable[[Comparison], Finding | None]
 
@@ -344,23 +330,3 @@ CHAIN: dict[str, Callable[[Comparison], Finding]] = {
     "optimizer state": _state,
     "weights": _weights,
 }
-
-
-def recomputed_otherwise(error: str) -> Finding:
-    """For a script that PyTorch's activation checkpointing ended, in several processes only."""
-    return Finding(
-        REDECIDED,
-        error,
-        "what is recomputed in the backward has other shapes than before: tokens went to other experts",
-        "replay the first decision: use toolkit.moe.recompute.checkpoint, or keep the router outside of it",
-    )
-
-
-def unrepeatable(check_names: Iterable[str]) -> Finding:
-    """For a script that does not do the same twice in one process."""
-    return Finding(
-        "not repeatable",
-        f"in one process, run twice, it differs in {', '.join(check_names)}",
-        "something is drawn without a seed, or depends on time",
-        "call accelerate.utils.set_seed first; until then nothing else that differs means anything",
-    )

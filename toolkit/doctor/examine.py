@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.causes import CHAIN, Finding, diagnose, recomputed_otherwise, unrepeatable
+from toolkit.doctor.causes import CHAIN, diagnose
 from toolkit.doctor.compare import TOLERANCES, Check, Comparison
 from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.finding import Finding, recomputed_otherwise, unrepeatable
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
 from toolkit.launch.children import Children

@@ -13,7 +13,7 @@ and knows nothing of experts: it sees parameters whose *rows* have owners.
 |                                                     | rank is the owner; it gets their gradients, steps, sends it  |
 | clips by the norm of local gradients                | `gradients.clip_grad_norm_`: replicated ones count once,     |
 |                                                     | owned ones are summed                                        |
-| saves rank 0's model and optimizer                  | `toolkit.checkpoint` saves each row under its stable id      |
+| saves rank 0's model and optimizer                  | `toolkit.checkpoint` saves each row under its uid             |
 | forgets parameters that are added later             | `prepare.refuse_late_parameters`                             |
 
 Each line is a test in `tests/traps/`.
@@ -48,7 +48,7 @@ class Ownership:
     """What is attached to an owned parameter."""
 
     row_ids: tuple[int, ...]
-    """The stable id of what each row along dimension 0 holds, or `EMPTY_ROW`."""
+    """The uid of what each row along dimension 0 holds, or `EMPTY_ROW`."""
     groups: ExpertGroups
     rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
     """The row ids of every rank of the EP group, where some rows have replicas on other ranks; else None."""
@@ -96,7 +96,7 @@ def mark_owned(
     rows_of_ranks: Sequence[Sequence[int]] | None = None,
     holder: RowHolder | None = None,
 ) -> None:
-    """Declare that this rank (and its expert data-parallel group) owns the rows of `parameter`, under stable ids.
+    """Declare that this rank (and its expert data-parallel group) owns the rows of `parameter`, under the uids `row_ids`.
 
     `rows_of_ranks`: what every rank of the EP group holds; needed where rows have replicas there.
     Raises ValueError where `row_ids` are not one for each row.

@@ -71,12 +71,12 @@ def test_a_permuted_task_has_the_same_order_of_pixels_in_training_and_test():
     assert not permuted_stream(DATA, seed=4).tests[1].columns["input"].equal(images[1])
 
 
-def test_divided_images_are_dealt_out_once():
+def test_divided_images_are_in_one_task_each():
     stream = rotated_stream(DATA, seed=0, degrees_per_task=0.0, divided=True)
     assert stream.sizes == (20,) * 5
     assert [len(test) for test in stream.tests] == [10] * 5
-    dealt = {image.numpy().tobytes() for image in stream.train.columns["input"]}
-    assert dealt == {image.numpy().tobytes() for image in DATA.train.columns["input"]}
+    divided = {image.numpy().tobytes() for image in stream.train.columns["input"]}
+    assert divided == {image.numpy().tobytes() for image in DATA.train.columns["input"]}
 
 
 def test_a_quarter_turn_moves_each_pixel_to_its_place():
