@@ -6,7 +6,7 @@
 
 Checks the revision out into a temporary git worktree and runs every configuration below there and in this tree, with
 the same seed, on the CPU, one thread per process, offline: the `debug` preset of every recipe on one and on two
-processes, experts that are moved, replicated, grown, merged and pruned, the two other ways to balance, dropped tokens, and
+processes, experts that are moved, replicated, grown, merged and pruned, two other ways to balance, dropped tokens, and
 an example that does not use our trainer. Each tree imports its own toolkit. Then compares metrics.jsonl, line by line,
 and results.json. Prints a row for each configuration; exit code 1 where any differs or does not run.
 
@@ -38,7 +38,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import machine
 
 LIFECYCLE_FLAGS = (
-    "tolerated",
     "check-every",
     "check-samples",
     "cooldown-checks",
@@ -54,7 +53,10 @@ LIFECYCLE_FLAGS = (
     "merge-distance",
     "merge-similarity",
 )
-RENAMED_FLAGS: dict[str, str] = {f"--lifecycle.{flag}": f"--life.{flag}" for flag in LIFECYCLE_FLAGS}
+RENAMED_FLAGS: dict[str, str] = {
+    "--lifecycle.plateau-threshold": "--life.tolerated",
+    **{f"--lifecycle.{flag}": f"--life.{flag}" for flag in LIFECYCLE_FLAGS},
+}
 """Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
 
 For example {"--dynamic.check-every": "--lifecycle.check-every"}; names of recipe files and of arguments are words too.
@@ -74,10 +76,11 @@ EXPERT_RECIPES = ("mnist_moe", "lm_moe")
 MOVED = "--planner swap --replan-every 10 --no-guard"
 """Not guarded: the guard compares times, which differ from run to run."""
 DYNAMIC = (
-    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.tolerated 0 --lifecycle.check-every 1 "
-    "--lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 --lifecycle.sleep-every 14 --lifecycle.min-sleep-every 9 "
-    "--lifecycle.max-sleep-every 20 --lifecycle.memory-size 40 --lifecycle.replay-steps 2 --lifecycle.replay-lr 1e-2 --lifecycle.undo-above 0.1 "
-    "--lifecycle.prune-below 0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 --lifecycle.merge-similarity 0.1"
+    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.plateau-threshold 0 --lifecycle.check- "
+    "every 1 --lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 --lifecycle.sleep-every 14 "
+    "--lifecycle.min-sleep-every 9 --lifecycle.max-sleep-every 20 --lifecycle.memory-size 40 "
+    "--lifecycle.replay-steps 2 --lifecycle.replay-lr 1e-2 --lifecycle.undo-above 0.1 --lifecycle.prune-below "
+    "0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 --lifecycle.merge-similarity 0.1"
 )
 """In 138 steps one expert is merged, one is pruned, there are nine sleeps, and something is undone; with
 `--experts 8` experts are grown as well."""

@@ -96,7 +96,7 @@ def mark_owned(
     rows_of_ranks: Sequence[Sequence[int]] | None = None,
     holder: RowHolder | None = None,
 ) -> None:
-    """Declare that this rank (and its expert data-parallel group) owns the rows of `parameter`, under the uids `row_ids`.
+    """Declare that this rank, and its expert data-parallel group, owns the rows of `parameter`; uids are `row_ids`.
 
     `rows_of_ranks`: what every rank of the EP group holds; needed where rows have replicas there.
     Raises ValueError where `row_ids` are not one for each row.
