@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.compat import embedding_bag_weights_grad
 from toolkit.moe.recompute import decide
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement
@@ -120,8 +121,7 @@ def _dot_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor) -> Tensor:
     tokens, top_k = places_TK.shape
     first_T = torch.arange(0, tokens * top_k, top_k, device=places_TK.device)
     token_N = torch.arange(tokens * top_k, device=places_TK.device) // top_k
-    dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return dot(grad_TD, rows_ND, places_TK.flatten(), first_T, token_N, 0).view(places_TK.shape)
+    return embedding_bag_weights_grad(grad_TD, rows_ND, places_TK.flatten(), first_T, token_N).view(places_TK.shape)
 
 
 class _Spread(torch.autograd.Function):
