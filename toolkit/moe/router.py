@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.moe.recompute import decide, in_region
@@ -22,15 +23,15 @@ GroupScore = Literal["top2", "max"]
 class Routing:
     """What the router decided for T tokens."""
 
-    expert_ids_TK: Tensor
+    expert_ids_TK: Int[Tensor, "T K"]
     """int64, the experts of each token, best first."""
-    weights_TK: Tensor
+    weights_TK: Float[Tensor, "T K"]
     """float32, what each expert's output is multiplied by; as a rule they add up to 1 for each token."""
-    probs_TE: Tensor
+    probs_TE: Float[Tensor, "T E"]
     """float32, the scores of all experts, which the losses need; they add up to 1 for each token."""
-    logits_TE: Tensor
+    logits_TE: Float[Tensor, "T E"]
     """float32."""
-    kept_TK: Tensor | None = None
+    kept_TK: Bool[Tensor, "T K"] | None = None
     """bool, which of the choices count; None where all do."""
 
 
@@ -97,7 +98,7 @@ class TopKRouter(nn.Module):
         """How many experts there are to choose from."""
         return self.num_experts
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
         if self.takes_the_best and not in_region():  # as below, in one operation
             weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
@@ -112,7 +113,7 @@ class TopKRouter(nn.Module):
         probs_TE = scores_TE if self.score == "softmax" else _to_sum_1(scores_TE, self.score)
         return Routing(ids_TK, weights_TK, probs_TE, logits_TE)
 
-    def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T E"], Float[Tensor, "T E"]]:
         """(T, E) logits, and what the score makes of them."""
         with torch.autocast(x_TD.device.type, enabled=False):
             dtype = torch.promote_types(torch.float32, self.weight.dtype)
@@ -122,7 +123,7 @@ class TopKRouter(nn.Module):
             logits_TE = nn.functional.linear(x_TD, self.weight.to(dtype))
         return logits_TE, logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
 
-    def choose(self, scores_TE: Tensor) -> Tensor:
+    def choose(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
         """(T, K): the experts of each token, best first."""
         if self.force_balanced:
             assignments_N = torch.arange(len(scores_TE) * self.top_k, device=scores_TE.device)
@@ -133,7 +134,7 @@ class TopKRouter(nn.Module):
             scores_TE = self.within_best_groups(scores_TE)
         return scores_TE.topk(self.top_k, dim=-1).indices
 
-    def within_best_groups(self, scores_TE: Tensor) -> Tensor:
+    def within_best_groups(self, scores_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
         """`scores_TE` with minus infinity outside of each token's best groups."""
         grouped_TGE = scores_TE.unflatten(-1, (self.expert_groups, -1))
         if self.group_score == "top2":
@@ -157,7 +158,7 @@ class ExpertChoiceRouter(TopKRouter):
     def __init__(self, dim: int, num_experts: int, top_k: int, *, score: Score = "softmax", jitter: float = 0.0):
         super().__init__(dim, num_experts, top_k, score=score, normalize=False, jitter=jitter)
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         """Every expert is listed for each token (K is E here), and `kept_TK` says which of them took it."""
         logits_TE, scores_TE = self.scores(x_TD)
         kept_TE = decide(lambda: self.taken(scores_TE.detach()))
@@ -165,7 +166,7 @@ class ExpertChoiceRouter(TopKRouter):
         probs_TE = scores_TE if self.score == "softmax" else _to_sum_1(scores_TE, self.score)
         return Routing(ids_TE, scores_TE, probs_TE, logits_TE, kept_TE)
 
-    def taken(self, scores_TE: Tensor) -> Tensor:
+    def taken(self, scores_TE: Float[Tensor, "T E"]) -> Bool[Tensor, "T E"]:
         """(T, E) bool: whether the expert takes the token."""
         tokens = len(scores_TE)
         each = min(tokens, -(-tokens * self.top_k // self.num_experts))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -79,7 +80,7 @@ def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
+def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Float[Tensor, ""]:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
 
     Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over its mesh, so

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.compat import apply_gate, has_default_gate, register_experts_function
@@ -27,7 +28,9 @@ def use_toolkit_kernel() -> str:
     return NAME
 
 
-def experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def experts_forward(
+    experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
+) -> Float[Tensor, "T D"]:
     """The forward of an experts module of transformers, (T, D) to (T, D)."""
     rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
     if rows_per_slot is not None:
@@ -37,7 +40,7 @@ def experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK:
     return dispatcher.combine(_feed_forward(experts, rows, plan.rows_per_slot), plan, weights_TK)
 
 
-def _feed_forward(experts: Any, rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
     dtype = rows_ND.dtype
     rows_ND, up, down = cast_as_autocast_would(rows_ND, experts.gate_up_proj, experts.down_proj)
     if not experts.is_transposed:  # (S, out, in) and (S, in, out) are both in use: go on with the latter
