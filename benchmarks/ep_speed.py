@@ -43,7 +43,7 @@ from toolkit.hosts.transformers.kernel import experts_forward
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import contiguous
-from toolkit.run.run import keep_freed_memory
+from toolkit.run.process_settings import process_settings
 
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
 TOKENS, LENGTH = 2048, 128
@@ -123,12 +123,12 @@ def timed(work: Callable[..., Any], inputs: Sequence[Any]) -> float:
     return time.perf_counter() - start
 
 
+@process_settings()
 def race(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds per turn of each contender, by round."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    keep_freed_memory()
     use_toolkit_ep()
     use_toolkit_kernel()
     contenders = {
@@ -156,11 +156,11 @@ def race(folder: Path, rounds: int) -> dict[str, list[float]]:
     return {name: each[1:] for name, each in seconds.items()}
 
 
+@process_settings()
 def take_apart(dim: int, hidden: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a layer, of its dispatch and combine alone, and of their bare all-to-alls, by round."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-    keep_freed_memory()
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = make_expert_groups(world)
     dispatcher = AllToAllDispatcher(contiguous(EXPERTS, world), groups)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from toolkit.moe.experts import Activation
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.run.run import keep_freed_memory
+from toolkit.run.process_settings import process_settings
 
 DIM, TOP_K = 256, 2
 MOST_TIMES_DENSE = {8: 1.15, 16: 1.15, 64: 1.5}
@@ -218,6 +218,7 @@ def judge(rows: list[dict[str, Any]]) -> list[str]:
     return missed
 
 
+@process_settings()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds that count")
@@ -225,7 +226,6 @@ def main() -> int:
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 64])
     args = parser.parse_args()
 
-    keep_freed_memory()
     rows = []
     for threads in args.threads:
         for experts in args.experts:

@@ -59,13 +59,16 @@ RENAMED_FLAGS: dict[str, str] = {
 }
 """Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
 
-For example {"--dynamic.check-every": "--lifecycle.check-every"}; names of recipe files and of arguments are words too.
+Names of recipe files and of arguments are words too.
 """
-RENAMED_KEYS: dict[str, str] = {r"life/(.*)": r"lifecycle/\1", r"experts_liv.*": "active_experts"}
+RENAMED_KEYS: dict[str, str] = {
+    r"life/(.*)": r"lifecycle/\1",
+    r"life_(.*)": r"lifecycle_\1",
+    r"experts_liv.*": "active_experts",
+}
 """Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
 
-Keys are those of metrics.jsonl and results.json; what is nested in
-them has its own key: `expert_placement/block`.
+Keys are those of metrics.jsonl and results.json; what is nested in them has its own key: `expert_placement/block`.
 """
 
 SHOWN = 12
@@ -76,11 +79,12 @@ EXPERT_RECIPES = ("mnist_moe", "lm_moe")
 MOVED = "--planner swap --replan-every 10 --no-guard"
 """Not guarded: the guard compares times, which differ from run to run."""
 DYNAMIC = (
-    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.plateau-threshold 0 --lifecycle.check- "
-    "every 1 --lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 --lifecycle.sleep-every 14 "
-    "--lifecycle.min-sleep-every 9 --lifecycle.max-sleep-every 20 --lifecycle.memory-size 40 "
-    "--lifecycle.replay-steps 2 --lifecycle.replay-lr 1e-2 --lifecycle.undo-above 0.1 --lifecycle.prune-below "
-    "0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 --lifecycle.merge-similarity 0.1"
+    "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.plateau-threshold 0 "
+    "--lifecycle.check-every 1 --lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 "
+    "--lifecycle.sleep-every 14 --lifecycle.min-sleep-every 9 --lifecycle.max-sleep-every 20 "
+    "--lifecycle.memory-size 40 --lifecycle.replay-steps 2 --lifecycle.replay-lr 1e-2 --lifecycle.undo-above "
+    "0.1 --lifecycle.prune-below 0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 "
+    "--lifecycle.merge-similarity 0.1"
 )
 """In 138 steps one expert is merged, one is pruned, there are nine sleeps, and something is undone; with
 `--experts 8` experts are grown as well."""

@@ -1,0 +1,42 @@
+"""Tests. Importing this package, also in a process that a test starts, has the shapes of tensors checked from then on.
+
+Every module of `toolkit/` that annotates tensors with jaxtyping is imported with its functions and dataclasses wrapped:
+a call whose tensors do not have the shapes of the annotations raises `jaxtyping.TypeCheckError`.
+"""
+
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from beartype import beartype
+from jaxtyping import AbstractArray, install_import_hook
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def check_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, checking the tensors that are annotated with shapes, and nothing else."""
+    shaped = {name: hint for name, hint in function.__annotations__.items() if _has_shape(hint)}
+    if not shaped:
+        return function
+    function.__annotations__ = shaped
+    return beartype(function)
+
+
+def _has_shape(hint: Any) -> bool:
+    is_shape = isinstance(hint, type) and issubclass(hint, AbstractArray)
+    return is_shape or any(_has_shape(part) for part in typing.get_args(hint))
+
+
+def modules_with_shapes() -> list[str]:
+    """The modules of `toolkit/` that import jaxtyping."""
+    files = sorted((_ROOT / "toolkit").rglob("*.py"))
+    return [
+        ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in files
+        if "from jaxtyping import" in path.read_text()
+    ]
+
+
+install_import_hook(modules_with_shapes(), "tests.check_shapes")

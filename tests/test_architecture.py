@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ toolkit.parallel
 toolkit.cli
 toolkit.launch
 toolkit.config
-toolkit.metrics  toolkit.task  toolkit.state  toolkit.seeding  toolkit.version  toolkit.errors
+toolkit.metrics  toolkit.task  toolkit.state  toolkit.seeding  toolkit.version  toolkit.errors  toolkit.compat
 """
 """Packages and modules from top to bottom. Each imports from the floors below it only: not above, not beside."""
 
@@ -48,16 +49,16 @@ FENCES = {
     "tyro": ("toolkit.cli",),
     "wandb": (),
     "accelerate": (
+        "toolkit.compat",
         "toolkit.run.run",
         "toolkit.run.provenance",
         "toolkit.parallel",
         "toolkit.tracking.trackers",
         "toolkit.data.batches",
-        "toolkit.launch",
         "toolkit.doctor",
         "toolkit.hosts.engine",
     ),
-    "transformers": ("toolkit.hosts.transformers", "toolkit.data.tokenizer"),
+    "transformers": ("toolkit.compat", "toolkit.hosts.transformers", "toolkit.data.tokenizer"),
     "matplotlib": ("toolkit.pictures", "toolkit.domains"),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
@@ -269,6 +270,55 @@ def test_nothing_is_read_or_written_as_pickle(path: Path):
             value = keyword.value.value if isinstance(keyword.value, ast.Constant) else "computed"
             assert keyword.arg != "weights_only"
             assert keyword.arg != "allow_pickle" or value is False, f"{path}: allow_pickle={value}"
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def our_private_names() -> frozenset[str]:
+    """The private names that `toolkit/` defines: functions, classes, attributes of `self`, and fields."""
+    names: set[str] = set()
+    for path in TOOLKIT:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return frozenset(names)
+
+
+def private_names_of_others(tree: ast.Module, ours: frozenset[str]) -> Iterator[str]:
+    """The private names in `tree` that neither we define nor the standard library does."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in ours:
+            root = ast.unparse(node).partition(".")[0]
+            if root not in sys.stdlib_module_names:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in sys.stdlib_module_names:
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (part for part in parts if private(part) and part not in ours)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if private(name) and name not in ours:
+                yield name
+
+
+def test_private_names_of_libraries_are_told_from_ours():
+    tree = ast.parse(
+        "from torch._utils import flatten\nfrom datasets import _private\ntorch._foreach_mul_(x)\n"
+        "model._marked = True\ngetattr(model, '_hidden')\nself._ours\nos._exit(1)\nmodel.__dict__\n"
+    )
+    found = {"_utils", "_private", "torch._foreach_mul_", "model._marked", "_hidden"}
+    assert set(private_names_of_others(tree, frozenset({"_ours"}))) == found
+
+
+def test_private_names_of_libraries_are_used_in_compat_only():
+    used = {module_name(path) for path in TOOLKIT if set(private_names_of_others(parsed(path), our_private_names()))}
+    assert used == {"toolkit.compat"}
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from .moe.replan import Replan as Replan
 from .parallel.groups import ExpertGroups as ExpertGroups
 from .parallel.groups import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement
+from .run.process_settings import process_settings as process_settings
 from .run.run import Run as Run
 from .run.run import start_run as start_run
 from .standard.experts import expert_callbacks as expert_callbacks

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
@@ -23,11 +24,11 @@ class Loss:
     so a step's loss depends on the global batch, not on its division into micro-batches and ranks.
     """
 
-    sum: Tensor
+    sum: Float[Tensor, ""]
     """Scalar: the per-example losses of this micro-batch on this rank, added up."""
-    count: int | Tensor
+    count: int | Int[Tensor, ""]
     """How many examples (or targets) `sum` covers."""
-    penalty: Tensor | None = None
+    penalty: Float[Tensor, ""] | None = None
     """Scalar: this rank's share of a term that is a mean over the micro-batch of *all* ranks (a router's
     balance loss); the shares of the ranks add up to it."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)

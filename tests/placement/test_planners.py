@@ -41,7 +41,7 @@ from toolkit.placement.planners.replicas import replicas_for
 from toolkit.placement.replay import replay
 from toolkit.placement.traffic import Traffic, rows_between_ranks
 from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
-from toolkit.run.run import flushes_denormals
+from toolkit.run.process_settings import flushes_subnormals
 
 Case = tuple[ExpertPlacement, list[float]]
 ROUNDING = 1 + 1e-6
@@ -93,7 +93,7 @@ def test_planners_look_at_proportions_even_at_the_ends_of_what_a_float_can_hold(
     current = blocks(4, 2)
     options = options_for(name, current)
     same = [value / max(load) for value in load]
-    before = flushes_denormals()
+    before = flushes_subnormals()
     torch.set_flush_denormal(flush)
     try:
         assert planner_named(name)(load, current, **options) == planner_named(name)(same, current, **options)

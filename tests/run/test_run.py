@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tests.helpers import ROOT, run_distributed
 from toolkit.config.run import RunConfig
 from toolkit.errors import Preempted, UserError
-from toolkit.run.run import flushes_denormals, start_run
+from toolkit.run.process_settings import flushes_subnormals
+from toolkit.run.run import start_run
 from toolkit.tracking.jsonl import read_metrics
 
 HOLD_FOLDER = """
@@ -94,8 +95,8 @@ def test_subnormal_numbers_are_flushed_only_while_a_run_lasts(before):
     torch.set_flush_denormal(before)
     try:
         with start_run("recipe", config()):
-            assert flushes_denormals()
-        assert flushes_denormals() == before
+            assert flushes_subnormals()
+        assert flushes_subnormals() == before
     finally:
         torch.set_flush_denormal(False)
 

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = list(self._option_string_actions)
+            flags = re.findall(r"--[\w-]+", self.format_help())
             nearest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1, cutoff=0.5)
             remedy = f"did you mean {nearest[0]}?" if nearest else f"see {self.prog} --help."
             raise UserError(f"unexpected {unknown[0]!r}: {remedy}")

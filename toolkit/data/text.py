@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.compat import fingerprint
 from toolkit.data.cache import cached_columns
 from toolkit.data.images import OnMain
 from toolkit.data.sources import unreachable_host
@@ -224,7 +225,7 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
     def documents(split: Any) -> list[bytes]:
         return [text.encode() for text in split[column] if text]
 
-    key = hashlib.sha256("".join(splits[part]._fingerprint for part in splits).encode()).hexdigest()[:16]
+    key = hashlib.sha256("".join(fingerprint(splits[part]) for part in splits).encode()).hexdigest()[:16]
     if held_out is None or splits[held_out] is train:
         return *split(documents(train)), key
     return documents(train), documents(splits[held_out]), key

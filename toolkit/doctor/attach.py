@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from toolkit.compat import wrap_method
 from toolkit.doctor.probe import Probe
 from toolkit.parallel import gradients, groups
 
@@ -41,20 +42,18 @@ def _replace(original: Any, replacement: Any, owner: Any) -> None:
 
 
 def _attach_accelerator(probe: Probe) -> None:
-    cls = accelerate.Accelerator
-    start, backward, clip = cls.__init__, cls.backward, cls.clip_grad_norm_
+    def starting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **settings: Any) -> None:
+            loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
+            probe.splits = not loading.split_batches
+            loading.split_batches = loading.use_seedable_sampler = True
+            if loading.data_seed is None:
+                loading.data_seed = 0
+            original(self, *args, **(settings | {"dataloader_config": loading}))
 
-    @functools.wraps(start)
-    def init(self: Any, *args: Any, **settings: Any) -> None:
-        loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
-        probe.splits = not loading.split_batches
-        loading.split_batches = loading.use_seedable_sampler = True
-        if loading.data_seed is None:
-            loading.data_seed = 0
-        start(self, *args, **(settings | {"dataloader_config": loading}))
+        return init
 
     def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def prepare(self: Any, *args: Any, **settings: Any) -> Any:
             models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
             if probe.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
@@ -70,10 +69,21 @@ def _attach_accelerator(probe: Probe) -> None:
 
         return prepare
 
-    cls.__init__ = init
-    cls.prepare, cls.prepare_model = preparing(cls.prepare), preparing(cls.prepare_model)
-    cls.backward = lambda self, loss, **kw: probe.backward(loss, lambda: backward(self, loss, **kw))
-    cls.clip_grad_norm_ = lambda self, *args, **kw: probe.clip(lambda: clip(self, *args, **kw))
+    def running_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, loss, **kw: probe.backward(loss, lambda: original(self, loss, **kw))
+
+    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kw: probe.clip(lambda: original(self, *args, **kw))
+
+    wrappers = {
+        "__init__": starting,
+        "prepare": preparing,
+        "prepare_model": preparing,
+        "backward": running_backward,
+        "clip_grad_norm_": clipping,
+    }
+    for name, wrap in wrappers.items():
+        wrap_method(accelerate.Accelerator, name, wrap)
 
 
 def _attach_ours(probe: Probe) -> None:

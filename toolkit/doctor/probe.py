@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import DROPOUTS, without_compile_prefix
 from toolkit.doctor.record import Phase, Record, Step, digest
 from toolkit.doctor.rounding import round_gradients, round_outputs
 from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
@@ -68,7 +69,7 @@ class Probe:
 
     @staticmethod
     def _name(number: int, name: str) -> str:
-        return (f"model{number}." if number else "") + name.replace("_orig_mod.", "")
+        return (f"model{number}." if number else "") + without_compile_prefix(name)
 
     @property
     def is_first_rank(self) -> bool:
@@ -104,7 +105,7 @@ class Probe:
         inside: tuple[str, ...] = ()
         dropouts = 0
         for name, module in model.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            if isinstance(module, DROPOUTS) and module.p:
                 module.p, dropouts = 0.0, dropouts + 1
             if self.rounding:
                 round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.moe.load.routing_log import Choices
@@ -23,7 +24,7 @@ def has_stacked_parameters(module: nn.Module) -> bool:
     return isinstance(experts, int) and bool(parameters) and stacked
 
 
-def slots_of_rows(rows_per_slot: Tensor, num_rows: int) -> Tensor:
+def slots_of_rows(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> Int[Tensor, "N 1"]:
     """int64 (N, 1): the slot of each of `num_rows` rows in order of slots, as expert ids of a top-1 router."""
     slots = torch.arange(len(rows_per_slot), device=rows_per_slot.device)
     slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
@@ -35,9 +36,9 @@ def run_experts(
     module: nn.Module,
     stack: ExpertStack,
     forward: Callable[[Tensor, Tensor, Tensor], Tensor],
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
+    x_TD: Float[Tensor, "T D"],
+    ids_TK: Int[Tensor, "T K"],
+    weights_TK: Float[Tensor, "T K"],
 ) -> Tensor:
     """(T, D): each token's weighted outputs of its experts, on whichever ranks of `stack` they are. A collective.
 
@@ -51,7 +52,9 @@ def run_experts(
     return y_TD
 
 
-def compute_rows(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+def compute_rows(
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
+) -> Tensor:
     """(N, D): the outputs of a foreign `forward` for rows in order of slots, each with one expert of weight 1."""
     if len(rows_ND):
         slot_N1 = slots_of_rows(rows_per_slot, len(rows_ND))

@@ -112,7 +112,7 @@ def _accelerate_launch_orders() -> tuple[int, bool]:
         return 1, False
     if not any("accelerate" in os.path.basename(word) for word in words[:3]):
         return 1, False
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from toolkit.compat import launch_config  # which imports torch
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
@@ -120,8 +120,8 @@ def _accelerate_launch_orders() -> tuple[int, bool]:
     parser.add_argument("--cpu", action="store_true")
     # The command of the launcher ends with ours.
     told, _ = parser.parse_known_args(words[: len(words) - len(sys.argv[1:])])
-    if told.config_file or (os.path.isfile(default_config_file) and not told.cpu):
-        config = load_config_from_file(told.config_file)
+    config = None if told.cpu and not told.config_file else launch_config(told.config_file)
+    if config is not None:
         return told.num_processes or getattr(config, "num_processes", 1), told.cpu or config.use_cpu
     return told.num_processes or 1, told.cpu
 

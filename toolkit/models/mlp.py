@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor, nn
 
 
@@ -18,7 +19,7 @@ class Pixels(nn.Module):
         super().__init__()
         self.mean, self.std, self.blank = mean, std, blank
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: UInt8[Tensor, "B ..."]) -> Float[Tensor, "B P"]:
         kept = 1.0 if self.training else 1 - self.blank
         return images.flatten(1).float().sub_(255 * self.mean).mul_(kept / (255 * self.std))
 
@@ -47,6 +48,6 @@ class ResidualClassifier(nn.Module):
         self.block = block
         self.head = nn.Linear(dim, num_classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Shaped[Tensor, "B ..."]) -> Float[Tensor, "B C"]:
         x = self.stem(self.pixels(images)).relu()
         return self.head((x + self.block(x)).relu())

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.moe.dispatch import sort_by_slot
@@ -38,7 +39,9 @@ class Capacity:
             raise ValueError(f"capacity factor={self.factor} must be positive")
 
     @torch.no_grad()
-    def kept(self, expert_ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
+    def kept(
+        self, expert_ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"], num_experts: int
+    ) -> Bool[Tensor, "T K"]:
         """(T, K) bool. A collective where there are several ranks."""
         if self.policy == "position":
             place_TK, load_E = place_within_expert(expert_ids_TK, num_experts)
@@ -53,11 +56,13 @@ class Capacity:
         kept_N[by_weight_N] = place_N1[:, 0] < self._limit(load_E[:num_experts])
         return kept_N[first : first + assignments].view(expert_ids_TK.shape)
 
-    def _limit(self, load_E: Tensor) -> Tensor:
+    def _limit(self, load_E: Int[Tensor, " E"]) -> Tensor:
         return (self.factor * load_E.sum().double() / len(load_E)).ceil()
 
 
-def place_within_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def place_within_expert(
+    expert_ids_TK: Int[Tensor, "T K"], num_experts: int
+) -> tuple[Int[Tensor, "T K"], Int[Tensor, " E"]]:
     """(T, K): how many earlier assignments the same expert has; and (E): how many it has in all."""
     order = sort_by_slot(expert_ids_TK, num_experts)
     first_E = order.rows_per_slot.cumsum(0) - order.rows_per_slot
@@ -73,7 +78,9 @@ def _gather(values: Tensor) -> tuple[Tensor, int]:
     return gathered, dist.get_rank()
 
 
-def _concatenate(ids_N: Tensor, weights_N: Tensor, no_expert: int) -> tuple[Tensor, Tensor, int]:
+def _concatenate(
+    ids_N: Int[Tensor, " N"], weights_N: Float[Tensor, " N"], no_expert: int
+) -> tuple[Tensor, Tensor, int]:
     """All ranks' assignments in the order of ranks, padded with `no_expert`, and the index of this rank's first.
 
     A host sync: ranks have different numbers of assignments, and are padded to the largest.

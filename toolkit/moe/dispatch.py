@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from toolkit.compat import embedding_bag_weights_grad
 from toolkit.moe.recompute import decide
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement
@@ -25,15 +27,15 @@ from toolkit.placement.placement import ExpertPlacement
 class SlotOrder:
     """N = T * K assignments, numbered token * K + choice, sorted by slot. Tensors are int64, `kept_TK` is bool."""
 
-    rows_per_slot: Tensor
+    rows_per_slot: Int[Tensor, " S"]
     """(S): the number of assignments of each slot."""
-    assignment_N: Tensor
+    assignment_N: Int[Tensor, " N"]
     """The assignment at each place of the sorted order; the sort is stable."""
-    token_N: Tensor
+    token_N: Int[Tensor, " N"]
     """The token of that assignment."""
-    place_TK: Tensor
+    place_TK: Int[Tensor, "T K"]
     """The place of each assignment: the inverse permutation of `assignment_N`."""
-    kept_TK: Tensor | None = None
+    kept_TK: Bool[Tensor, "T K"] | None = None
     """False for dropped assignments; None if none is dropped."""
 
     def without_dropped(self, rows: int) -> SlotOrder:
@@ -56,9 +58,9 @@ class Exchange:
 class DispatchPlan:
     """What `combine` needs to undo `dispatch`, and the load that was counted."""
 
-    rows_per_slot: Tensor
+    rows_per_slot: Int[Tensor, " S"]
     """int64 (S): rows that each local slot received."""
-    load_E: Tensor
+    load_E: Int[Tensor, " E"]
     """int64: this rank's assignments per expert, without dropped ones."""
     order: SlotOrder
     """Of this rank's assignments."""
@@ -74,8 +76,8 @@ class TokenDispatcher(Protocol):
         ...
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
-    ) -> tuple[Tensor, DispatchPlan]:
+        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         """The rows for this rank's slots in slot order, and the plan to undo it.
 
         Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
@@ -83,12 +85,14 @@ class TokenDispatcher(Protocol):
         """
         ...
 
-    def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
+    def combine(
+        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
         """(T, D): for each token the weighted sum of its experts' rows."""
         ...
 
 
-def sort_by_slot(slots_TK: Tensor, num_slots: int, kept_TK: Tensor | None = None) -> SlotOrder:
+def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None) -> SlotOrder:
     """Count assignments per slot and sort them stably by slot, dropped ones last. No host sync."""
     if kept_TK is not None:
         order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
@@ -105,14 +109,14 @@ def sort_by_slot(slots_TK: Tensor, num_slots: int, kept_TK: Tensor | None = None
     )
 
 
-def _sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+def _sum_rows(rows: Tensor, places_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"] | None = None) -> Tensor:
     """For each token the (weighted) sum of the rows at its K places, in one pass over them."""
     if not len(rows):  # no tokens, or all assignments were dropped
         return rows.new_zeros(len(places_TK), rows.shape[1])
     return nn.functional.embedding_bag(places_TK, rows.detach(), mode="sum", per_sample_weights=weights_TK)
 
 
-def _dot_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor) -> Tensor:
+def _dot_rows(grad_TD: Float[Tensor, "T D"], rows_ND: Float[Tensor, "N D"], places_TK: Int[Tensor, "T K"]) -> Tensor:
     """(T, K): the dot product of each token's gradient with the row at each of its places, without gathering rows.
 
     The gradient of `embedding_bag` by its weights. Autograd computes it only along with that by the table.
@@ -120,15 +124,14 @@ def _dot_rows(grad_TD: Tensor, rows_ND: Tensor, places_TK: Tensor) -> Tensor:
     tokens, top_k = places_TK.shape
     first_T = torch.arange(0, tokens * top_k, top_k, device=places_TK.device)
     token_N = torch.arange(tokens * top_k, device=places_TK.device) // top_k
-    dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return dot(grad_TD, rows_ND, places_TK.flatten(), first_T, token_N, 0).view(places_TK.shape)
+    return embedding_bag_weights_grad(grad_TD, rows_ND, places_TK.flatten(), first_T, token_N).view(places_TK.shape)
 
 
 class _Spread(torch.autograd.Function):
     """Gather the token row of each assignment, in slot order. The backward gathers too, in place of scattered adds."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: SlotOrder) -> Tensor:
+    def forward(ctx: Any, x_TD: Float[Tensor, "T D"], order: SlotOrder) -> Tensor:
         ctx.save_for_backward(order.place_TK, order.kept_TK)
         return x_TD.index_select(0, order.token_N)
 
@@ -143,7 +146,7 @@ class _WeightedSum(torch.autograd.Function):
     """The inverse of `_Spread`: the sum of each token's K rows, weighted."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, order: SlotOrder) -> Tensor:
+    def forward(ctx: Any, rows_ND: Float[Tensor, "N D"], weights_TK: Float[Tensor, "T K"], order: SlotOrder) -> Tensor:
         ctx.save_for_backward(rows_ND, weights_TK, order.assignment_N, order.token_N, order.place_TK, order.kept_TK)
         if order.kept_TK is not None:
             weights_TK = weights_TK * order.kept_TK
@@ -213,12 +216,12 @@ class LocalDispatcher:
         self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
-    ) -> tuple[Tensor, DispatchPlan]:
+        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
         return _Spread.apply(x_TD, plan.order), plan
 
-    def plan(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
+    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device)
@@ -229,7 +232,9 @@ class LocalDispatcher:
         by_slot = order.rows_per_slot
         return DispatchPlan(by_slot, by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert], order)
 
-    def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
+    def combine(
+        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
         return _WeightedSum.apply(rows, weights_TK, plan.order)
 
 
@@ -258,7 +263,7 @@ class AllToAllDispatcher:
                 if own := placement.replica_on(expert, here):
                     self.slots_EC[expert, 0], self.replicas_E[expert] = here * self.stride + own.slot, 1
 
-    def slots_of(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    def slots_of(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
         """(T, K): the slot of each assignment, numbered through the ranks of the EP group."""
         if self.slots_EC.shape[1] == 1:
             return self.slots_EC[expert_ids_TK, 0]
@@ -268,15 +273,15 @@ class AllToAllDispatcher:
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
     def dispatch(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None = None
-    ) -> tuple[Tensor, DispatchPlan]:
+        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
         exchange = plan.exchange
         assert exchange is not None
         rows = _AllToAll.apply(_Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.ep_group)
         return _Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
 
-    def plan(self, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
+    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         """Exchange row counts with the peers. A collective of the EP group."""
         peers, group, device = self.groups.ep_size, self.groups.ep_group, expert_ids_TK.device
         if self.expert_of_slot.device != device:
@@ -302,10 +307,12 @@ class AllToAllDispatcher:
             Exchange(sent, received, received_order),
         )
 
-    def _load(self, rows_per_slot: Tensor) -> Tensor:
+    def _load(self, rows_per_slot: Int[Tensor, " S"]) -> Tensor:
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
-    def combine(self, rows: Tensor, plan: DispatchPlan, weights_TK: Tensor) -> Tensor:
+    def combine(
+        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
         exchange = plan.exchange
         assert exchange is not None
         rows = _Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)

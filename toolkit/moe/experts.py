@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.moe.feed_forward import GroupedFeedForward
@@ -55,7 +56,7 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.up.data[slot], std=(2 / dim) ** 0.5, generator=draws)
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
 
-    def forward(self, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+    def forward(self, x_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
         """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S)."""
         x_ND, up, down = cast_as_autocast_would(x_ND, self.up, self.down)
         if accepts(x_ND, up) and accepts(x_ND, down):
@@ -64,7 +65,13 @@ class GroupedExperts(nn.Module):
             return checkpoint(self.step_by_step, x_ND, up, down, rows_per_slot)
         return self.step_by_step(x_ND, up, down, rows_per_slot)
 
-    def step_by_step(self, x_ND: Tensor, up: Tensor, down: Tensor, rows_per_slot: Tensor) -> Tensor:
+    def step_by_step(
+        self,
+        x_ND: Float[Tensor, "N D"],
+        up: Float[Tensor, "S H D"],
+        down: Float[Tensor, "S F D"],
+        rows_per_slot: Int[Tensor, " S"],
+    ) -> Float[Tensor, "N D"]:
         """`forward` for any dtype and width, with autograd's own backward."""
         hidden = grouped_mm(x_ND, up.transpose(1, 2), rows_per_slot)
         if self.activation == "swiglu":

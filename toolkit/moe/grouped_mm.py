@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -16,7 +17,9 @@ def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
-def grouped_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tensor:
+def grouped_mm(
+    x_ND: Float[Tensor, "N D"], weight_SDF: Float[Tensor, "S D F"], rows_per_slot: Int[Tensor, " S"]
+) -> Float[Tensor, "N F"]:
     """(N, F): each slot's rows of `x_ND`, in slot order, times that slot's matrix.
 
     Uses `torch.nn.functional.grouped_mm` for operands that it accepts (float32, bfloat16 or float16, rows of a multiple
@@ -41,17 +44,19 @@ class _ContiguousGradient(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-def accepts(x_ND: Tensor, weight_SDF: Tensor) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` accepts these operands."""
+def accepts(x_ND: Float[Tensor, "N D"], weights: Float[Tensor, "S _ _"]) -> bool:
+    """Whether `torch.nn.functional.grouped_mm` accepts these operands, whichever way the matrices lie."""
     # Under torch.compile its meta function accepts bfloat16 only.
     if torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16:
         return False
-    if x_ND.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x_ND.dtype != weight_SDF.dtype:
+    if x_ND.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x_ND.dtype != weights.dtype:
         return False
-    return all(size * x_ND.element_size() % 16 == 0 for size in weight_SDF.shape[1:])
+    return all(size * x_ND.element_size() % 16 == 0 for size in weights.shape[1:])
 
 
-def _padded_mm(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tensor:
+def _padded_mm(
+    x_ND: Float[Tensor, "N D"], weight_SDF: Float[Tensor, "S D F"], rows_per_slot: Int[Tensor, " S"]
+) -> Tensor:
     slots, longest = len(rows_per_slot), int(rows_per_slot.max()) if len(rows_per_slot) else 0
     slot_N = torch.repeat_interleave(torch.arange(slots, device=x_ND.device), rows_per_slot)
     first_S = rows_per_slot.cumsum(0) - rows_per_slot

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.config.router import RouterOptions
@@ -55,17 +56,17 @@ class MoE(nn.Module):
         return self.expert_stack.placement
 
     @property
-    def load_E(self) -> Tensor:
+    def load_E(self) -> Int[Tensor, " E"]:
         """Assignments per expert on this rank over all training forwards, dropped ones included."""
         return self.expert_stack.log.load_E
 
     @property
-    def dropped_E(self) -> Tensor:
+    def dropped_E(self) -> Int[Tensor, " E"]:
         """Those of `load_E` that the capacity dropped."""
         return self.expert_stack.log.dropped_E
 
     @property
-    def last_load_E(self) -> Tensor:
+    def last_load_E(self) -> Int[Tensor, " E"]:
         """The load of the last forward alone, in training or evaluation."""
         return self.expert_stack.log.last_load_E
 
@@ -74,7 +75,7 @@ class MoE(nn.Module):
         """How many experts the router can choose."""
         return self.router.num_choices
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
         """(..., D) to (..., D)."""
         return checkpoint(self._forward, x) if self.recompute else self._forward(x)
 
@@ -97,7 +98,14 @@ class MoE(nn.Module):
     def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
         return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
 
-    def record(self, routing: Routing, plan: DispatchPlan, kept_TK: Tensor | None, x_TD: Tensor, y_TD: Tensor) -> None:
+    def record(
+        self,
+        routing: Routing,
+        plan: DispatchPlan,
+        kept_TK: Bool[Tensor, "T K"] | None,
+        x_TD: Float[Tensor, "T D"],
+        y_TD: Float[Tensor, "T D"],
+    ) -> None:
         """Keep the routing for the losses, and write it into the log."""
         self.routing = routing
         dropped_E = None

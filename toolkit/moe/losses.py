@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
@@ -29,7 +30,7 @@ class RoutingReport(Protocol):
         ...
 
     @property
-    def last_load_E(self) -> Tensor:
+    def last_load_E(self) -> Int[Tensor, " E"]:
         """int64: this rank's assignments per expert."""
         ...
 
@@ -45,8 +46,11 @@ class RoutingReport(Protocol):
 
 
 def load_balancing_share(
-    probs_TE: Tensor, fraction_E: Tensor, num_tokens: Tensor | int, num_experts: Tensor | int | None = None
-) -> Tensor:
+    probs_TE: Float[Tensor, "T E"],
+    fraction_E: Float[Tensor, " E"],
+    num_tokens: Tensor | int,
+    num_experts: Tensor | int | None = None,
+) -> Float[Tensor, ""]:
     """This rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
 
     f_e is the fraction of all ranks' assignments that went to expert e, and P_e the mean probability of e over all
@@ -59,7 +63,7 @@ def load_balancing_share(
 
 def sequence_balancing_share(
     routing: Routing, sequence_length: int, num_tokens: Tensor | int, num_experts: Tensor | int | None = None
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, each with its own f and P
     (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
 
@@ -74,7 +78,7 @@ def sequence_balancing_share(
     return num_experts * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
 
 
-def z_loss_share(logits_TE: Tensor, num_tokens: Tensor | int) -> Tensor:
+def z_loss_share(logits_TE: Float[Tensor, "T E"], num_tokens: Tensor | int) -> Float[Tensor, ""]:
     """This rank's share of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
     return logits_TE.logsumexp(-1).square().sum() / num_tokens
 
@@ -111,10 +115,10 @@ class RouterPenalty:
         chosen = any(isinstance(getattr(layer, "router", None), ExpertChoiceRouter) for layer in self.layers)
         if (balance_weight or z_weight) and chosen:
             raise ValueError("expert choice is balanced by construction: give it no balance_weight and no z_weight")
-        self.step_load_LE: Tensor | None = None
+        self.step_load_LE: Int[Tensor, "L E"] | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
 
-    def __call__(self) -> Tensor | None:
+    def __call__(self) -> Float[Tensor, ""] | None:
         """This rank's share, a scalar; a collective. None when there is nothing to add.
 
         The shares of the ranks add up to the penalty, so a loss whose gradient is averaged over ranks needs it times
@@ -137,7 +141,9 @@ class RouterPenalty:
         assert total is not None
         return total / len(self.layers)
 
-    def _balance_share(self, layer: RoutingReport, routing: Routing, fraction_E: Tensor, tokens: Tensor) -> Tensor:
+    def _balance_share(
+        self, layer: RoutingReport, routing: Routing, fraction_E: Float[Tensor, " E"], tokens: Tensor
+    ) -> Tensor:
         if self.balance_scope == "sequence":
             if layer.sequence_length is None:
                 raise UserError(
@@ -150,6 +156,6 @@ class RouterPenalty:
         return load_balancing_share(routing.probs_TE, fraction_E, tokens, layer.num_choices)
 
 
-def global_load(layers: Sequence[RoutingReport]) -> Tensor:
+def global_load(layers: Sequence[RoutingReport]) -> Int[Tensor, "L E"]:
     """int64 (layers, E): assignments per expert in the last forward, over all ranks. A collective."""
     return sum_over_ranks(torch.stack([layer.last_load_E for layer in layers]))

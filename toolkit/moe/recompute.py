@@ -24,6 +24,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from toolkit.compat import in_backward
+
 Recompute = Literal["none", "selective", "full"]
 Decision = TypeVar("Decision")
 
@@ -88,7 +90,7 @@ def replaying() -> bool:
 
 def recomputing() -> bool:
     """Whether any checkpointed region is being recomputed in a backward, PyTorch's own included: count nothing then."""
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 def decide(make: Callable[[], Decision]) -> Decision:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.config.router import RouterOptions
@@ -20,15 +21,15 @@ from toolkit.moe.recompute import decide, in_region
 class Routing:
     """The router's output for T tokens."""
 
-    expert_ids_TK: Tensor
+    expert_ids_TK: Int[Tensor, "T K"]
     """int64, the logical experts of each token, highest score first."""
-    weights_TK: Tensor
+    weights_TK: Float[Tensor, "T K"]
     """float32, the factors of the experts' outputs; they sum to 1 for each token unless `router_normalize` is off."""
-    probs_TE: Tensor
+    probs_TE: Float[Tensor, "T E"]
     """float32, the scores of all experts, normalized to sum to 1 for each token; the balance losses use them."""
-    logits_TE: Tensor
+    logits_TE: Float[Tensor, "T E"]
     """float32."""
-    kept_TK: Tensor | None = None
+    kept_TK: Bool[Tensor, "T K"] | None = None
     """bool, False for assignments that are dropped; None where all are kept."""
 
 
@@ -71,7 +72,7 @@ class TopKRouter(nn.Module):
         """The number of experts that can be chosen."""
         return self.num_experts
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
         if self.chooses_by_score and not in_region():  # one operation instead of two
             weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
@@ -85,7 +86,7 @@ class TopKRouter(nn.Module):
             weights_TK = weights_TK * self.options.routed_scaling
         return Routing(ids_TK, weights_TK, self.probs(scores_TE), logits_TE)
 
-    def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T E"], Float[Tensor, "T E"]]:
         """(T, E) logits, and the scores of them."""
         with torch.autocast(x_TD.device.type, enabled=False):
             dtype = torch.promote_types(torch.float32, self.weight.dtype)
@@ -99,7 +100,7 @@ class TopKRouter(nn.Module):
         """`logits_TE` with minus infinity for experts that a token may not choose; here it may choose any."""
         return logits_TE
 
-    def choose(self, scores_TE: Tensor) -> Tensor:
+    def choose(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
         """(T, K): the experts of each token, best first."""
         if self.options.force_balanced:
             assignments_N = torch.arange(len(scores_TE) * self.top_k, device=scores_TE.device)
@@ -110,7 +111,7 @@ class TopKRouter(nn.Module):
             scores_TE = self.within_best_groups(scores_TE)
         return scores_TE.topk(self.top_k, dim=-1).indices
 
-    def within_best_groups(self, scores_TE: Tensor) -> Tensor:
+    def within_best_groups(self, scores_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
         """`scores_TE` with minus infinity outside of each token's best groups."""
         grouped_TGE = scores_TE.unflatten(-1, (self.options.router_groups, -1))
         if self.options.router_group_score == "top2":
@@ -152,14 +153,14 @@ class ExpertChoiceRouter(TopKRouter):
             )
         super().__init__(dim, num_experts, top_k, options)
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         """Lists all experts for each token (K is E here); `kept_TK` is True where the expert took the token."""
         logits_TE, scores_TE = self.scores(x_TD)
         kept_TE = decide(lambda: self.taken(scores_TE.detach()))
         ids_TE = torch.arange(self.num_experts, device=x_TD.device).expand_as(scores_TE)
         return Routing(ids_TE, scores_TE, self.probs(scores_TE), logits_TE, kept_TE)
 
-    def taken(self, scores_TE: Tensor) -> Tensor:
+    def taken(self, scores_TE: Float[Tensor, "T E"]) -> Bool[Tensor, "T E"]:
         """(T, E) bool: True where the expert takes the token."""
         tokens = len(scores_TE)
         each = min(tokens, -(-tokens * self.top_k // self.num_experts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, SlotOrder, TokenDispatcher
@@ -79,11 +80,11 @@ class ExpertStack:
         self,
         plan: DispatchPlan,
         choices: Choices,
-        inputs: Tensor,
-        outputs: Tensor,
+        inputs: Float[Tensor, "*batch D"],
+        outputs: Float[Tensor, "*batch D"],
         *,
         training: bool,
-        dropped_E: Tensor | None = None,
+        dropped_E: Int[Tensor, " E"] | None = None,
     ) -> None:
         """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
 
@@ -127,7 +128,7 @@ class ExpertStack:
             )
 
 
-def crossings(order: SlotOrder, node_of_peer_P: Tensor, *, here: int) -> Tensor:
+def crossings(order: SlotOrder, node_of_peer_P: Int[Tensor, " P"], *, here: int) -> Int[Tensor, ""]:
     """int64 (): distinct pairs of a token and a node other than that of peer `here`, among the assignments sent.
 
     That is the rows between nodes if each token were sent to a node once, however many of its experts are there.

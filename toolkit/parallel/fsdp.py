@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from toolkit.compat import mark_as_prepared
 from toolkit.errors import UserError
 
 
@@ -48,7 +49,7 @@ def fully_shard_dense(
         group["params"] = [after[name_of[id(parameter)]] for parameter in group["params"]]
     if accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    mark_as_prepared(model)
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:

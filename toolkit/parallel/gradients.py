@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import divide_each_, flattened, multiply_each_, norm_of_each, unflattened
 from toolkit.parallel.ownership import Ownership, is_owned, ownership_of
 
 
@@ -27,13 +29,13 @@ def average_owned_gradients(parameters: Sequence[Tensor], batches: int) -> None:
     if not grads:
         return
     if batches > 1:
-        torch._foreach_div_(grads, float(batches))
+        divide_each_(grads, float(batches))
     ownership = ownership_of(parameters[0])
     if ownership is None or ownership.groups.expert_dp_group is None:
         return
-    flat = torch._utils._flatten_dense_tensors(grads)
+    flat = flattened(grads)
     dist.all_reduce(flat, group=ownership.groups.expert_dp_group)
-    for grad, summed in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+    for grad, summed in zip(grads, unflattened(flat, grads), strict=True):
         grad.copy_(summed)
 
 
@@ -78,7 +80,7 @@ def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
+def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Float[Tensor, ""]:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
 
     Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over its mesh, so
@@ -97,7 +99,7 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Ten
     grads = replicated + rows + shards
     if not grads:
         return torch.zeros(())
-    norms = torch.stack(torch._foreach_norm(grads))
+    norms = norm_of_each(grads)
     if rows or mesh is not None:
         of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
         squared_rows, squared_shards = of_rows.sum(), of_shards.sum()
@@ -111,9 +113,9 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Ten
     if max_norm is not None:
         factor = max_norm / (norm + 1e-6)
         if factor.device.type != "cpu":
-            torch._foreach_mul_(grads, factor.clamp(max=1.0))
+            multiply_each_(grads, factor.clamp(max=1.0))
         elif factor < 1:  # a host sync elsewhere, but free on a CPU, where it saves a pass over the gradients
-            torch._foreach_mul_(grads, factor)
+            multiply_each_(grads, factor)
     return norm
 
 

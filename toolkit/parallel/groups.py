@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from jaxtyping import Shaped
 from torch import Tensor
 
 from toolkit.errors import UserError
@@ -60,7 +61,7 @@ def make_expert_groups(ep_size: int) -> ExpertGroups:
     return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
 
 
-def sum_over_ranks(value: Tensor) -> Tensor:
+def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """`value`, summed in place over all ranks where there are several. A collective."""
     if dist.is_initialized():
         dist.all_reduce(value)

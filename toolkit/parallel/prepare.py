@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.compat import exclude_from_ddp, holders_of_process_group
 from toolkit.errors import UserError
 from toolkit.parallel.fsdp import fully_shard_dense
 from toolkit.parallel.ownership import is_owned, owned, ownership_of
@@ -43,7 +44,7 @@ def prepare(
             )
         fully_shard_dense(model, optimizer, accelerator, ignored=owned(model.parameters()))
     elif names and accelerator.num_processes > 1:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        exclude_from_ddp(model, names)
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, DistributedDataParallel):
         _keep_group_longer_than(model)
@@ -56,7 +57,7 @@ def _keep_group_longer_than(model: DistributedDataParallel) -> None:
     If the reducer drops the last reference, which happens where a model outlives its run, the group is destroyed under
     the GIL and joins its threads, one of which may be waiting for the GIL to free the tensors of its last collective.
     """
-    for holder in (model.reducer, model.logger):
+    for holder in holders_of_process_group(model):
         weakref.finalize(holder, _release, model.process_group).atexit = False
 
 

@@ -9,11 +9,11 @@ with start_run("mnist_moe", config) as run:
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -22,13 +22,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from filelock import FileLock
 
+from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
 from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
+from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
 from toolkit.seeding import derive_seed
@@ -69,7 +70,7 @@ class Run:
         self._metrics: MetricsFile | None = None
         self._sinks: list[Sink] = []
         self._trackers: list[GuardedTracker] | None = None
-        self._flushed_before = flushes_denormals()
+        self._settings = ExitStack()
         self._closed = False
 
     @property
@@ -209,10 +210,10 @@ class Run:
             self._metrics = None
         if self._lock is not None:
             self._lock.release()
-        torch.set_flush_denormal(self._flushed_before)
+        self._settings.close()
         if self._owns_process_group and wait_for_ranks and dist.is_initialized():
             dist.destroy_process_group()
-            _forget_accelerator()
+            reset_accelerator_state()
 
     def __enter__(self) -> Self:
         return self
@@ -240,13 +241,7 @@ def start_run(name: str, config: RunConfig) -> Run:
         raise
     _seed(config.seed)
     if run.device.type == "cpu":
-        keep_freed_memory()
-        # numpy probes subnormals on first use, and before 2.4 warns where they are flushed to zero.
-        for kind in (np.float32, np.float64):
-            str(np.finfo(kind))
-        # Optimizer moments of units that are never active decay to subnormal numbers, below 1e-38, with which a CPU is
-        # ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
-        torch.set_flush_denormal(True)
+        run._settings.enter_context(process_settings())
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 
@@ -265,7 +260,7 @@ def _open(run: Run) -> tuple[Path, bool]:
 
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
-    _forget_accelerator()
+    reset_accelerator_state()
     try:
         accelerator = Accelerator(
             cpu=config.cpu,
@@ -275,7 +270,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
             ),
         )
     except ValueError as error:
-        _forget_accelerator()
+        reset_accelerator_state()
         if "mixed precision" not in str(error):
             raise
         raise UserError(f"--mixed-precision {config.mixed_precision}: this device cannot do it: use no.") from error
@@ -285,35 +280,9 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def _forget_accelerator() -> None:
-    """Clear Accelerate's process-wide state, so that the next run can choose another device or precision."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def _seed(seed: int) -> None:
     """Seed the global generators: initial weights, and draws that have no address of their own (`toolkit.seeding`)."""
     value = derive_seed(seed, "start")
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
-
-
-def flushes_denormals() -> bool:
-    """Whether this thread flushes subnormal numbers to zero."""
-    return sys.float_info.min / 2 == 0
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed gradient buffers instead of returning them to the kernel.
-
-    By default each large buffer is unmapped when it is freed, and zeroed and faulted in again, page by page, in the
-    next step: 75 instead of 54 ms per step for a layer of 64 experts. Does nothing where the C library is another.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, 2**31 - 1)

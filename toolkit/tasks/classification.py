@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,11 +41,11 @@ class Classification:
         entropy = F.cross_entropy(logits, labels, reduction="sum")
         return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
 
-    def sample_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def sample_losses(self, model: nn.Module, batch: Batch) -> Float[Tensor, " N"]:
         """(N): nats, each sample's own."""
         return F.cross_entropy(model(batch["input"]), batch["label"], reduction="none")
 
 
-def correct(logits: Tensor, labels: Tensor) -> Tensor:
+def correct(logits: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Int[Tensor, ""]:
     """How many rows of `logits` have their maximum at the label."""
     return (logits.argmax(-1) == labels).sum()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,7 +38,7 @@ class LanguageModeling:
         nats = self._nats(model, batch["tokens"])
         return Loss(nats, (batch["tokens"][:, 1:] >= 0).sum(), sums={"bits_per_byte": nats * self.bits_per_nat})
 
-    def _nats(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def _nats(self, model: nn.Module, tokens: Int[Tensor, "B S"]) -> Float[Tensor, ""]:
         """Summed over all targets."""
         if not len(tokens):
             return self._nothing(model, tokens.new_zeros(1, 1, dtype=torch.int64))
@@ -45,7 +46,7 @@ class LanguageModeling:
         logits = model(input_ids=tokens[:, :-1].clamp(min=0)).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum", ignore_index=-1)
 
-    def _nothing(self, model: nn.Module, token: Tensor) -> Tensor:
+    def _nothing(self, model: nn.Module, token: Int[Tensor, "1 1"]) -> Float[Tensor, ""]:
         """Zero, after a forward of one token that does not count: transformers' attention takes no empty batch, and
         with expert parallelism the other ranks wait for this one."""
         was_training = model.training

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
+from toolkit.compat import is_wandb_service, wandb_privacy
 from toolkit.errors import UserError
 from toolkit.tracking.guard import Backend, GuardedTracker
 from toolkit.tracking.secrets import mask_text
@@ -89,7 +90,7 @@ class WandB:
                 "disable_code": True,
                 "init_timeout": 8.0,
                 "finish_timeout": 8.0,
-                "x_disable_meta": mask_text(command) != command,  # it has the command line
+                **wandb_privacy(has_secrets=mask_text(command) != command),
             },
         )
         self._tracker.start()
@@ -131,7 +132,7 @@ class WandB:
 
     def kill(self) -> None:
         for process in psutil.Process().children():
-            if process.name().startswith("wandb-core"):
+            if is_wandb_service(process.name()):
                 process.kill()
 
 

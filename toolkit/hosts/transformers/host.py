@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.compat import register_ep_implementation
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import run_experts
 from toolkit.moe.migrate import migrate
@@ -164,7 +165,7 @@ def use_toolkit_ep() -> str:
     Raises UserError where the installed transformers has no place for it.
     """
     try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
+        register_ep_implementation(NAME, ToolkitEP)
     except ImportError:
         import transformers
 
@@ -172,5 +173,4 @@ def use_toolkit_ep() -> str:
             f"transformers {transformers.__version__} cannot be given an expert-parallel implementation: "
             "use 5.23 or newer, or ExpertParallel under DDP."
         ) from None
-    EPImplementationInterface.register(NAME, ToolkitEP)
     return NAME

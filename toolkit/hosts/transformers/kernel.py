@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from toolkit.compat import apply_gate, has_default_gate, register_experts_function
 from toolkit.hosts.foreign import slots_of_rows
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.feed_forward import GroupedFeedForward
@@ -22,13 +24,13 @@ NAME = "toolkit"
 
 def use_toolkit_kernel() -> str:
     """Make `experts_implementation="toolkit"` known to transformers; returns that name."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    register_experts_function(NAME, experts_forward)
     return NAME
 
 
-def experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def experts_forward(
+    experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
+) -> Float[Tensor, "T D"]:
     """The forward of an experts module of transformers, (T, D) to (T, D)."""
     rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
     if rows_per_slot is not None:
@@ -38,7 +40,7 @@ def experts_forward(experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK:
     return dispatcher.combine(_feed_forward(experts, rows, plan.rows_per_slot), plan, weights_TK)
 
 
-def _feed_forward(experts: Any, rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
     dtype = rows_ND.dtype
     rows_ND, up, down = cast_as_autocast_would(rows_ND, experts.gate_up_proj, experts.down_proj)
     if not experts.is_transposed:  # (S, out, in) and (S, in, out) are both in use: go on with the latter
@@ -50,7 +52,7 @@ def _feed_forward(experts: Any, rows_ND: Tensor, rows_per_slot: Tensor) -> Tenso
     hidden = grouped_mm(rows_ND, up, rows_per_slot)
     if experts.has_bias:
         hidden = hidden + experts.gate_up_proj_bias[slot_N]
-    out = grouped_mm(experts._apply_gate(hidden).to(down.dtype), down, rows_per_slot)
+    out = grouped_mm(apply_gate(experts, hidden).to(down.dtype), down, rows_per_slot)
     if experts.has_bias:
         out = out + experts.down_proj_bias[slot_N]
     return out.to(dtype)
@@ -59,11 +61,10 @@ def _feed_forward(experts: Any, rows_ND: Tensor, rows_per_slot: Tensor) -> Tenso
 def _is_plain(experts: Any) -> bool:
     """Whether the experts compute `down(silu(gate(x)) * up(x))` with the gate's rows before those of `up`."""
     from transformers.activations import SiLUActivation
-    from transformers.integrations.moe import _default_apply_gate
 
     return (
         isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
         and experts.is_concatenated
         and not experts.has_bias
-        and type(experts)._apply_gate is _default_apply_gate
+        and has_default_gate(experts)
     )

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from toolkit.moe.load.metrics import RowBytes
@@ -37,12 +38,12 @@ MOST_ASSIGNMENTS = 2**18
 class Choices(NamedTuple):
     """The experts of each token of one forward."""
 
-    expert_ids_TK: Tensor
+    expert_ids_TK: Int[Tensor, "T K"]
     """int64"""
-    kept_TK: Tensor | None
+    kept_TK: Bool[Tensor, "T K"] | None
     """bool: False where the router filled up a choice that a token does not have; None where it never does."""
 
-    def kept(self) -> Tensor:
+    def kept(self) -> Bool[Tensor, "T K"]:
         """bool (T, K)"""
         if self.kept_TK is None:
             return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
@@ -53,9 +54,9 @@ class RoutedForward(NamedTuple):
     """One training forward of a layer on this rank; tensors on the device."""
 
     placement: ExpertPlacement
-    load_E: Tensor
+    load_E: Int[Tensor, " E"]
     """int64: assignments per expert, those that a capacity dropped included."""
-    dropped_E: Tensor | None
+    dropped_E: Int[Tensor, " E"] | None
     """int64: those that a capacity dropped; None without a capacity."""
     crossings: Tensor | None
     """int64 (): distinct pairs of a token and another node that has experts of it; None where it is not counted."""
@@ -76,7 +77,7 @@ class RoutingLog:
         """Those that a capacity dropped."""
         self.last_load_E = self.load_E
         """The load of the last forward alone, in training or evaluation: what router losses need."""
-        self.pairs_EE: Tensor | None = None
+        self.pairs_EE: Int[Tensor, "E E"] | None = None
         """int64: see `count_pairs`, up to `_unpaired`; None until a cursor asks."""
         self._unpaired: list[Choices] = []
         self._unpaired_assignments = 0
@@ -123,7 +124,7 @@ class RoutingLog:
         for follower in self._followers:
             follower.deliver(forward)
 
-    def fold_pairs(self) -> Tensor:
+    def fold_pairs(self) -> Int[Tensor, "E E"]:
         """`pairs_EE` of all forwards so far."""
         assert self.pairs_EE is not None
         if self._unpaired:
@@ -145,11 +146,11 @@ class Cursor:
         self._read_E = self.log.load_E
         self._read_EE = self.log.fold_pairs() if self.pairs else None
 
-    def new_load_E(self) -> Tensor:
+    def new_load_E(self) -> Int[Tensor, " E"]:
         """int64 (E): this rank's new assignments per expert."""
         return self.log.load_E - self._read_E.to(self.log.load_E.device)
 
-    def new_source_load_RE(self) -> Tensor:
+    def new_source_load_RE(self) -> Int[Tensor, "R E"]:
         """int64 (R, E): the new assignments of all ranks by the EP rank of their source, summed over EP groups. A
         collective."""
         groups, new_E = self.log.groups, self.new_load_E()
@@ -157,7 +158,7 @@ class Cursor:
         source_load_RE[groups.ep_rank] = new_E
         return sum_over_ranks(source_load_RE)
 
-    def new_pairs_EE(self) -> Tensor:
+    def new_pairs_EE(self) -> Int[Tensor, "E E"]:
         """int64 (E, E): new pairs over all ranks, see `count_pairs`. A collective. Only of cursors with `pairs`."""
         assert self._read_EE is not None
         now_EE = self.log.fold_pairs()
@@ -202,7 +203,7 @@ class ForwardCursor:
         self._waiting.append(forward if self.choices else forward._replace(choices=None))
 
 
-def count_pairs(choices: Sequence[Choices], num_experts: int) -> Tensor:
+def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
     """int64 (E, E): how many tokens chose both experts; the diagonal holds the tokens that chose the expert at all."""
     ids_TK = torch.cat([part.expert_ids_TK for part in choices])
     kept_TK = torch.cat([part.kept() for part in choices]).long()

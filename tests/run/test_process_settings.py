@@ -1,0 +1,70 @@
+"""Settings of the whole process: on inside the `with`, undone after it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+from toolkit.run.process_settings import flushes_subnormals, process_settings
+
+has_glibc = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+MAPPED_AGAIN = """
+import contextlib, resource
+import torch
+from toolkit.run.process_settings import process_settings
+
+def faults():
+    '''Pages that the kernel mapped while a large buffer was allocated and freed ten times.'''
+    torch.ones(32 * 2**20, dtype=torch.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(32 * 2**20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults())
+with process_settings():
+    with process_settings():
+        pass
+    print(faults())
+print(faults())
+"""
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_subnormal_numbers_are_flushed_inside_and_as_before_outside(before: bool):
+    torch.set_flush_denormal(before)
+    try:
+        with process_settings():
+            assert flushes_subnormals()
+            assert torch.full((8,), 1e-30).mul(1e-10).eq(0).all()
+            with process_settings():
+                assert flushes_subnormals()
+            assert flushes_subnormals()
+        assert flushes_subnormals() == before
+        with pytest.raises(RuntimeError, match="a step failed"), process_settings():
+            raise RuntimeError("a step failed")
+        assert flushes_subnormals() == before
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.skipif(not has_glibc, reason="another C library keeps memory by its own rules")
+def test_freed_memory_is_kept_inside_also_after_a_nested_use_and_returned_outside():
+    done = subprocess.run([sys.executable, "-c", MAPPED_AGAIN], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, inside, after = (int(line) for line in done.stdout.split())
+    assert inside < before / 2
+    assert inside < after / 2
+
+
+def test_it_decorates_a_function():
+    @process_settings()
+    def train() -> bool:
+        return flushes_subnormals()
+
+    assert train()
+    assert not flushes_subnormals()

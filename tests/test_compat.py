@@ -1,0 +1,299 @@
+"""Canaries for `toolkit/compat.py`: what we rely on beyond the documented interface of each library still works.
+
+A failure here names the library and the release that changed it; mend `compat.py`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import run_distributed
+from toolkit import compat
+
+
+@contextmanager
+def relying_on(library: str, what: str) -> Iterator[None]:
+    """Whatever fails inside is reported as a change of `library`."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{library} {version(library)} changed {what}: mend toolkit/compat.py ({error!r})"
+        raise AssertionError(message) from error
+
+
+def tensors() -> list[Tensor]:
+    return [torch.tensor([3.0, 4.0]), torch.tensor([[1.0, 2.0], [2.0, 4.0]])]
+
+
+# --- torch -------------------------------------------------------------------------------------------------------
+
+
+def test_many_tensors_are_divided_multiplied_and_measured_at_once():
+    with relying_on("torch", "torch._foreach_div_"):
+        each = tensors()
+        compat.divide_each_(each, 2.0)
+        assert [t.tolist() for t in each] == [[1.5, 2.0], [[0.5, 1.0], [1.0, 2.0]]]
+    with relying_on("torch", "torch._foreach_mul_ by a tensor"):
+        each = tensors()
+        compat.multiply_each_(each, torch.tensor(2.0))
+        assert [t.tolist() for t in each] == [[6.0, 8.0], [[2.0, 4.0], [4.0, 8.0]]]
+    with relying_on("torch", "torch._foreach_norm"):
+        assert compat.norm_of_each(tensors()).tolist() == [5.0, 5.0]
+
+
+def test_tensors_become_one_vector_and_come_back():
+    with relying_on("torch", "torch._utils._flatten_dense_tensors"):
+        flat = compat.flattened(tensors())
+        assert flat.tolist() == [3.0, 4.0, 1.0, 2.0, 2.0, 4.0]
+    with relying_on("torch", "torch._utils._unflatten_dense_tensors"):
+        back = compat.unflattened(flat * 2, tensors())
+        assert [t.tolist() for t in back] == [(t * 2).tolist() for t in tensors()]
+
+
+def test_the_gradient_of_bag_weights_is_the_dot_product_with_each_row():
+    grad_TD, table_ND = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
+    indices_N, bag_N = torch.tensor([3, 0, 1, 2]), torch.tensor([0, 0, 1, 1])
+    with relying_on("torch", "aten::_embedding_bag_per_sample_weights_backward"):
+        found = compat.embedding_bag_weights_grad(grad_TD, table_ND, indices_N, torch.tensor([0, 2]), bag_N)
+        assert found.tolist() == (grad_TD[bag_N] * table_ND[indices_N]).sum(1).tolist()
+
+
+def test_a_recomputation_runs_inside_the_backward_and_a_forward_does_not():
+    seen: list[bool] = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append(compat.in_backward())
+        return x.sin()
+
+    with relying_on("torch", "torch._C._current_graph_task_id"):
+        checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+        assert seen == [False, True]
+        assert not compat.in_backward()
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, value: float):
+        super().__init__()
+        self.shared, self.own = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x))
+
+
+def under_ddp() -> tuple[list[float], list[float], list[str]]:
+    rank = dist.get_rank()
+    model = TwoLayers(1.0 + rank)
+    compat.exclude_from_ddp(model, ["own.weight"])
+    wrapped = DistributedDataParallel(model)
+    weights = [p.item() for p in model.parameters()]
+    wrapped(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    holders = compat.holders_of_process_group(wrapped)
+    grads = [parameter.grad.item() for parameter in model.parameters() if parameter.grad is not None]
+    return weights, grads, [type(holder).__name__ for holder in holders]
+
+
+def test_excluded_parameters_are_neither_broadcast_nor_averaged_by_ddp():
+    with relying_on("torch", "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"):
+        (first, first_grads, holders), (second, second_grads, _) = run_distributed(under_ddp, 2)
+        assert (first, second) == ([1.0, 1.0], [1.0, 2.0])
+        # shared: x * own, averaged over ranks; own: x * shared, each its own
+        assert first_grads == [(1 * 1 + 2 * 2) / 2, 1.0]
+        assert second_grads == [(1 * 1 + 2 * 2) / 2, 2.0]
+    with relying_on("torch", "DistributedDataParallel.reducer or .logger"):
+        assert holders == ["Reducer", "Logger"]
+
+
+def test_names_under_torch_compile_are_those_without_it():
+    model = nn.Sequential(nn.Linear(1, 1), TwoLayers(1.0))
+    compiled = copy.deepcopy(model)
+    compiled[1] = torch.compile(compiled[1], backend="eager")  # type: ignore[index]
+    with relying_on("torch", "the name of what torch.compile wraps"):
+        wrapped = [name for name, _ in torch.compile(compiled, backend="eager").named_parameters()]
+        plain = [name for name, _ in model.named_parameters()]
+        assert wrapped != plain
+        assert [compat.without_compile_prefix(name) for name in wrapped] == plain
+
+
+def test_all_dropout_layers_have_one_base_and_a_probability():
+    with relying_on("torch", "torch.nn.modules.dropout._DropoutNd"):
+        kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
+        assert all(isinstance(kind(0.25), compat.DROPOUTS) and kind(0.25).p == 0.25 for kind in kinds)
+    assert not isinstance(nn.Identity(), compat.DROPOUTS)
+
+
+# --- Accelerate --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerate_state() -> Iterator[None]:
+    compat.reset_accelerator_state()
+    yield
+    compat.reset_accelerator_state()
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_a_model_that_is_marked_as_prepared_is_returned_as_it_is():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    plain, marked = nn.Linear(1, 1), nn.Linear(1, 1)
+    compat.mark_as_prepared(marked)
+    with relying_on("accelerate", "_is_accelerate_prepared"):
+        accelerator.prepare(plain)
+        accelerator.prepare(marked)
+        assert "forward" in vars(plain), "Accelerate gives a model autocast by replacing its forward"
+        assert "forward" not in vars(marked)
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_accelerators_state_is_forgotten():
+    Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
+    with relying_on("accelerate", "AcceleratorState._reset_state or GradientState._reset_state"):
+        compat.reset_accelerator_state()
+        states: list[Any] = [AcceleratorState, GradientState, PartialState]
+        assert [state._shared_state for state in states] == [{}, {}, {}]
+        assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+
+
+def test_the_launch_config_has_the_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from accelerate.commands.config import config_args
+
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: 'no'\n"
+        "num_processes: 3\nuse_cpu: true\n"
+    )
+    with relying_on("accelerate", "commands.config.config_args"):
+        for found in (str(path), None):
+            monkeypatch.setattr(config_args, "default_config_file", str(path))
+            config = compat.launch_config(found)
+            assert (config.num_processes, config.use_cpu) == (3, True)
+        monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none"))
+        assert compat.launch_config(None) is None
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_wrapped_methods_of_the_accelerator_are_called(monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+
+    def noting(original: Any) -> Any:
+        return lambda *args, **settings: (calls.append(original.__name__), original(*args, **settings))[1]
+
+    names = ["__init__", "prepare", "prepare_model", "backward", "clip_grad_norm_"]
+    for name in names:
+        monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))  # undone after the test
+        compat.wrap_method(Accelerator, name, noting)
+    with relying_on("accelerate", "the methods of Accelerator that the doctor wraps"):
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert calls == names
+        assert "dataloader_config" in inspect.signature(Accelerator.__init__).parameters
+
+
+# --- transformers ------------------------------------------------------------------------------------------------
+
+
+def small_moe(implementation: str) -> Any:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=4, moe_intermediate_size=2, num_experts=2, num_experts_per_tok=1)
+    config._experts_implementation = implementation
+    experts: Any = Qwen3MoeExperts(config)
+    for number, parameter in enumerate(experts.parameters()):
+        nn.init.constant_(parameter, 0.5 + number)
+    return experts
+
+
+def test_a_registered_experts_function_is_called_with_experts_tokens_ids_and_weights():
+    seen: list[tuple[Any, ...]] = []
+
+    def forward(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        seen.append((experts, hidden_TD.shape, ids_TK.shape, weights_TK.shape))
+        return hidden_TD * 2
+
+    with relying_on("transformers", "ALL_EXPERTS_FUNCTIONS"):
+        compat.register_experts_function("canary", forward)
+        experts = small_moe("canary")
+        out = experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+        assert out.tolist() == torch.full((3, 4), 2.0).tolist()
+        assert seen == [(experts, (3, 4), (3, 1), (3, 1))]
+
+
+def test_the_gate_of_an_experts_module_is_applied_to_the_first_half_of_the_columns():
+    with relying_on("transformers", "_apply_gate or _default_apply_gate of an experts module"):
+        experts = small_moe("eager")
+        assert compat.has_default_gate(experts)
+        hidden = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        gated = compat.apply_gate(experts, hidden)
+        assert gated.tolist() == (nn.functional.silu(hidden[:, :2]) * hidden[:, 2:]).tolist()
+
+
+def test_an_experts_module_with_a_gate_of_its_own_is_not_taken_for_the_default():
+    class Own(type(small_moe("eager"))):  # type: ignore[misc]
+        def _apply_gate(self, hidden: Tensor) -> Tensor:
+            return hidden
+
+    own = small_moe("eager")
+    own.__class__ = Own
+    assert not compat.has_default_gate(own)
+
+
+def test_a_registered_ep_implementation_is_found_by_its_name():
+    interface = pytest.importorskip(
+        "transformers.distributed.expert_parallel", reason="transformers before 5.23 has no such interface"
+    ).EPImplementationInterface
+
+    class Canary: ...
+
+    with relying_on("transformers", "EPImplementationInterface.register"):
+        compat.register_ep_implementation("canary", Canary)
+        assert interface()["canary"] is Canary
+
+
+# --- datasets and wandb ------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_has_a_fingerprint_of_its_content():
+    import datasets
+
+    with relying_on("datasets", "Dataset._fingerprint"):
+        same, again, other = (datasets.Dataset.from_dict({"text": [text]}) for text in ("a", "a", "b"))
+        assert compat.fingerprint(same) == compat.fingerprint(again)
+        assert compat.fingerprint(same) != compat.fingerprint(other)
+        mapped = same.map(lambda row: {"text": row["text"] + "!"})
+        assert compat.fingerprint(mapped) != compat.fingerprint(same)
+
+
+def test_wandb_knows_the_setting_that_keeps_the_command_line_private():
+    wandb = pytest.importorskip("wandb")
+    with relying_on("wandb", "the setting x_disable_meta"):
+        for has_secrets in (True, False):
+            settings = wandb.Settings(**compat.wandb_privacy(has_secrets=has_secrets))
+            assert settings.x_disable_meta is has_secrets
+
+
+def test_wandbs_service_is_still_called_so():
+    wandb = pytest.importorskip("wandb")
+    with relying_on("wandb", "the name of its service"):
+        binaries = [path for path in Path(wandb.__file__).parent.rglob("wandb-core*") if path.is_file()]
+        assert binaries
+        assert all(compat.is_wandb_service(path.name) for path in binaries)
+    assert not compat.is_wandb_service("python")

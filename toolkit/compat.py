@@ -1,0 +1,160 @@
+"""What we use of torch, Accelerate, transformers, datasets and wandb beyond their documented interface.
+
+Each private name is behind one function here, which says what we need it for, and `tests/test_compat.py` has a test of
+the behaviour that we rely on: where a new release of a library changes it, that test says so. No other module uses
+private names of a library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+# --- torch: many tensors at once ---------------------------------------------------------------------------------
+
+
+def divide_each_(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide all tensors in place, in few kernels on a GPU."""
+    torch._foreach_div_(tensors, divisor)
+
+
+def multiply_each_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors in place by a scalar tensor, in few kernels and without a host sync on a GPU."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norm_of_each(tensors: Sequence[Tensor]) -> Tensor:
+    """(len(tensors)): the 2-norm of each, in few kernels on a GPU. All are on one device."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements as one vector, for a single all-reduce."""
+    return torch._utils._flatten_dense_tensors(tensors)
+
+
+def unflattened(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of a vector made by `flattened`, in the shapes of `like`."""
+    return torch._utils._unflatten_dense_tensors(flat, like)
+
+
+# --- torch: autograd, DDP and torch.compile ----------------------------------------------------------------------
+
+
+def embedding_bag_weights_grad(
+    grad_TD: Tensor, table_ND: Tensor, indices_N: Tensor, first_T: Tensor, bag_N: Tensor
+) -> Tensor:
+    """(N): the gradient of `embedding_bag(mode="sum")` by its weights, which autograd gives only with the table's.
+
+    `first_T` is the index at which each bag begins, `bag_N` the bag of each index.
+    """
+    mode_sum = 0
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad_TD, table_ND, indices_N, first_T, bag_N, mode_sum
+    )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread; a forward that runs meanwhile is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Have DDP, which will wrap `model`, neither broadcast nor average these parameters; each is in a sub-module."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:
+    """The C++ objects of DDP that keep its process group alive."""
+    return model.reducer, model.logger
+
+
+DROPOUTS: tuple[type[nn.Module], ...] = (nn.modules.dropout._DropoutNd,)
+"""The base of torch's dropout layers, each of which has the probability `p`."""
+
+
+def without_compile_prefix(name: str) -> str:
+    """The name that a parameter or module has without `torch.compile`."""
+    return name.replace("_orig_mod.", "")
+
+
+# --- Accelerate --------------------------------------------------------------------------------------------------
+
+
+def mark_as_prepared(model: nn.Module) -> None:
+    """Have `Accelerator.prepare` return `model` as it is: neither wrapped in DDP nor given autocast."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+
+def reset_accelerator_state() -> None:
+    """Clear Accelerate's process-wide state, so that the next Accelerator can choose another device or precision."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def launch_config(path: str | None) -> Any:
+    """The file that `accelerate config` wrote, or the one at `path`; None where `path` is None and there is none."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    return load_config_from_file(path) if path or os.path.isfile(default_config_file) else None
+
+
+def wrap_method(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of a library's class by `wrap(method)`, for the rest of this process. Only the doctor does."""
+    original = getattr(cls, name)
+    setattr(cls, name, functools.wraps(original)(wrap(original)))
+
+
+# --- transformers ------------------------------------------------------------------------------------------------
+
+
+def register_experts_function(name: str, forward: Callable[..., Tensor]) -> None:
+    """Make `experts_implementation=name` call `forward(experts, hidden_TD, ids_TK, weights_TK)`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+def register_ep_implementation(name: str, implementation: type) -> None:
+    """Make `DistributedConfig(ep_implementation=name)` use `implementation`. ImportError before transformers 5.23."""
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    EPImplementationInterface.register(name, implementation)
+
+
+def apply_gate(experts: Any, hidden_ND: Tensor) -> Tensor:
+    """What an experts module computes between its two products: the activation and, where there is one, the gate."""
+    return experts._apply_gate(hidden_ND)
+
+
+def has_default_gate(experts: Any) -> bool:
+    """Whether `apply_gate` is `act_fn(gate) * up`, with the gate in the first half of the columns."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return type(experts)._apply_gate is _default_apply_gate
+
+
+# --- datasets and wandb ------------------------------------------------------------------------------------------
+
+
+def fingerprint(dataset: Any) -> str:
+    """A hash of a `datasets.Dataset` and what was done to it: the same in each process that loads the same."""
+    return dataset._fingerprint
+
+
+def wandb_privacy(*, has_secrets: bool) -> Mapping[str, Any]:
+    """Settings of a W&B run whose command line must not be uploaded where it `has_secrets`."""
+    return {"x_disable_meta": has_secrets}
+
+
+def is_wandb_service(process_name: str) -> bool:
+    """Whether a child process of this name is wandb's service."""
+    return process_name.startswith("wandb-core")
