@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import jaxtyping
 import pytest
 from hypothesis import settings
 
@@ -26,3 +27,11 @@ def restored_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """For what torch.compile traces: it cannot follow the check of shapes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -135,6 +135,7 @@ def test_initial_weights_depend_on_the_expert_and_not_on_its_placement() -> None
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_compiled_layer_computes_what_the_layer_computes() -> None:
     layer = make_moe(8, 12, 4, 2, activation="swiglu")
     compiled = torch.compile(layer, backend="eager")

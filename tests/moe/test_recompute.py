@@ -179,6 +179,7 @@ def test_less_is_kept_for_the_backward() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_compiled_model_may_recompute(recompute: str) -> None:
     gradients = []
     for layers in ("none", recompute):

@@ -158,6 +158,7 @@ def test_a_copy_of_a_model_has_an_empty_log_of_its_own(duplicate: Any) -> None:
 
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_compiled_layer_is_compiled_once_however_many_forwards_wait() -> None:
     layer, compilations = layer_of(), []
 
