@@ -11,7 +11,7 @@ an example that does not use our trainer. Each tree imports its own toolkit. The
 and results.json. Prints a row for each configuration; exit code 1 where any differs or does not run.
 
 Two trees may call the same thing by different names: RENAMED_FLAGS and RENAMED_KEYS. A key that only one of them has
-is a difference. What the clock, the memory of the machine or git say is not compared: `is_measured`. Records can only
+is a difference. What the clock, the memory of the machine or git say is not compared: `may_differ`. Records can only
 be compared on the machine that made them, because processors round differently.
 """
 
@@ -70,6 +70,11 @@ RENAMED_KEYS: dict[str, str] = {
 
 Keys are those of metrics.jsonl and results.json; what is nested in them has its own key: `expert_placement/block`.
 """
+
+CORRECTED: dict[str, str] = {
+    r"expert_placement/.*": "was where experts began, now where they are at the end, without empty slots and inactive experts",
+}
+"""Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
 
 SHOWN = 12
 """Differences of one configuration that are listed below the table."""
@@ -149,13 +154,14 @@ CONFIGURATIONS = [
 # --- comparing ---------------------------------------------------------------------------------------------------
 
 
-def is_measured(key: str) -> bool:
-    """Whether a value is another one each time: of the clock, of the machine's memory, or where the code came from."""
+def may_differ(key: str) -> bool:
+    """Whether a value may differ: of the clock, of the machine's memory, where the code came from, or corrected."""
     last = key.rpartition("/")[2]
     return (
         key.startswith("perf/")
         or last.endswith(("_seconds", "_per_second", "_ms", "_at"))
         or last in ("peak_memory_bytes", "git_revision")
+        or any(re.fullmatch(pattern, key) for pattern in CORRECTED)
     )
 
 
@@ -171,7 +177,7 @@ def flat(record: Mapping[str, Any], renamed: Mapping[str, str], prefix: str = ""
             if matched := re.fullmatch(pattern, key):
                 key = matched.expand(now)
                 break
-        if not is_measured(key):
+        if not may_differ(key):
             values[key] = json.dumps(value)
     return values
 

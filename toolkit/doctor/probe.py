@@ -106,7 +106,8 @@ class Probe:
         dropouts = 0
         for name, module in model.named_modules():
             if isinstance(module, DROPOUTS) and module.p:
-                module.p, dropouts = 0.0, dropouts + 1
+                module.p = 0.0  # type: ignore[assignment]
+                dropouts += 1
             if self.rounding:
                 round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))
             if name.startswith(inside) and inside:
