@@ -72,7 +72,7 @@ Keys are those of metrics.jsonl and results.json; what is nested in them has its
 """
 
 CORRECTED: dict[str, str] = {
-    r"expert_placement/.*": "was where experts began, now where they are at the end, without empty slots and inactive experts",
+    r"expert_placement/.*": "where experts began; now where they ended, without empty slots and inactive experts",
 }
 """Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
 

@@ -126,7 +126,7 @@ class KnowledgeGraph:
         """Update the similarity edges of the pairs that were compared."""
         for (a, b), similarity in pairs.items():
             weight = max(0.0, min(similarity))
-            numbers = {name: float(value) for name, value in similarity._asdict().items()}
+            numbers = {"weights": float(similarity.weights), "outputs": float(similarity.outputs)}
             self._measure("similarity", a, b, weight, **numbers)
 
     def decay(self) -> None:
