@@ -129,7 +129,7 @@ def contents(trainer: Trainer) -> dict[str, Any]:
     load = next(c for c in trainer.callbacks if isinstance(c, ExpertLoad)).state_dict()
     return {
         "tensors": tensors,
-        "load": (load["line"]["load"], load["epoch_load"]),
+        "load": (load["line"]["load_LE"], load["epoch_load"]),
         "position": (trainer.state.step, trainer.state.samples),
     }
 

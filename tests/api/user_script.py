@@ -77,7 +77,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mine", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, agree=run.agree)
+        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
         model = build_model(config, data, groups)
         run.describe(dataset=data.name, **tk.describe_experts(model, groups))
@@ -110,7 +110,7 @@ def speech(folder: Path) -> int:
     letters = tk.speech.Characters()
     settings: dict[str, Any] = {"tail_s": 0.3, "stride": 2}
     data = tk.speech.load_speech(
-        "manifest", folder, features=features, characters=letters, agree=lambda f: f(), **settings
+        "manifest", folder, features=features, characters=letters, on_main=lambda f: f(), **settings
     )
     try:
         return len(data.train)

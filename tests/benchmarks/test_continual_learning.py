@@ -91,5 +91,5 @@ def test_tables_take_the_place_of_older_ones(tmp_path, monkeypatch):
         benchmark.write_page({"Accuracy": [{"arm": "replay", "percent": accuracy}]})
     assert page.read_text().count("**Accuracy**\n\n| arm | percent |\n| --- | --- |\n| replay | 2 |\n") == 1
     assert "| replay | 1 |" not in page.read_text()
-    assert page.read_text().startswith("# One task after another\n")
+    assert page.read_text().startswith("# Train on a sequence of tasks\n")
     assert "What these figures are not" in page.read_text()

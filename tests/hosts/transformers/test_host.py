@@ -117,7 +117,7 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         "moved": [migration.report.cost.experts for migration in replan.replanner.migrations] if callbacks else [],
         "held": [stack.placement.slots for stack in expert_stacks(model).values()],
         "refused": refused,
-        "load": [stack.load_E.tolist() for stack in expert_stacks(model).values()],
+        "load": [stack.log.load_E.tolist() for stack in expert_stacks(model).values()],
     }
 
 
