@@ -64,7 +64,7 @@ fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS=
 
 .PHONY: test-dist
 test-dist: $(VENV)/.installed-dev ## the tests that start several processes
-	$(PY) -m pytest tests/test_helpers.py tests/test_parity.py tests/test_launch.py tests/traps
+	$(PY) -m pytest tests/test_helpers.py tests/test_parity.py tests/launch tests/traps
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
@@ -93,13 +93,20 @@ bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/res
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
 	$(PY) benchmarks/record_traces.py runs/traces && $(PY) benchmarks/placement_lab.py runs/traces || missed=1; exit $$missed
 
+# Everything is read anew: a warning is given only when a page is read, and each one fails the build.
 .PHONY: docs
-docs: $(VENV)/.installed-dev ## run every command of the documentation that is marked `run`
+docs: $(VENV)/.installed-dev ## the pages and the API reference as a site, build/site/index.html; a dead link fails it
+	rm -rf build/site
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env --conf-dir docs \
+	    --doctree-dir build/site-doctrees . build/site
+
+.PHONY: docs-test
+docs-test: $(VENV)/.installed-dev ## run every command of the documentation that is marked `run`
 	$(PY) -m pytest tests/docs
 
 .PHONY: clean
 clean: ## remove what was built and cached; runs/ and the environment stay
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -36,13 +36,13 @@ from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.streams import permuted_stream
 from toolkit.domains.continual.training import stream_task, task_order
 from toolkit.moe.layer import MoE, moe_layers
-from toolkit.moe.lifecycle.alignment import reordered
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.plans import Grow, Merge, free_logical_id
-from toolkit.moe.lifecycle.probe import output_distances
 from toolkit.moe.lifecycle.roster import ExpertRoster
+from toolkit.moe.lifecycle.router import Hyperplane
 from toolkit.moe.lifecycle.rows import ExpertRows
-from toolkit.moe.lifecycle.surgery import Divider, Surgeon
+from toolkit.moe.lifecycle.similarity import output_distances, reordered
+from toolkit.moe.lifecycle.surgery import Surgeon
 
 MEASURED_TOKENS = 2000
 FIXED = "fixed, 8 experts"
@@ -69,7 +69,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 "sd": round(statistics.stdev(accuracy), 2) if seeds > 1 else None,
                 "experts at the end": [run.get("active_experts", 8) for run in runs],
                 "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
-                "sleeps": sum(run.get("life_sleep", 0) for run in runs),
+                "sleeps": sum(run.get("lifecycle_sleep", 0) for run in runs),
             }
         )
     return rows
@@ -159,7 +159,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def mergers(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     """After one epoch: an expert is split, one half scrambled, and merged again; then any two others by force."""
     rows = []
     for seed in range(seeds):
@@ -207,11 +207,11 @@ def merged_twin(model: torch.nn.Module, images: torch.Tensor, seed: int) -> tupl
     layer = only_layer(model)
     inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
     surgeon = Surgeon(layer, ExpertRoster.initial(8, 10), None)
-    direction_D = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(seed))
+    normal_D = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(seed))
     logical_id = free_logical_id(surgeon.roster, layer.placement)
     assert logical_id is not None
-    divider = Divider(direction_D, float((inputs @ direction_D).median()))
-    surgeon.carry_out(Grow(0, logical_id, False, {}), step=0, divider=divider)
+    plane = Hyperplane(normal_D, float((inputs @ normal_D).median()))
+    surgeon.carry_out(Grow(0, logical_id, False, {}), step=0, plane=plane)
     rows = ExpertRows(layer.expert_stack, None)
     order = torch.randperm(layer.experts.down.shape[1], generator=torch.Generator().manual_seed(seed))
     rows.write(logical_id, reordered(rows.fetch(logical_id), order))
@@ -272,7 +272,7 @@ def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = {"stationary": stationary, "sleep": sleeps, "merge": mergers, "cost": cost}
+    tables = {"stationary": stationary, "sleep": sleeps, "merge": merges, "cost": cost}
     parser.add_argument("tables", nargs="*", choices=[*tables, []], default=[], help="which; all without")
     parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR")
     parser.add_argument("--seeds", type=int, default=5, help="how many; of `cost`, how many rounds")

@@ -99,24 +99,15 @@ def build_model(config: Config, data: tk.activity.ActivityData) -> nn.Module:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("har", config) as run:
-        data = tk.activity.load_activity(
-            config.dataset,
-            config.data_dir,
-            on_main=run.on_main_and_share,
-            window_seconds=config.window_seconds,
-            overlap=config.overlap,
-            fold=config.fold,
-            folds=config.folds,
-        )
+        how: Any = {name: getattr(config, name) for name in ("window_seconds", "overlap", "fold", "folds")}
+        data = tk.activity.load_activity(config.dataset, config.data_dir, on_main=run.on_main_and_share, **how)
         model = build_model(config, data)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.print(f"{data.describe()}; loss balanced by class: {config.class_balance}")
-        task = tk.activity.VotedClassification(
-            class_weights=tk.activity.class_weights(data.class_counts, config.class_balance)
-        )
-        trainer = tk.standard_trainer(
-            run, task, model, train=data.train, test=data.test, callbacks=[tk.activity.ConfusionPicture()]
-        )
+        weights = tk.activity.class_weights(data.class_counts, config.class_balance)
+        task = tk.activity.VotedClassification(class_weights=weights)
+        pictures = [tk.activity.ConfusionPicture()]
+        trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=pictures)
         return run.finish(trainer.fit())
 
 

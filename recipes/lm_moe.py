@@ -78,13 +78,9 @@ def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lm_moe", config) as run:
+        sizes = {"block_size": config.context, "batch_size": config.batch_size}
         data = tk.load_text(
-            config.dataset,
-            config.data_dir,
-            tokenizer=config.tokenizer,
-            block_size=config.context,
-            batch_size=config.batch_size,
-            on_main=run.on_main_and_share,
+            config.dataset, config.data_dir, tokenizer=config.tokenizer, on_main=run.on_main_and_share, **sizes
         )
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))

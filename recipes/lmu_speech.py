@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 import toolkit as tk
+from toolkit.domains import speech
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,41 +84,38 @@ def guide() -> Config:
     return replace(fsdd(), dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
 
 
-def build(config: Config, data: tk.speech.SpeechData, letters: tk.speech.Characters) -> tuple[tk.Task, nn.Module]:
+def build(config: Config, data: speech.SpeechData, letters: speech.Characters) -> tuple[tk.Task, nn.Module]:
     sizes: Any = {"thetas": config.thetas, "order": config.order, "dropout": config.dropout}
-    kind: Any = tk.speech.AttentionEncoder
+    kind: Any = speech.AttentionEncoder
     if config.encoder == "memory":
-        kind, sizes = tk.speech.MemoryEncoder, sizes | {"channels": config.channels, "stride": config.stride}
-    standardise, encoder = tk.speech.Standardise(data.mean, data.std), kind(data.num_mels, config.width, **sizes)
+        kind, sizes = speech.MemoryEncoder, sizes | {"channels": config.channels, "stride": config.stride}
+    standardise, encoder = speech.Standardise(data.mean, data.std), kind(data.num_mels, config.width, **sizes)
     if config.target == "digits":
         task: tk.Task = tk.Classification(inputs=("input", "input_length"))
-        return task, tk.speech.SpeechClassifier(standardise, encoder, data.num_digits())
-    lexicon = tk.speech.Lexicon(data.words(letters.space), letters.space) if config.lexicon else None
-    task = tk.speech.CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size, lexicon=lexicon)
-    return task, tk.speech.SpeechRecogniser(standardise, encoder, len(letters))
+        return task, speech.SpeechClassifier(standardise, encoder, data.num_digits())
+    lexicon = speech.Lexicon(data.words(letters.space), letters.space) if config.lexicon else None
+    task = speech.CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size, lexicon=lexicon)
+    return task, speech.SpeechRecogniser(standardise, encoder, len(letters))
 
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lmu_speech", config) as run:
-        mel, letters = (
-            tk.speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels),
-            tk.speech.Characters(),
-        )
+        mel = speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
+        letters = speech.Characters()
         how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
-        data = tk.speech.load_speech(
-            config.dataset, config.data_dir, **how, features=mel, characters=letters, on_main=run.on_main_and_share
-        )
+        how |= {"features": mel, "characters": letters, "on_main": run.on_main_and_share}
+        data = speech.load_speech(config.dataset, config.data_dir, **how)
         task, model = build(config, data, letters)
-        parameters = sum(p.numel() for p in model.parameters())
-        run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
-        order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
-        augment = (
-            tk.speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
+        run.describe(
+            dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
         )
-        how = {"train": data.train, "test": data.test, "augment": augment, "order": order}
+        order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
+        how = {"train": data.train, "test": data.test, "order": order}
+        if config.spec_augment:
+            how["augment"] = speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0)
         results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()
         if run.is_main and config.dense_parallel == "ddp":
-            tk.speech.save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
+            speech.save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
         return run.finish(results)
 
 

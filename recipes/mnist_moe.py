@@ -69,17 +69,8 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
     if config.experts == 0:
         block: nn.Module = tk.MLP(config.dim, 2 * hidden, config.dim)
     else:
-        block = tk.make_moe(
-            config.dim,
-            hidden,
-            config.experts,
-            config.top_k,
-            groups=groups,
-            logical_experts=config.max_experts,
-            **config.layer_options(),
-            shared_expert=tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None,
-            seed=config.seed,
-        )
+        shared_expert = tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None
+        block = tk.moe_from_config(config, config.dim, groups=groups, shared_expert=shared_expert)
     pixels = tk.Pixels(mean=data.mean, std=data.std, blank=config.blank_pixels)
     return tk.ResidualClassifier(pixels, block, num_pixels=28 * 28, dim=config.dim, num_classes=data.num_classes)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import toolkit as tk
+from toolkit.domains import autoencoder as ae
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +76,17 @@ def reference() -> Config:
     return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
 
 
-def build(
-    config: Config, num_classes: int
-) -> tuple[tk.autoencoder.SemiSupervisedVAE | tk.autoencoder.RelaxedVAE, tk.Task]:
-    """The model and what it learns by."""
+def build(config: Config, num_classes: int) -> tuple[ae.SemiSupervisedVAE | ae.RelaxedVAE, tk.Task]:
+    """The model and its task."""
+    weight = config.supervision_weight
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
-        return tk.autoencoder.RelaxedVAE(style_dim=config.style_dim, **sizes), tk.autoencoder.RelaxedBound(
-            config.supervision_weight
-        )
+        return ae.RelaxedVAE(style_dim=config.style_dim, **sizes), ae.RelaxedBound(weight)
     if config.objective == "exact":
-        model = tk.autoencoder.SemiSupervisedVAE(
-            style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes
-        )
-        return model, tk.autoencoder.SemiSupervised(
-            config.supervision_weight, smoothness_weight=config.smoothness_weight
-        )
-    own_answers = 1.0 if config.objective == "pseudo_label" else 0.0
-    return tk.autoencoder.SemiSupervisedVAE(style_dim=None, **sizes), tk.autoencoder.LabelledOnly(
-        pseudo_label_weight=own_answers
-    )
+        model = ae.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
+        return model, ae.SemiSupervised(weight, smoothness_weight=config.smoothness_weight)
+    pseudo_label_weight = 1.0 if config.objective == "pseudo_label" else 0.0
+    return ae.SemiSupervisedVAE(style_dim=None, **sizes), ae.LabelledOnly(pseudo_label_weight=pseudo_label_weight)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -102,7 +94,7 @@ def main(config: Config) -> dict[str, Any]:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
-        few = tk.autoencoder.FewLabels(
+        few = ae.FewLabels(
             data.train,
             None if config.objective == "reference" else config.labels,
             num_classes=data.num_classes,
@@ -112,16 +104,15 @@ def main(config: Config) -> dict[str, Any]:
             noise_shape=model.noise_shape,
             directions=config.objective == "exact",
         )
-        test = tk.autoencoder.with_noise(data.test, model.noise_shape, seed=config.seed)
-        callbacks: list[tk.Callback] = [tk.autoencoder.StyleLeakage(test)] if model.noise_shape else []
+        test = ae.with_noise(data.test, model.noise_shape, seed=config.seed)
+        callbacks: list[tk.Callback] = [ae.StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            usual["order"], mask = tk.autoencoder.reference_mask(
+            usual["order"], mask = ae.reference_mask(
                 len(data.train), config.labels, config.batch_size, seed=config.seed
             )
             callbacks.append(mask)
-        trainer = tk.standard_trainer(run, task, model, **usual)
-        return run.finish(trainer.fit())
+        return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
 
 
 PRESETS = {"full": full, "debug": debug, "supervised": supervised, "reference": reference}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from toolkit import launch
+from toolkit.launch import children
 
 # Before torch is imported. Workers share the cores, and threads that wait for each other there double the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,7 +22,7 @@ settings.load_profile("repeatable")
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
     """The handlers that a recipe's command line sets are undone after the test."""
-    before = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in children.STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -42,7 +42,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.stem = nn.Linear(DIM, 16)
         self.dropout = nn.Dropout(0.1)
-        self.moe = tk.make_moe(16, 12, experts, 2, groups=groups, bias_balancing=True)
+        self.moe = tk.make_moe(16, 12, experts, 2, groups=groups, router=tk.RouterOptions(balance="bias"))
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from recipes import har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.helpers import run_recipe
 from toolkit import cli
+from toolkit.config.flags import COMMON, flags_of, help_text
 from toolkit.config.run import RunConfig
 from toolkit.errors import Preempted, UserError
 
@@ -31,6 +34,7 @@ def tiny() -> Config:
     return replace(full(), epochs=1, lr=0.1)
 
 
+RECIPES = [har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness]
 PRESETS = {"full": full, "tiny": tiny}
 
 
@@ -86,7 +90,7 @@ def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
     assert str(refusal.value) == says
 
 
-def test_help_teaches_presets_and_flags_without_loading_torch():
+def test_help_has_presets_and_flags_and_does_not_load_torch():
     done = run_recipe("mnist_moe", "--help", env={"PYTHONPROFILEIMPORTTIME": "1"})
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0
@@ -94,6 +98,33 @@ def test_help_teaches_presets_and_flags_without_loading_torch():
         assert word in done.stdout
     assert "toolkit.errors" in imported
     assert not {"torch", "accelerate", "transformers"} & imported
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_begins_with_presets_and_common_flags_on_one_screen(recipe: ModuleType):
+    """24 lines of 100 columns, with a sentence for each flag below."""
+    config = next(iter(recipe.PRESETS.values()))()
+    text = help_text("recipe.py", recipe.__doc__, recipe.PRESETS, config)
+    screen = text.splitlines()[:24]
+    assert screen[0] == "usage: python recipe.py [PRESET] [--flag value ...]"
+    flags = {flag.name: flag for flag in flags_of(config)}
+    common = [name for name in COMMON if name in flags]
+    shown = [line.split()[0] for line in screen if line.startswith("  --")]
+    assert len(common) >= 9
+    assert shown[: len(common)] == common
+    assert all(any(line.startswith(f"  {preset} ") for line in screen) for preset in recipe.PRESETS)
+    described = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert sorted(described) == sorted(
+        flag.off_name if flag.is_switch and flag.default else name for name, flag in flags.items()
+    )
+    assert [name for name, flag in flags.items() if not flag.sentence] == []
+
+
+def test_help_has_the_defaults_of_the_first_preset():
+    lines = help_text("recipe.py", "A recipe.", PRESETS, full()).splitlines()
+    assert "  --epochs INT            Passes over the training data. [5]" in lines
+    assert "  --widths INT ...        Hidden units of each layer. [8 8]" in lines
+    assert lines[lines.index("  --widths INT ...        Hidden units of each layer. [8 8]") - 1] == "This recipe"
 
 
 @pytest.mark.usefixtures("restored_signals")

@@ -17,6 +17,7 @@ from tests.equality import assert_equal_rows, relative_difference, replicas_agre
 from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import MoERunConfig
+from toolkit.config.router import RouterOptions
 from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
@@ -69,7 +70,8 @@ class TwoLayers(nn.Module):
     def __init__(self, groups: ExpertGroups, placement: ExpertPlacement, balance: str):
         super().__init__()
         torch.manual_seed(0)
-        spread: dict[str, Any] = {"groups": groups, "placement": placement, "bias_balancing": balance == "bias"}
+        router = RouterOptions(balance="bias" if balance == "bias" else "loss")
+        spread: dict[str, Any] = {"groups": groups, "placement": placement, "router": router}
         self.stem = nn.Linear(12, 16)
         self.first = make_moe(16, 24, EXPERTS, 2, **spread, shared_expert=MLP(16, 8, 16))
         self.second = make_moe(16, 12, EXPERTS, 3, **spread, activation="swiglu", seed=1)

@@ -5,6 +5,7 @@ from .cli import run_recipe as run_recipe
 from .config.experts import DynamicRunConfig as DynamicRunConfig
 from .config.experts import ExpertRunConfig as ExpertRunConfig
 from .config.experts import MoERunConfig as MoERunConfig
+from .config.router import RouterOptions as RouterOptions
 from .config.run import CheckpointConfig as CheckpointConfig
 from .config.run import EarlyStoppingConfig as EarlyStoppingConfig
 from .config.run import OptimizerConfig as OptimizerConfig
@@ -33,6 +34,7 @@ from .models.mlp import ResidualClassifier as ResidualClassifier
 from .moe.layer import MoE as MoE
 from .moe.layer import describe_experts as describe_experts
 from .moe.layer import make_moe as make_moe
+from .moe.lifecycle.layer import make_dynamic_moe as make_dynamic_moe
 from .moe.load.expert_load import ExpertLoad as ExpertLoad
 from .moe.losses import RouterPenalty as RouterPenalty
 from .moe.replan import Replan as Replan
@@ -43,6 +45,7 @@ from .run.run import Run as Run
 from .run.run import start_run as start_run
 from .standard.experts import expert_callbacks as expert_callbacks
 from .standard.experts import lifecycle_callbacks as lifecycle_callbacks
+from .standard.experts import moe_from_config as moe_from_config
 from .standard.trainer import standard_trainer as standard_trainer
 from .task import Batch as Batch
 from .task import Loss as Loss

@@ -1,7 +1,7 @@
-"""Automatic batch size: as few micro-batches per step as fit into memory, found by training a copy for a moment.
+"""Automatic micro-batch size: as few micro-batches per step as fit into memory, found by training a copy of the model.
 
-The global batch stays what `--batch-size` says, so the curve stays as well; what is chosen is into how many pieces it
-is cut. A size is tried only where the memory of smaller ones says that it fits, because one rank that runs out of
+The global batch is that of `--batch-size`, so the loss curve does not change; only the number of micro-batches is
+chosen. A size is tried only where the memory of smaller ones predicts that it fits, because one rank that runs out of
 memory would leave the others waiting for it.
 """
 
@@ -41,10 +41,11 @@ def accumulation_steps(
     table: TensorTable | AugmentedTable,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> int:
-    """Micro-batches per step: what the config says or, with `auto_batch_size`, as few as fit. A collective.
+    """Micro-batches per step: those of the config or, with `auto_batch_size`, as few as fit. A collective.
 
-    To be called before the model is prepared. A run that continues on as many processes keeps what it chose, because
-    random draws have the micro-batch in their address. Raises UserError where not even one sample per process fits.
+    To be called before the model is prepared. A run that continues on as many processes keeps its choice, because the
+    seed of a forward pass depends on the index of the micro-batch. Raises UserError where not even one sample per
+    process fits.
     """
     config = run.config
     if not config.auto_batch_size:
@@ -119,7 +120,7 @@ def _measure(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     sizes: Sequence[int],
 ) -> tuple[dict[int, int], int]:
-    """The peak bytes of training by micro-batch size, the largest of all ranks, and what the poorest rank may use."""
+    """By micro-batch size, the largest peak bytes of all ranks; and the smallest budget of all ranks."""
     probe = Probe(run, task, model, table, make_optimizer)
 
     def worst(size: int) -> int:
@@ -133,7 +134,7 @@ def _measure(
 
 
 class Probe:
-    """Trains a copy of a model and its task, which leaves no trace in what is copied: no counts, no draws."""
+    """Trains a deep copy of a model and its task: the originals keep their counters and random state."""
 
     def __init__(
         self,
@@ -144,14 +145,14 @@ class Probe:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     ):
         self.run, self.table = run, table
-        # Task and model know each other, so they are copied together; process groups cannot be copied.
+        # The task may hold the model, so they are copied together; process groups cannot be copied.
         shared = {id(s.groups): s.groups for p in model.parameters() if (s := ownership_of(p)) is not None}
         copies: tuple[Task, nn.Module] = copy.deepcopy((task, model), dict(shared))
         self.task, self.model = copies[0], copies[1].to(run.device).train()
         self.optimizer = make_optimizer(self.model)
         dense = [p for p in model.parameters() if p.requires_grad and not is_owned(p)]
         self.buckets_bytes = _bytes(dense) if run.world_size > 1 else 0
-        """What DDP keeps beside the gradients."""
+        """DDP's buckets, beside the gradients."""
         # On a CPU the model itself lies in the memory that is measured.
         self.copy_bytes = _bytes(model.parameters()) if run.device.type == "cpu" else 0
 
@@ -176,7 +177,7 @@ class Probe:
         return peak_bytes(device) + self.buckets_bytes - self.copy_bytes
 
     def close(self) -> None:
-        """Give the copy's memory back."""
+        """Free the copy's memory."""
         del self.task, self.model, self.optimizer
         gc.collect()
         if self.run.device.type == "cuda":
@@ -199,7 +200,7 @@ def memory_budget(device: torch.device, fraction: float) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin anew to look for the most memory. A no-op for a CPU on systems that know no such thing."""
+    """Reset the peak memory. Does nothing for a CPU on systems without such a counter."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif os.access("/proc/self/clear_refs", os.W_OK):

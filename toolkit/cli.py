@@ -1,13 +1,12 @@
-"""The command line: one optional preset word, then typed overrides. The only place that knows tyro.
+"""The command line of a recipe: an optional preset, then flags that override its values. Only this file imports tyro.
 
 python recipes/mnist_moe.py                            the first preset
-python recipes/mnist_moe.py debug --experts 16         another preset, one number changed
+python recipes/mnist_moe.py debug --experts 16         another preset with one value changed
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import io
 import re
@@ -16,46 +15,50 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from toolkit import launch
 from toolkit.config import foreign_flags
+from toolkit.config.flags import help_text, value_types
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from toolkit.launch import world
 
 C = TypeVar("C", bound=RunConfig)
 
 
 def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None = None) -> None:
-    """The last line of a recipe: parse, start the processes that were asked for, run `main`, leave with an exit code.
+    """Parse the command line, start the processes of --num-processes, run `main` and exit: the last line of a recipe.
 
-    0 done, 2 bad input (one line), 75 asked to stop and saved, 130 Ctrl-C, 1 a bug (with its traceback).
+    Exit codes: 0 done, 1 a bug (with traceback), 2 bad input (one line), 75 preempted after a checkpoint, 130 Ctrl-C.
     """
     try:
-        for number in launch.STOP_SIGNALS:
-            signal.signal(number, launch.stop_before_training)
+        for number in world.STOP_SIGNALS:
+            signal.signal(number, world.stop_before_training)
         config = parse(presets, sys.argv[1:], doc)
-        launch.check_world(config)
-        if launch.must_start_processes(config.num_processes):
-            sys.exit(launch.start_processes(config))
+        world.check_world(config)
+        if world.must_start_processes(config.num_processes):
+            sys.exit(world.start_processes(config))
         main(config)
     except UserError as error:
-        launch.report(str(error))
-        launch.leave(EXIT_USER_ERROR)
+        world.report(str(error))
+        world.leave(EXIT_USER_ERROR)
     except Preempted as stop:
-        launch.report(str(stop), label="")
-        launch.leave(EXIT_PREEMPTED)
+        world.report(str(stop), label="")
+        world.leave(EXIT_PREEMPTED)
     except KeyboardInterrupt:
-        launch.report("stopped by Ctrl-C.", label="")
-        launch.leave(EXIT_INTERRUPTED)
+        world.report("stopped by Ctrl-C.", label="")
+        world.leave(EXIT_INTERRUPTED)
     except Exception:
         sys.excepthook(*sys.exc_info())
-        launch.leave(EXIT_BUG)
-    launch.leave(EXIT_DONE)
+        world.leave(EXIT_BUG)
+    world.leave(EXIT_DONE)
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
-    """The config that `args` ask for. Raises UserError with one sentence for whatever is wrong with them."""
+    """The config of a preset with the flags in `args`. Raises UserError for any other word, flag or value.
+
+    --help prints and exits.
+    """
     import tyro
 
     args = list(args)
@@ -66,19 +69,15 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
             raise UserError(f"two presets, {preset} and {args[0]}: take one.")
         raise UserError(f"unknown preset {args[0]!r}: {_nearest(args[0], presets) or f'take {_either(presets)}.'}")
     default = presets[preset]()
-    flags = _flags(type(default))
+    if {"-h", "--help"} & set(args):
+        _print_help(help_text(sys.argv[0], doc, presets, default))
+    flags = value_types(default)
     words, given = _read(args, flags, presets)
-    if "--help" in words:
-        _teach(presets, doc)
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
             return tyro.cli(type(default), default=default, args=words, description="")
-    except BrokenPipeError:  # --help | head
-        launch.leave(EXIT_DONE)
     except SystemExit as stop:
-        if not stop.code:
-            raise
         if refusal := _user_error_behind(stop):
             raise refusal from None
         box = " ".join(line.strip("│╭╮╰╯─ ") for line in captured.getvalue().splitlines())
@@ -89,44 +88,25 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
 
 
 def _user_error_behind(error: BaseException | None) -> UserError | None:
-    """The UserError that a config raised, which tyro takes for any ValueError and puts into a box."""
+    """The UserError that a config raised: tyro catches it as a ValueError, prints a box and exits."""
     while error is not None and not isinstance(error, UserError):
         error = error.__context__
     return error
 
 
-def _teach(presets: Mapping[str, Callable[[], C]], doc: str | None) -> None:
-    """What a recipe is and which presets it has, before tyro's table of flags."""
-    width = max(map(len, presets))
-    lines = [(doc or "").strip(), "", f"presets (the first word; {next(iter(presets))} if there is none):"]
-    for name, build in presets.items():
-        summary = (build.__doc__ or "").strip().partition("\n\n")[0]
-        lines.append(f"  {name:{width}}  {' '.join(summary.split())}".rstrip())
-    sys.stdout.write("\n".join([*lines, "", ""]).lstrip("\n"))
-
-
-# --- flags -------------------------------------------------------------------------------------------------------
-
-
-def _flags(config_type: type, prefix: str = "") -> dict[str, Any]:
-    """Every flag of a config and the type of its value: None for a switch, which takes no value."""
-    hints = get_type_hints(config_type)
-    flags: dict[str, Any] = {}
-    for field in dataclasses.fields(config_type):
-        name, hint = field.name.replace("_", "-"), hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            flags |= _flags(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-        elif hint is bool:
-            flags |= {f"--{prefix}{name}": None, f"--{prefix}no-{name}": None}
-        else:
-            flags[f"--{prefix}{name}"] = hint
-    return flags
+def _print_help(text: str) -> NoReturn:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # --help | head
+        world.leave(EXIT_DONE)
+    sys.exit(EXIT_DONE)
 
 
 def _read(
     args: Sequence[str], flags: Mapping[str, Any], presets: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, str]]:
-    """`args` as tyro wants them, and the words that each flag was given. Raises UserError for what fits no flag."""
+    """`args` in tyro's form, and the values of each flag. Raises UserError for what is no flag with its value."""
     words: list[str] = []
     given: dict[str, str] = {}
     rest, last = list(args), ""
@@ -134,8 +114,6 @@ def _read(
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
-        if flag in ("-h", "--help"):
-            return ["--help"], {}
         if not word.startswith("-"):
             if word in presets:
                 raise UserError(f"unexpected {word!r}: a preset comes first, before the flags.")
@@ -168,10 +146,10 @@ def _read(
 
 
 def _nearest(word: str, known: Mapping[str, Any]) -> str | None:
-    """A question that names the known word most like `word`, or None where there is none like it."""
+    """ "did you mean ...?" with the known word closest to `word`; None if there is no close one."""
     begins_alike = [name for name in known if len(word) > 4 and name.startswith(word)]
     alike = begins_alike or difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    if not alike:  # a nested flag without its group
+    if not alike:  # a nested flag may have been typed without its group
         alike = [name for name in known if name.rpartition(".")[2] == word.lstrip("-")]
     return f"did you mean {alike[0]}?" if alike else None
 
@@ -182,7 +160,7 @@ def _either(names: Mapping[str, Any] | Sequence[Any]) -> str:
 
 
 def _describe(hint: Any) -> str:
-    """What a value of type `hint` is, in words."""
+    """The values of type `hint`, in words."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         options = [_describe(part).replace(" or ", ", ") for part in parts if part is not type(None)]

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
+"""The columns of some samples by name: the samples are the first axis of every tensor."""
 
 
 @dataclass(frozen=True, slots=True)

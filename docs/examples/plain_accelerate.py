@@ -1,4 +1,4 @@
-"""A plain Accelerate loop, and expert parallelism for a mixture that knows nothing of it: the lines with `experts`.
+"""A plain Accelerate loop with expert parallelism for a mixture of its own: that takes the lines with `experts`.
 
 ACCELERATE_USE_CPU=1 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml docs/examples/plain_accelerate.py
 """
@@ -56,5 +56,5 @@ for epoch in range(3):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.print(f"epoch {epoch + 1}  loss {loss.item():.3f}  experts moved {len(experts.migrations)} times")
+    accelerator.print(f"epoch {epoch + 1}  loss {loss.item():.3f}  {len(experts.migrations)} migrations")
 accelerator.end_training()

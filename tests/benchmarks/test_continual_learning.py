@@ -21,7 +21,7 @@ def test_a_cell_is_trained_on_the_embedded_digits(stream, arm):
     assert len(result["accuracy_matrix"]) == len(result["task_ends"]) == 5
     assert 0.3 < result["learning_accuracy"] <= 1
     if arm == "dynamic":
-        assert result["life_sleep"] >= 5
+        assert result["lifecycle_sleep"] >= 5
 
 
 def test_every_cell_has_a_file_of_its_own():

@@ -128,13 +128,13 @@ def ask_and_answer(folder: Path) -> None:
         preemption = trainer.callbacks[-1]
         asked: list[int] = []
         read: list[int] = []
-        ask, wait = preemption._ask, preemption._read
-        preemption._ask = lambda: (asked.append(trainer.state.step), ask())
+        ask, wait = preemption._start_reduction, preemption._read
+        preemption._start_reduction = lambda: (asked.append(trainer.state.step), ask())
         preemption._read = lambda: (read.append(trainer.state.step), wait())[1]
         trainer.fit()
         assert asked == list(range(1, STEPS + 1))
         assert read == [*range(1, STEPS + 1), STEPS]
-        assert preemption._question is None, "left on the wire"
+        assert preemption._pending is None
         assert dist.get_backend(preemption._group) == "gloo"
         assert preemption._group is not dist.group.WORLD
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 import toolkit as tk
 from tests.helpers import _context, run_distributed
@@ -711,7 +711,7 @@ def test_resume_yes_without_a_checkpoint_is_refused(tmp_path):
 
 def test_training_goes_on_where_checkpoints_cannot_be_written(tmp_path, monkeypatch, capsys):
     def full(*_: Any) -> None:
-        raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with small_trainer(small_config(tmp_path / "run")) as trainer:

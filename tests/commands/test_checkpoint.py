@@ -110,7 +110,7 @@ BAD = {
     "no placement": ("reshard {saved} {tmp}/out --ep-size 2 --placement roundrobin", "--placement roundrobin: take"),
     "other ranks": ("reshard {saved} {tmp}/out --ep-size 2 --placement {tmp}/p.json", "4 experts on 1 rank(s), not"),
     "a type": ("export {saved} {tmp}/out --dtype float8", "unknown 'float8'"),
-    "no experts": ("reshard {tmp}/dense {tmp}/out --ep-size 2", "has no rows to deal out"),
+    "no experts": ("reshard {tmp}/dense {tmp}/out --ep-size 2", "has no experts to reshard"),
 }  # fmt: skip
 
 

@@ -10,18 +10,19 @@ from recipes import vae_robustness
 from recipes.mnist_moe import PRESETS
 from tests.helpers import ROOT
 from toolkit import cli
+from toolkit.config.flags import value_types
 from toolkit.config.foreign_flags import REMEDIES, remedy
 from toolkit.errors import UserError
 
-OURS = cli._flags(type(PRESETS["dynamic"]()))
-OTHERS = set(cli._flags(vae_robustness.Config)) | {"--grid", "--num-seeds", "--seed-offset"}
+OURS = set(value_types(PRESETS["dynamic"]()))
+OTHERS = set(value_types(vae_robustness.Config())) | {"--grid", "--num-seeds", "--seed-offset"}
 """Of the other recipe whose guide is answered, and of `toolkit sweep`."""
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--gpu-mode cpu", "unknown flag --gpu-mode: the device is found, a GPU where there is one; --cpu stays"),
+        ("--gpu-mode cpu", "unknown flag --gpu-mode: a GPU is used if there is one; --cpu stays"),
         ("--gpu_memory_fraction 0.9", "unknown flag --gpu-memory-fraction: use --memory-fraction"),
         ("--enable-sleep", "use --lifecycle.sleep or --lifecycle.no-sleep"),
         ("--no-pin-memory", "unknown flag --no-pin-memory: batches are pinned wherever there is a GPU"),
@@ -39,8 +40,8 @@ def test_a_flag_of_the_guide_is_answered_in_one_sentence(typed, says):
 
 def test_what_is_recommended_exists():
     recommended = {flag for text in REMEDIES.values() for flag in re.findall(r"--[a-z][\w.-]*", text)}
-    assert recommended <= set(OURS) | OTHERS
-    assert not {f"--{name}" for name in REMEDIES} & set(OURS)
+    assert recommended <= OURS | OTHERS
+    assert not {f"--{name}" for name in REMEDIES} & OURS
     assert remedy("--no-such-thing") is None
 
 

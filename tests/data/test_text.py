@@ -114,7 +114,7 @@ def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, save
 @pytest.mark.parametrize(
     ("dataset", "arrange", "says"),
     [
-        ("folder", None, "say which, with --data-dir"),
+        ("folder", None, "name it with --data-dir"),
         ("tinyshakespeare", None, "pass --data-dir with that file"),
         ("shakespear", None, "choose one of auto, tinyshakespeare"),
         ("nobody/nothing", None, "--dataset nobody/nothing: cannot be loaded"),

@@ -20,6 +20,7 @@ import pytest
 
 from tests.helpers import ROOT
 from toolkit import cli
+from toolkit.config.flags import value_types
 from toolkit.config.foreign_flags import REMEDIES
 
 PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
@@ -33,8 +34,8 @@ def recipes_of(text: str) -> dict[str, Any]:
     }
 
 
-def flags_of(recipe: Any) -> set[str]:
-    return set(cli._flags(type(next(iter(recipe.PRESETS.values()))())))
+def flags_of_recipe(recipe: Any) -> set[str]:
+    return set(value_types(next(iter(recipe.PRESETS.values()))()))
 
 
 def flags_of_commands(text: str) -> set[str]:
@@ -66,7 +67,7 @@ def our_flags(text: str, presets: Collection[str] = ()) -> list[str]:
 def test_flags_named_as_ours_exist_in_a_recipe_that_the_page_names(page: Path):
     text = page.read_text()
     recipes = recipes_of(text).values()
-    known = {flag for recipe in recipes for flag in flags_of(recipe)}
+    known = {flag for recipe in recipes for flag in flags_of_recipe(recipe)}
     presets = {preset for recipe in recipes for preset in recipe.PRESETS}
     known |= flags_of_commands(text)
     known |= {f"--{name}" for name in REMEDIES}  # theirs, which the command line answers with ours

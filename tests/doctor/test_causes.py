@@ -24,7 +24,7 @@ FAULTS = {
     "stale": "stale optimizer row after a move",
     "balance": "rank-local balance loss",
     "permutation": "wrong inverse permutation",
-    "recompute": "router decides anew under recomputation",
+    "recompute": "router decides otherwise under recomputation",
     "save": "expert lost on save",
     "order": "data order changed",
     "buffer": "buffer overwritten by broadcast",

@@ -1,6 +1,6 @@
 """A training script as small as can be with everything in it that can go wrong: python toy.py [FAULT].
 
-Two experts of four have two copies on two ranks; experts move after the second step; the mixture is recomputed in the
+Two experts of four have replicas on two ranks; experts move after the second step; the mixture is recomputed in the
 backward. A fault is one line done wrong, as people do it.
 """
 

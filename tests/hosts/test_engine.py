@@ -417,7 +417,7 @@ def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> Non
         "model.parameters()",
         "one ExpertParallel",
         "save(folder)",
-        "by 2",
+        "by 2-norm",
     ]
     for sentence, word in zip(said, words, strict=True):
         assert word in sentence

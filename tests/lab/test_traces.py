@@ -1,4 +1,4 @@
-"""A trace says what was routed, and reads back as it was written."""
+"""Traces record each training forward once, and read back as they were written."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_loop_without_a_trainer_records_each_training_forward_once(tmp_path: P
     assert (together == together.transpose(0, 2, 1)).all()
     assert together[1].trace() == 5, "the five tokens of one forward, each with one expert"
     off_diagonal = together[1] - np.diag(together[1].diagonal())
-    assert not off_diagonal.any(), "with one expert per token none fire together"
+    assert not off_diagonal.any(), "with one expert per token no two are chosen together"
 
 
 def test_layers_that_are_not_called_alike_are_named(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What a capacity drops, against loops, and that dropped copies go nowhere."""
+"""Which assignments a capacity drops, compared with loops; dropped ones are not sent and have weight 0."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_distributed
+from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.router import ExpertChoiceRouter
@@ -20,7 +21,7 @@ from toolkit.placement.placement import ExpertPlacement
 EXPERTS, TOP_K, DIM = 4, 2, 8
 
 
-def draw_copies(tokens: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw_assignments(tokens: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Expert ids in favour of the first experts, and weights of which many are equal."""
     generator = torch.Generator().manual_seed(seed)
     favour = torch.tensor([6.0, 3.0, 1.0, 0.2]).expand(tokens, EXPERTS)
@@ -32,18 +33,18 @@ def oracle(ids_TK: Tensor, weights_TK: Tensor, factor: float, policy: str) -> li
     limit = math.ceil(factor * ids_TK.numel() / EXPERTS)
     kept = torch.zeros_like(ids_TK, dtype=torch.bool)
     for expert in range(EXPERTS):
-        copies = [(t, k) for t, k in (ids_TK == expert).nonzero().tolist()]
+        assignments = [(t, k) for t, k in (ids_TK == expert).nonzero().tolist()]
         if policy == "probs":
-            copies.sort(key=lambda copy: -weights_TK[copy].item())
-        for copy in copies[:limit]:
-            kept[copy] = True
+            assignments.sort(key=lambda pair: -weights_TK[pair].item())
+        for pair in assignments[:limit]:
+            kept[pair] = True
     return kept.tolist()
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("factor", [0.1, 0.75, 1.0, 1.5, 100.0])
-def test_the_copies_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: float) -> None:
-    ids_TK, weights_TK = draw_copies()
+def test_assignments_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: float) -> None:
+    ids_TK, weights_TK = draw_assignments()
     kept_TK = Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS)
     assert kept_TK.tolist() == oracle(ids_TK, weights_TK, factor, policy)
     assert bool(kept_TK.all()) == (factor == 100.0)
@@ -51,8 +52,8 @@ def test_the_copies_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: 
 
 
 def replicas_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """An uneven part of the copies; rank 1 has none."""
-    ids_TK, weights_TK = draw_copies()
+    """Uneven shares of the assignments; rank 1 has none."""
+    ids_TK, weights_TK = draw_assignments()
     first = [0, 9, 9, 23] if world == 3 else [0, 15, 23]
     return ids_TK[first[rank] : first[rank + 1]], weights_TK[first[rank] : first[rank + 1]]
 
@@ -71,7 +72,7 @@ def test_ranks_together_drop_what_one_process_drops(world: int) -> None:
     ranks = run_distributed(kept_on_one_rank, world)
     for policy, factor in ranks[0]:
         together = [token for rank in ranks for token in rank[policy, factor]]
-        assert together == oracle(*draw_copies(), factor, policy)
+        assert together == oracle(*draw_assignments(), factor, policy)
 
 
 def layer_on(world: int, **options: Any) -> MoE:
@@ -82,7 +83,7 @@ def layer_on(world: int, **options: Any) -> MoE:
 
 
 def every_replica_computed(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
-    """The layer's result with each expert applied to each token, and dropped copies weighing nothing."""
+    """The layer's result with each expert applied to each token, and weight 0 for dropped assignments."""
     routing = layer.router(x_TD)
     up_SFD, down_SFD = layer.experts.up, layer.experts.down
     all_TED = torch.einsum("tef,efd->ted", torch.einsum("td,efd->tef", x_TD, up_SFD).relu(), down_SFD)
@@ -96,7 +97,7 @@ def gradients(layer: MoE, y_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_a_layer_with_dropped_copies_computes_the_rest_exactly(policy: DropPolicy) -> None:
+def test_a_layer_with_dropped_assignments_computes_the_rest_exactly(policy: DropPolicy) -> None:
     layer = layer_on(1, capacity_factor=0.75, drop_policy=policy).double()
     x_TD = torch.randn(30, DIM, dtype=torch.float64, requires_grad=True)
     routing = layer.router(x_TD)
@@ -117,18 +118,18 @@ def test_nothing_is_dropped_or_counted_in_evaluation() -> None:
     assert layer.dropped_E.tolist() == [0] * EXPERTS
 
 
-COPIES = ExpertPlacement(((0, 1, 2), (3, 1)))
-"""Expert 1 lives on both ranks."""
+REPLICATED = ExpertPlacement(((0, 1, 2), (3, 1)))
+"""Expert 1 has a replica on both ranks."""
 
 
 def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
     rank, found = dist.get_rank(), {}
     for policy in ("probs", "position"):
-        for placement in ("contiguous", COPIES):
+        for placement in ("contiguous", REPLICATED):
             layer = layer_on(2, capacity_factor=0.6, drop_policy=policy, placement=placement)
             y_TD = layer(batch().split([13, 27])[rank])
             y_TD.square().sum().backward()
-            found[policy, placement is COPIES] = {
+            found[policy, placement is REPLICATED] = {
                 "y": y_TD.detach(),
                 "router": layer.router.weight.grad,
                 "up": layer.experts.up.grad,
@@ -144,8 +145,8 @@ def batch() -> Tensor:
 
 def test_ranks_together_compute_what_one_process_computes() -> None:
     ranks = run_distributed(layers_on_one_rank, 2)
-    for policy, copies in ranks[0]:
-        found = {name: [rank[policy, copies][name] for rank in ranks] for name in ranks[0][policy, copies]}
+    for policy, replicated in ranks[0]:
+        found = {name: [rank[policy, replicated][name] for rank in ranks] for name in ranks[0][policy, replicated]}
         layer = layer_on(1, capacity_factor=0.6, drop_policy=policy)
         y_TD = layer(batch())
         y_TD.square().sum().backward()
@@ -153,7 +154,7 @@ def test_ranks_together_compute_what_one_process_computes() -> None:
         assert up_grad is not None
         torch.testing.assert_close(torch.cat(found["y"]), y_TD.detach())
         torch.testing.assert_close(sum(found["router"]), layer.router.weight.grad)
-        if copies:
+        if replicated:
             torch.testing.assert_close(found["up"][0][:1], up_grad[:1])
             torch.testing.assert_close(found["up"][0][1] + found["up"][1][1], up_grad[1])
         else:
@@ -162,15 +163,16 @@ def test_ranks_together_compute_what_one_process_computes() -> None:
         assert torch.equal(sum(found["load"]), layer.load_E)
 
 
-def test_a_rank_all_of_whose_copies_are_dropped_takes_part() -> None:
-    """Position and a tiny capacity: one copy per expert stays, and all of those are rank 0's."""
+def test_a_rank_all_of_whose_assignments_are_dropped_takes_part() -> None:
+    """Position and a tiny capacity: one assignment per expert is kept, all of them of rank 0."""
     ranks = run_distributed(tiny_capacity_on_one_rank, 2)
     assert ranks[0]["sent"] == EXPERTS
     assert ranks[1] == {"sent": 0, "y": 0.0, "grad": 0.0}
 
 
 def tiny_capacity_on_one_rank() -> dict[str, float]:
-    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", force_balanced=True)
+    options = RouterOptions(force_balanced=True)
+    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", router=options)
     x_TD = torch.randn(8, DIM, requires_grad=True)
     y_TD = layer(x_TD)
     y_TD.sum().backward()
@@ -190,7 +192,7 @@ def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
 
 
 def test_expert_choice_takes_no_capacity() -> None:
-    with pytest.raises(ValueError, match="give it no capacity"):
+    with pytest.raises(ValueError, match="leave out the capacity"):
         layer_on(1, router_type=ExpertChoiceRouter, capacity_factor=1.0)
 
 

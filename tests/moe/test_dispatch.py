@@ -15,14 +15,14 @@ from toolkit.placement.placement import ExpertPlacement, contiguous
 DIM, EXPERTS, TOP_K = 5, 8, 2
 
 
-def test_copies_are_sorted_by_slot_and_stay_in_token_order_within_one() -> None:
+def test_assignments_are_sorted_by_slot_and_stay_in_token_order_within_one() -> None:
     """
     token          t0      t1      t2      t3
     slots          2 0     0 1     2 1     0 2
-    copy           0 1     2 3     4 5     6 7
+    assignment     0 1     2 3     4 5     6 7
 
     slot order     slot 0: t0 t1 t3    slot 1: t1 t2    slot 2: t0 t2 t3
-    copy                   1  2  6             3  5             0  4  7
+    assignment             1  2  6             3  5             0  4  7
     place                  0  1  2             3  4             5  6  7
     """
     order = sort_by_slot(torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]]), 3)
@@ -47,7 +47,7 @@ def test_edges_of_the_order(
     assert order.rows_per_slot.tolist() == rows_per_slot
     assert order.assignment_N.tolist() == assignment_N
     assert order.place_TK.tolist() == place_TK
-    assert order.token_N.tolist() == [copy // slots_TK.shape[1] for copy in assignment_N]
+    assert order.token_N.tolist() == [assignment // slots_TK.shape[1] for assignment in assignment_N]
 
 
 def test_rows_arrive_in_slot_order_and_return_weighted() -> None:

@@ -44,7 +44,7 @@ def one_by_one(experts: GroupedExperts, x_ND: Tensor, rows_per_slot: Tensor) -> 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(8, 12), (7, 5)], ids=["aligned", "odd sizes"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_they_are_one_network_per_slot_in_values_and_gradients(
+def test_experts_are_one_network_per_slot_in_values_and_gradients(
     counts: list[int],
     dim: int,
     hidden_dim: int,
@@ -106,7 +106,7 @@ def test_the_expanded_gradient_of_a_bare_sum_is_taken(activation: Activation, st
 
 @both_paths
 @both_activations
-def test_under_autocast_they_compute_in_bfloat16_and_keep_float32_gradients(
+def test_under_autocast_experts_compute_in_bfloat16_and_keep_float32_gradients(
     activation: Activation, stepwise: bool
 ) -> None:
     experts = make_experts(activation)
@@ -123,7 +123,7 @@ def test_under_autocast_they_compute_in_bfloat16_and_keep_float32_gradients(
         assert (one - other).norm() <= 0.03 * other.norm()
 
 
-def test_initial_weights_depend_on_the_expert_and_not_on_where_it_lives() -> None:
+def test_initial_weights_depend_on_the_expert_and_not_on_its_placement() -> None:
     all_of_them = GroupedExperts(4, 6, expert_ids=[0, 1, 2, 3], seed=7)
     some = GroupedExperts(4, 6, expert_ids=[3, 1], seed=7)
     assert torch.equal(some.up, all_of_them.up[[3, 1]])

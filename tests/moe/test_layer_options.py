@@ -1,4 +1,4 @@
-"""The flags of router, losses, capacity and recomputation in whole runs: what spreads a run changes none of them."""
+"""The flags of router, losses, capacity and recomputation in whole runs, equal on one process and on two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 from recipes.mnist_moe import Config, debug, main
 from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import run_distributed
+from toolkit.config.router import RouterOptions
+from toolkit.parallel.groups import make_expert_groups
+from toolkit.standard.experts import moe_from_config
 from toolkit.tracking.jsonl import read_metrics
 
 CASES: dict[str, dict[str, Any]] = {
@@ -29,7 +32,7 @@ COMPARED = ("train/loss", "train/penalty", "train/grad_norm", "moe/dropped_fract
 
 
 def curves(folder: Path, recompute: str) -> dict[str, list[float]]:
-    """What each case logs at every step, and whether it says how much was dropped."""
+    """What each case logs at every step; checks that drops are logged where there is a capacity."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
     for name, settings in CASES.items():
@@ -43,7 +46,7 @@ def curves(folder: Path, recompute: str) -> dict[str, list[float]]:
     return found
 
 
-def test_owned_and_recomputed_experts_learn_what_those_of_one_process_learn(tmp_path: Path) -> None:
+def test_expert_parallel_and_recomputed_runs_equal_one_process(tmp_path: Path) -> None:
     (alone,) = run_distributed(curves, 1, tmp_path / "alone", "none")
     spread, _ = run_distributed(curves, 2, tmp_path / "spread", "full")
     for name in CASES:
@@ -51,7 +54,11 @@ def test_owned_and_recomputed_experts_learn_what_those_of_one_process_learn(tmp_
     assert len({tuple(losses) for losses in alone.values()}) == len(CASES), "the flags make a difference"
 
 
-def test_a_preset_knows_the_router_of_its_layers() -> None:
+def test_a_layer_has_the_options_of_the_flags() -> None:
     config = Config(router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1, capacity_factor=1.25)
-    expected = {"score": "sigmoid", "expert_groups": 4, "top_k_groups": 2, "jitter": 0.1, "capacity_factor": 1.25}
-    assert expected.items() <= config.layer_options().items()
+    layer = moe_from_config(config, 8, groups=make_expert_groups(1))
+    assert layer.router.options == RouterOptions(
+        router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1
+    )
+    assert layer.capacity is not None
+    assert layer.capacity.factor == 1.25

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_distributed
+from toolkit.config.router import RouterOptions
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.losses import BalanceScope, RouterPenalty
@@ -32,7 +33,7 @@ def tokens(rank: int, world: int) -> Tensor:
 
 def layer_on(world: int, score: str = "softmax") -> MoE:
     torch.manual_seed(1)
-    layer = make_moe(DIM, 4, EXPERTS, TOP_K, groups=make_expert_groups(world), score=score)
+    layer = make_moe(DIM, 4, EXPERTS, TOP_K, groups=make_expert_groups(world), router=RouterOptions(router_score=score))
     torch.nn.init.normal_(layer.router.weight)
     return layer
 

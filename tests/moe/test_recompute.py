@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import awaken, config
 from tests.hosts.transformers.families import tokens as tokens_of_step
+from toolkit.config.router import RouterOptions
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.models.mlp import MLP
 from toolkit.moe.layer import MoE, make_moe
@@ -26,8 +27,11 @@ from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 DIM, EXPERTS, TOP_K = 16, 8, 2
 ROUTERS: list[dict[str, Any]] = [
     {},
-    {"activation": "swiglu", "score": "sigmoid", "expert_groups": 4, "top_k_groups": 2, "bias_balancing": True},
-    {"jitter": 0.2, "capacity_factor": 0.8},
+    {
+        "activation": "swiglu",
+        "router": RouterOptions(router_score="sigmoid", router_groups=4, top_k_groups=2, balance="bias"),
+    },
+    {"router": RouterOptions(router_jitter=0.2), "capacity_factor": 0.8},
     {"capacity_factor": 0.8, "drop_policy": "position", "shared_expert": True},
 ]
 
@@ -125,7 +129,7 @@ def gradients(layer: MoE, y_TD: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in layer.experts.parameters() if p.grad is not None])
 
 
-def test_a_router_that_would_decide_otherwise_the_second_time_is_not_asked() -> None:
+def test_a_router_that_would_choose_otherwise_in_the_recomputation_is_not_called() -> None:
     x_TD = tokens(0)
     plain = unsteady_layer()
     expected = gradients(plain, plain(x_TD))
@@ -140,7 +144,7 @@ def test_a_router_that_would_decide_otherwise_the_second_time_is_not_asked() -> 
     assert (wrong - expected).norm() > 0.1 * expected.norm()
 
 
-def test_a_region_can_be_passed_back_through_twice() -> None:
+def test_a_region_allows_two_backwards() -> None:
     x_TD, grads = tokens(0), []
     y_TD = layer_with(recompute="full")(x_TD)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the router decides."""
+"""Routers: scores, choices and weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from toolkit.config.router import Balance, RouterOptions
+from toolkit.errors import UserError
+from toolkit.moe.layer import make_moe
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 
 
 def router_with(weight: list[list[float]], top_k: int, bias: list[float] | None = None) -> TopKRouter:
-    router = TopKRouter(len(weight[0]), len(weight), top_k, bias_balancing=bias is not None)
+    router = TopKRouter(len(weight[0]), len(weight), top_k, RouterOptions(balance="loss" if bias is None else "bias"))
     router.weight.data.copy_(torch.tensor(weight))
     if bias is not None:
         assert router.bias is not None
@@ -45,9 +48,9 @@ def test_a_bias_of_zero_changes_nothing() -> None:
     torch.testing.assert_close(one.weights_TK, other.weights_TK)
 
 
-@pytest.mark.parametrize("bias_balancing", [False, True])
-def test_gradients_reach_the_tokens_and_the_router_through_the_weights(bias_balancing: bool) -> None:
-    router = TopKRouter(4, 6, 2, bias_balancing=bias_balancing).double()
+@pytest.mark.parametrize("balance", ["loss", "bias"])
+def test_gradients_reach_the_tokens_and_the_router_through_the_weights(balance: Balance) -> None:
+    router = TopKRouter(4, 6, 2, RouterOptions(balance=balance)).double()
     x_TD = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     # Steps of the numerical check are 1e-6: no token of this seed lies that close to another choice.
     assert torch.autograd.gradcheck(
@@ -78,33 +81,33 @@ def test_with_one_expert_per_token_the_weight_is_one() -> None:
 
 @pytest.mark.parametrize("top_k", [0, 7])
 def test_more_choices_than_experts_or_none_are_refused(top_k: int) -> None:
-    with pytest.raises(ValueError, match=f"top_k={top_k} must lie between 1 and num_experts=6"):
+    with pytest.raises(UserError, match=f"--top-k {top_k}: take 1 to 6, the number of --experts"):
         TopKRouter(4, 6, top_k)
 
 
 def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], list[list[float]]]:
     """Experts and weights by loops over tokens and experts, in the words of the papers."""
-    ids, weights = [], []
+    options, ids, weights = router.options, [], []
     for logits in (x_TD.double() @ router.weight.double().T).tolist():
-        if router.score == "softmax":
+        if options.router_score == "softmax":
             total = sum(math.exp(logit) for logit in logits)
             scores = [math.exp(logit) / total for logit in logits]
         else:
             scores = [1 / (1 + math.exp(-logit)) for logit in logits]
         bias = [0.0] * len(scores) if router.bias is None else router.bias.tolist()
         ranked = [score + b for score, b in zip(scores, bias, strict=True)]
-        size = len(scores) // router.expert_groups
+        size = len(scores) // options.router_groups
         groups = [range(first, first + size) for first in range(0, len(scores), size)]
 
         def worth(group: range, ranked: list[float] = ranked) -> float:
             best = sorted((ranked[e] for e in group), reverse=True)
-            return sum(best[:2]) if router.group_score == "top2" else best[0]
+            return sum(best[:2]) if options.router_group_score == "top2" else best[0]
 
-        allowed = [e for group in sorted(groups, key=worth, reverse=True)[: router.top_k_groups] for e in group]
+        allowed = [e for group in sorted(groups, key=worth, reverse=True)[: options.top_k_groups] for e in group]
         chosen = sorted(allowed, key=lambda e: ranked[e], reverse=True)[: router.top_k]
-        total = sum(scores[e] for e in chosen) if router.normalize else 1.0
+        total = sum(scores[e] for e in chosen) if options.router_normalize else 1.0
         ids.append(chosen)
-        weights.append([router.scaling * scores[e] / total for e in chosen])
+        weights.append([options.routed_scaling * scores[e] / total for e in chosen])
     return ids, weights
 
 
@@ -112,18 +115,18 @@ def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], 
     "options",
     [
         {},
-        {"normalize": False, "scaling": 16.0},
-        {"score": "sigmoid", "scaling": 2.5},
-        {"score": "sigmoid", "normalize": False, "bias_balancing": True},
-        {"expert_groups": 4, "top_k_groups": 2, "group_score": "max", "normalize": False},
-        {"expert_groups": 4, "top_k_groups": 2, "score": "sigmoid", "scaling": 2.5, "bias_balancing": True},
-        {"expert_groups": 12, "top_k_groups": 5, "group_score": "max"},
-        {"expert_groups": 3, "top_k_groups": 3, "bias_balancing": True},
+        {"router_normalize": False, "routed_scaling": 16.0},
+        {"router_score": "sigmoid", "routed_scaling": 2.5},
+        {"router_score": "sigmoid", "router_normalize": False, "balance": "bias"},
+        {"router_groups": 4, "top_k_groups": 2, "router_group_score": "max", "router_normalize": False},
+        {"router_groups": 4, "top_k_groups": 2, "router_score": "sigmoid", "routed_scaling": 2.5, "balance": "bias"},
+        {"router_groups": 12, "top_k_groups": 5, "router_group_score": "max"},
+        {"router_groups": 3, "top_k_groups": 3, "balance": "bias"},
     ],
 )
 def test_choices_and_weights_are_those_of_a_loop_over_tokens(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    router, x_TD = TopKRouter(6, 12, 3, **options), torch.randn(40, 6)
+    router, x_TD = TopKRouter(6, 12, 3, RouterOptions(**options)), torch.randn(40, 6)
     router.weight.data.normal_()
     if router.bias is not None:
         router.bias.normal_(std=0.3)
@@ -156,8 +159,14 @@ def test_it_routes_as_the_deepseek_v3_of_transformers_does() -> None:
     router = theirs.DeepseekV3TopkRouter(config)
     router.weight.data.normal_()
     router.e_score_correction_bias.normal_(std=0.2)
-    options = {"score": "sigmoid", "expert_groups": 8, "top_k_groups": 3, "scaling": 2.5, "bias_balancing": True}
-    ours, x_TD = TopKRouter(16, 32, 4, **options), torch.randn(64, 16)
+    options = {
+        "router_score": "sigmoid",
+        "router_groups": 8,
+        "top_k_groups": 3,
+        "routed_scaling": 2.5,
+        "balance": "bias",
+    }
+    ours, x_TD = TopKRouter(16, 32, 4, RouterOptions(**options)), torch.randn(64, 16)
     ours.weight.data, ours.bias = router.weight.data, router.e_score_correction_bias
     _, weights_TK, ids_TK = router(x_TD)
     assert_same_routing(ours(x_TD), ids_TK, weights_TK)
@@ -178,14 +187,14 @@ def test_it_routes_as_the_softmax_families_of_transformers_do(family: str) -> No
         )
         router = modeling_qwen3_moe.Qwen3MoeTopKRouter(config)
     router.weight.data.normal_()
-    ours, x_TD = TopKRouter(16, 8, 2, normalize=normalize), torch.randn(64, 16)
+    ours, x_TD = TopKRouter(16, 8, 2, RouterOptions(router_normalize=normalize)), torch.randn(64, 16)
     ours.weight.data = router.weight.data
     _, weights_TK, ids_TK = router(x_TD)
     assert_same_routing(ours(x_TD), ids_TK, weights_TK)
 
 
 def test_jitter_moves_scores_in_training_only_and_is_drawn_where_the_trainer_seeds() -> None:
-    router, x_TD = TopKRouter(8, 4, 2, jitter=0.1), torch.randn(16, 8)
+    router, x_TD = TopKRouter(8, 4, 2, RouterOptions(router_jitter=0.1)), torch.randn(16, 8)
     router.weight.data.normal_()
     plain = x_TD @ router.weight.T
 
@@ -202,7 +211,7 @@ def test_jitter_moves_scores_in_training_only_and_is_drawn_where_the_trainer_see
 
 
 def test_forced_balance_gives_experts_turns_and_weights_by_scores() -> None:
-    router, x_TD = TopKRouter(8, 6, 4, force_balanced=True), torch.randn(9, 8)
+    router, x_TD = TopKRouter(8, 6, 4, RouterOptions(force_balanced=True)), torch.randn(9, 8)
     routing = router(x_TD)
     assert routing.expert_ids_TK[:2].tolist() == [[0, 1, 2, 3], [4, 5, 0, 1]]
     assert routing.expert_ids_TK.flatten().bincount().tolist() == [6] * 6
@@ -227,13 +236,26 @@ def test_in_expert_choice_each_expert_takes_its_best_tokens(tokens: int, each: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_groups": 5}, "expert_groups=5 must divide num_experts=12"),
-        ({"expert_groups": 4, "top_k_groups": 5}, "top_k_groups=5 must lie between 1 and expert_groups=4"),
-        ({"expert_groups": 12, "top_k_groups": 2, "group_score": "max"}, "leave top_k=3 experts"),
-        ({"expert_groups": 12, "top_k_groups": 5}, "'top2' needs two experts"),
-        ({"jitter": 1.0}, "jitter=1.0 must be a fraction below 1"),
+        ({"router_groups": 5}, "--router-groups 5: take one or more that divide --experts 12"),
+        ({"router_groups": 4, "top_k_groups": 5}, "--top-k-groups 5: take 1 to 4"),
+        ({"router_groups": 12, "top_k_groups": 2, "router_group_score": "max"}, "--top-k-groups 2: take 3 to 12"),
+        ({"router_groups": 12, "top_k_groups": 5}, "--router-groups 12: leave two experts or more in a group"),
+        ({"router_jitter": 1.0}, "--router-jitter 1.0: take a fraction below 1"),
     ],
 )
 def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TopKRouter(6, 12, 3, **options)
+    with pytest.raises(UserError, match=message):
+        TopKRouter(6, 12, 3, RouterOptions(**options))
+
+
+def test_a_misspelt_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="router_scor"):
+        RouterOptions(router_scor="sigmoid")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="score"):
+        make_moe(6, 8, 4, 2, score="sigmoid")  # type: ignore[call-arg]
+
+
+def test_expert_choice_refuses_options_that_it_would_ignore() -> None:
+    assert ExpertChoiceRouter(8, 4, 2, RouterOptions(router_score="sigmoid")).options.router_score == "sigmoid"
+    with pytest.raises(UserError, match="router_score and router_jitter only"):
+        ExpertChoiceRouter(8, 4, 2, RouterOptions(balance="bias"))

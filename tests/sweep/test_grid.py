@@ -27,7 +27,7 @@ def test_a_grid_has_every_combination_seed_by_seed(toy):
         (["labels"], "write a flag and its values"),
         (["labels=1,,2"], "write a flag and its values"),
         (["=1"], "write a flag and its values"),
-        (["seed=1,2"], "say --num-seeds"),
+        (["seed=1,2"], "use --num-seeds"),
         (["labels=1", "labels=2"], "labels is an axis already"),
     ],
 )
@@ -46,7 +46,7 @@ def test_every_cell_is_checked_before_the_first_one_runs(toy):
 def test_what_is_no_recipe_is_refused(toy, tmp_path):
     with pytest.raises(UserError, match="no such script"):
         load_recipe(tmp_path / "nothing.py", [])
-    with pytest.raises(UserError, match="say --out instead"):
+    with pytest.raises(UserError, match="use --out instead"):
         load_recipe(toy, ["full", "--run-dir", "somewhere"])
     toy.write_text("print")
     with pytest.raises(UserError, match="has no PRESETS"):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Checkpointing(Callback):
     """Continues from the newest checkpoint that verifies; saves every `every_steps` (None: each epoch) and at the end.
 
-    A step is saved when the next one is about to begin: by then all callbacks have done their part of it and its line
-    of metrics is written, so the continued record has each line once.
+    A step is saved at the start of the next one: by then all callbacks have handled it and its line of metrics is
+    written, so a continued metrics file has each line once.
     """
 
     runs_after = (Throughput,)
@@ -40,7 +40,7 @@ class Checkpointing(Callback):
             run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes":
             raise UserError(
-                f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to begin anew."
+                f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to start from step 0."
             )
         self._started_at = trainer.state.step
 
@@ -55,10 +55,10 @@ class Checkpointing(Callback):
 
 
 def settle_buckets(trainer: Trainer) -> None:
-    """Have DDP's first backward behind us, as the run that is continued had.
+    """Run a backward of an empty batch, after which DDP rebuilds its buckets, as it did in the run that is continued.
 
-    DDP orders its buckets anew after it, which changes the order in which more than two ranks' gradients are added,
-    and so their last bits. Of an empty batch, before anything is restored: it leaves no trace.
+    The buckets decide in which order more than two ranks' gradients are added, and so their last bits. To be called
+    before a checkpoint is loaded.
     """
     if trainer.run.world_size <= 2:
         return

@@ -1,4 +1,4 @@
-"""Ending a run that no longer gets better."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EarlyStopping(Callback):
     """
 
     runs_after = (Checkpointing,)
-    """A run that is continued after it stopped early must know so before it trains another step."""
+    """A run that stopped early and is continued loads that before it would train another step."""
 
     def __init__(self, *, patience: int | None, metric: str = "loss", min_delta: float = 0.0):
         self.patience, self.metric, self.min_delta = patience, metric, min_delta

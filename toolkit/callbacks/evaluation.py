@@ -1,4 +1,4 @@
-"""When to evaluate, and what of it becomes a result."""
+"""When to evaluate, and which metrics become results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Evaluation(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if trainer.stop_reason is None and self._last_step != trainer.state.step:
-            # Continued from a checkpoint of the last step, taken before it was evaluated.
+            # Continued from a checkpoint of the last step that was saved before the evaluation.
             self._evaluate(trainer)
         trainer.results |= self._results
 

@@ -1,4 +1,4 @@
-"""Stopping in time when the machine is wanted back: SIGTERM, or the SIGUSR1 of a batch system."""
+"""Stopping on SIGTERM, or on the SIGUSR1 that a scheduler sends before it preempts a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.checkpoint.checkpoint import find_checkpoint, step_of
 from toolkit.errors import Preempted, UserError
-from toolkit.launch import STOP_SIGNALS
+from toolkit.launch.children import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -37,63 +37,63 @@ class Preemption(Callback):
     def __init__(self) -> None:
         self._received = 0
         self._group: dist.ProcessGroup | None = None
-        self._question: tuple[dist.Work, torch.Tensor] | None = None
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if not any(isinstance(callback, Checkpointing) for callback in trainer.callbacks):
             raise ValueError("Preemption needs Checkpointing in the list of callbacks, which saves before it stops")
-        self._received, self._question = 0, None
+        self._received, self._pending = 0, None
         if trainer.run.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            self._handlers = {number: signal.signal(number, self._store) for number in STOP_SIGNALS}
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _store(self, number: int, _frame: FrameType | None) -> None:
         self._received = number
 
     def on_step_end(self, trainer: Trainer) -> None:
-        agreed = self._read()
-        if agreed:
-            trainer.request_stop(signal.Signals(agreed).name)
+        signalled = self._read()
+        if signalled:
+            trainer.request_stop(signal.Signals(signalled).name)
         elif self._group is not None:
-            self._ask()
+            self._start_reduction()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        self._read()  # so that no question is left on the wire
-        step, run, said = trainer.state.step, trainer.run, trainer.stop_reason
-        if said not in STOP_NAMES or step >= trainer.max_steps:
+        self._read()  # so that no reduction is left unfinished
+        step, run, reason = trainer.state.step, trainer.run, trainer.stop_reason
+        if reason not in STOP_NAMES or step >= trainer.max_steps:
             self._restore_handlers()
             return
         newest = find_checkpoint(run.checkpoints, run)
         if newest is None:
             raise UserError(
-                f"stopped by {said} at step {step:,}, and no checkpoint could be written to {run.checkpoints}."
+                f"stopped by {reason} at step {step:,}, and no checkpoint could be written to {run.checkpoints}."
             )
-        # The handlers stay: this process is leaving, and another signal must not interrupt that.
+        # The handlers stay installed: another signal must not interrupt a process that is leaving.
         self._handlers = {}
         saved = "" if step_of(newest) == step else f" from step {step_of(newest):,}, the last that could be saved"
-        raise Preempted(f"stopped by {said} at step {step:,}; run the same command again to continue{saved}.")
+        raise Preempted(f"stopped by {reason} at step {step:,}; run the same command again to continue{saved}.")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         self._restore_handlers()
 
-    def _ask(self) -> None:
-        note = torch.tensor(self._received)
-        work = dist.all_reduce(note, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def _start_reduction(self) -> None:
+        number = torch.tensor(self._received)
+        work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._question = work, note
+        self._pending = work, number
 
     def _read(self) -> int:
-        """The signal that some rank had noted when it was last asked, or 0; alike on all ranks."""
+        """The signal that some rank had received when the last reduction started, or 0; the same on all ranks."""
         if self._group is None:
             return self._received
-        if self._question is None:
+        if self._pending is None:
             return 0
-        work, note = self._question
-        self._question = None
+        work, number = self._pending
+        self._pending = None
         work.wait()
-        return int(note)
+        return int(number)
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():

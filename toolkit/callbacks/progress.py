@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a progress bar on a terminal, a line now and then elsewhere."""
+"""Progress on the console: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast training is, and how much memory it takes."""
+"""Speed and memory use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Window(Callback):
-    """Steps that follow each other, with neither an evaluation nor a save between them."""
+    """Measures consecutive steps, with neither an evaluation nor a save between them."""
 
     def __init__(self) -> None:
         self._begin_at = (0.0, 0, 0)
@@ -77,7 +77,7 @@ class Throughput(_Window):
     by one (on a GPU as the host issues them, which may run ahead).
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
-    begins the window anew, so neither its time nor the steps before it in that window are counted.
+    restarts the window, so neither its time nor the steps before it in that window are counted.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,12 @@
-"""The settings of recipes with experts: where they live, how they are chosen, and how they live."""
+"""The settings of recipes with experts: their number and placement, the router, and dynamic experts."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
+from toolkit.config.router import RouterOptions
 from toolkit.config.run import RunConfig, require
 
 PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "replicate", "round_robin", "swap"}
@@ -14,38 +15,38 @@ PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "re
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRunConfig(RunConfig):
-    """Fields of every recipe with a mixture of experts, whoever wrote its layers."""
+    """Experts and their placement."""
 
     experts: int = 8
-    """Experts per layer; 0 trains a dense network of equal active parameters instead."""
+    """Experts per MoE layer; 0 for a dense network of equal active size."""
     top_k: int = 2
-    """Experts that see each token."""
+    """Experts per token."""
     expert_hidden_size: int = 128
-    """Hidden units of an expert."""
+    """Hidden units of each expert."""
     parallel_strategy: Literal["data_parallel", "expert_parallel"] = "expert_parallel"
-    """Over several processes: copy the experts to all, or let each process own some."""
+    """On several processes, replicate all experts (data_parallel) or distribute them (expert_parallel)."""
     ep_size: int | None = None
-    """Processes that share one set of experts; None means as many as divide both processes and experts."""
+    """Processes in an expert-parallel group; none: the most that divide processes and experts."""
     planner: str | None = None
-    """Move experts between processes while training: swap, lpt, replicate, node_aware, ...; None leaves them."""
+    """Move experts between processes: swap, lpt, replicate, ..."""
     replan_every: int = 200
     """Optimizer steps between plans."""
     spare_slots: int = 0
-    """Empty expert slots on each process, which `replicate` fills with copies of experts in demand."""
+    """Spare expert slots on each process, for the replicas of --planner replicate."""
     initial_placement: Literal["contiguous", "round_robin"] = "contiguous"
-    """Place experts in blocks of consecutive ids at the start, or round-robin."""
+    """Place experts at the start in blocks of consecutive ids or round-robin; --max-experts always is round-robin."""
     guard: bool = True
-    """Refuse plans whose gain does not pay for their bytes, by the step times of this run."""
+    """Skip plans whose expected gain, from measured step times, does not pay for the transfer."""
     link_gbytes_per_second: float | None = 10.0
     """What the guard assumes that a process sends and receives; 10 is a 100 Gbit/s network card. None measures it."""
     expert_time_share: float = 0.5
     """What the guard assumes of a step to be spent in experts and their transfers, as a fraction."""
     record_traces: bool = False
-    """Write how tokens were routed, forward by forward, to traces.npz in the run's folder, for `toolkit lab`."""
+    """Write the routing of each forward to traces.npz in the run's folder, for `toolkit lab`."""
     balance_weight: float = 0.007
     """Weight of the balance loss."""
     z_weight: float = 0.0
-    """Weight of the router's z-loss."""
+    """Weight of the router z-loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,8 +67,8 @@ class ExpertRunConfig(RunConfig):
         require(0 < share <= 1, "expert_time_share", share, "take a fraction above 0, up to 1")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
-            copied = self.parallel_strategy == "data_parallel" and self.ep_size > 1
-            require(not copied, "ep_size", self.ep_size, "leave it out, or use --parallel-strategy expert_parallel")
+            replicated = self.parallel_strategy == "data_parallel" and self.ep_size > 1
+            require(not replicated, "ep_size", self.ep_size, "leave it out, or use --parallel-strategy expert_parallel")
             fits = self.ep_size <= most
             require(fits, "ep_size", self.ep_size, f"take at most {most}, the number of --experts")
             if self.num_processes is not None:
@@ -76,141 +77,105 @@ class ExpertRunConfig(RunConfig):
 
     @property
     def logical_experts(self) -> int:
-        """Rows of the router: the experts, and room for more where there may be more."""
+        """Rows of the router: the experts, and with dynamic experts those that are inactive at first."""
         return self.experts
 
     def ep_size_in(self, world_size: int) -> int:
-        """How many of `world_size` processes share one set of experts."""
+        """Processes in an EP group, out of `world_size`."""
         if self.parallel_strategy == "data_parallel":
             return 1
         return self.ep_size or math.gcd(world_size, self.logical_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoERunConfig(ExpertRunConfig):
-    """Fields of every recipe with mixture-of-experts layers of ours."""
+class MoERunConfig(ExpertRunConfig, RouterOptions):
+    """Capacity and memory of the MoE layers."""
 
-    balance: Literal["loss", "bias", "none"] = "loss"
-    """What keeps experts in use: a loss over the global batch, a bias on the router's choice, or nothing."""
     balance_scope: Literal["global", "local", "sequence"] = "global"
-    """Whose tokens the loss balances: those of the whole step, of each process by itself, or of each sequence."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router scores experts: against each other, or each by itself."""
-    routed_scaling: float = 1.0
-    """Multiplies the weights of a token's experts, which add up to 1."""
-    router_groups: int = 1
-    """Groups of consecutive experts, of which a token may use --top-k-groups."""
-    top_k_groups: int = 1
-    """Groups that a token chooses its experts from."""
-    router_jitter: float = 0.0
-    """Noise on what the router sees in training, as a fraction of it."""
+    """Average the balance loss over the tokens of the global batch, of each process, or of each sequence."""
     capacity_factor: float | None = None
-    """An expert takes this many times the mean load and drops the rest; None drops nothing."""
+    """Drop assignments of an expert beyond this many times the mean load; none drops nothing."""
     drop_policy: Literal["probs", "position"] = "probs"
-    """What is dropped beyond the capacity: the lowest weights, or the latest tokens."""
-    force_balanced: bool = False
-    """Experts take turns, whatever the router says: for measuring speed, not for learning."""
+    """Beyond the capacity, drop the assignments with the lowest weights, or those of the latest tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward to save memory: the experts' hidden activations, or their whole layer."""
+    """Save memory by computing again in the backward: the experts' hidden activations, or the whole layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = max(1, self.experts)
-        require(0 < self.routed_scaling < math.inf, "routed_scaling", self.routed_scaling, "take a positive number")
-        groups, chosen = self.router_groups, self.top_k_groups
-        fits = groups >= 1 and self.experts % groups == 0
-        require(fits, "router_groups", groups, f"take one or more that divide --experts {self.experts}")
-        enough = -(-self.top_k * groups // most)
-        fits = enough <= chosen <= groups
-        require(fits, "top_k_groups", chosen, f"take {enough} to {groups}, to find --top-k {self.top_k} experts")
-        fits = chosen == groups or self.experts == 0 or self.experts >= 2 * groups
-        require(fits, "router_groups", groups, "leave two experts or more in a group, which is judged by its best two")
-        require(0 <= self.router_jitter < 1, "router_jitter", self.router_jitter, "take a fraction below 1")
+        self.router_options.check(self.experts, self.top_k)
         factor = self.capacity_factor
         fits = factor is None or 0 < factor < math.inf
         require(fits, "capacity_factor", factor, "take a positive number, or none to drop nothing")
 
-    def layer_options(self) -> dict[str, Any]:
-        """What `toolkit.moe.make_moe` is to know of the router, the layer, and where experts live at first."""
-        return {
-            "bias_balancing": self.balance == "bias",
-            "score": self.router_score,
-            "scaling": self.routed_scaling,
-            "expert_groups": self.router_groups,
-            "top_k_groups": self.top_k_groups,
-            "jitter": self.router_jitter,
-            "force_balanced": self.force_balanced,
-            "capacity_factor": self.capacity_factor,
-            "drop_policy": self.drop_policy,
-            "recompute": self.recompute,
-            "spare_slots": self.spare_slots,
-            "placement": self.initial_placement,
-        }
+    @property
+    def router_options(self) -> RouterOptions:
+        """The fields that the router of each layer takes."""
+        return RouterOptions(**{option.name: getattr(self, option.name) for option in fields(RouterOptions)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleConfig:
-    """How a population of experts changes, where `--max-experts` leaves room for that."""
+    """Dynamic experts, with --max-experts: growth, and sleep phases with replay, merging and pruning."""
 
     grow: bool = True
-    """Halve an expert when the data are no longer covered."""
+    """Split experts when coming samples are no longer covered: when many have p(target) < 0.5."""
     new_expert: Literal["split", "fresh"] = "split"
-    """What is born: half of an expert, which changes no output, or an untrained one."""
+    """Start a new expert with its parent's weights, which changes no output, or with fresh random ones."""
     check_every: int = 25
-    """Optimizer steps between looks at how well coming samples are covered."""
+    """Optimizer steps between coverage checks."""
     check_samples: int = 128
-    """Coming samples that are looked at, over all processes."""
-    tolerated: float = 0.1
-    """Fraction of samples with less than even odds that is no reason to grow, once it falls no further."""
+    """Samples per coverage check, over all processes."""
+    plateau_threshold: float = 0.1
+    """Plateau threshold: tolerated fraction of samples with p(target) < 0.5."""
     cooldown_checks: int = 8
-    """Checks after a growth at which nothing is grown."""
+    """Coverage checks without growth after a growth."""
     growths_at_once: int = 1
-    """Experts that are halved when the data shift."""
+    """Experts that are split after a shift of the data."""
     merge: bool = True
-    """Merge experts that became the same, when asleep."""
+    """In sleep, merge experts with nearly equal outputs and weights."""
     merge_distance: float = 0.15
-    """Most distance between what two such experts say: 0 is the same, 1 unrelated."""
+    """Maximum normalised distance between the outputs of experts to merge: 0 equal, 1 unrelated."""
     merge_similarity: float = 0.8
-    """Least cosine between their aligned weights."""
+    """Minimum cosine between the aligned weights of experts to merge."""
     prune: bool = True
-    """End experts that nobody uses, when asleep."""
+    """In sleep, prune experts with little load."""
     prune_below: float = 0.05
-    """Nobody uses an expert with less than this fraction of an even share of the tokens since the last sleep."""
+    """Prune experts below this fraction of the mean load since the last sleep."""
     min_age: int = 500
-    """Optimizer steps that every expert is given before it may be merged or pruned."""
+    """Minimum age of experts to merge or prune, in optimizer steps."""
     graph: bool = True
-    """Ask the knowledge graph whom to spare from merging, and who should stay on one process."""
+    """Do not merge experts that the same tokens use, and keep them on one process where possible."""
     sleep: bool = True
-    """Replay, merge, prune and tidy up from time to time."""
+    """Have sleep phases: replay, merge, prune, and even out the number of experts per process."""
     sleep_every: int = 1000
-    """Optimizer steps between sleeps."""
+    """Optimizer steps between sleep phases."""
     adaptive_sleep: bool = True
-    """Sleep more often when the population has grown."""
+    """Sleep more often when there are more than 1.5 times the initial experts."""
     min_sleep_every: int = 500
-    """Fewest steps between sleeps."""
+    """Minimum optimizer steps between sleep phases."""
     max_sleep_every: int = 2000
-    """Most steps between sleeps."""
+    """Maximum optimizer steps between sleep phases."""
     memory_size: int = 2000
-    """Training samples that are remembered for replay, evenly over classes."""
+    """Training samples in the replay memory, evenly over classes."""
     replay_steps: int = 40
-    """Optimizer steps of replay in a sleep; 0 replays nothing."""
+    """Optimizer steps of replay in a sleep phase."""
     replay_batch_size: int | None = None
-    """Samples per step of replay, over all processes; None takes the batch size."""
+    """Samples per replay step, over all processes; none: --batch-size."""
     replay_lr: float = 1e-4
-    """Learning rate of replay."""
+    """Learning rate of replay steps."""
     undo_above: float = 0.02
-    """A change that raises the loss by more than this fraction is undone."""
+    """Undo a change in sleep that raises the loss by more than this fraction."""
     edge_decay: float = 0.99
-    """What the weights of the knowledge graph's edges are multiplied by each epoch."""
+    """Factor of the edge weights of the knowledge graph, per epoch and sleep phase."""
     edge_floor: float = 0.1
-    """A measured edge with less weight than this is forgotten."""
+    """Remove measured edges of the knowledge graph below this weight."""
 
     def __post_init__(self) -> None:
         for name in ("check_every", "check_samples", "growths_at_once", "sleep_every", "memory_size"):
             require(getattr(self, name) >= 1, f"lifecycle.{name}", getattr(self, name), "take one or more")
         for name in ("cooldown_checks", "min_age", "replay_steps"):
             require(getattr(self, name) >= 0, f"lifecycle.{name}", getattr(self, name), "take zero or more")
-        for name in ("tolerated", "merge_distance", "merge_similarity", "prune_below"):
+        for name in ("plateau_threshold", "merge_distance", "merge_similarity", "prune_below"):
             require(
                 0 <= getattr(self, name) <= 1, f"lifecycle.{name}", getattr(self, name), "take a fraction from 0 to 1"
             )
@@ -227,27 +192,27 @@ class LifecycleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRunConfig(MoERunConfig):
-    """Fields of a recipe whose experts may be born and end."""
+    """Number of dynamic experts."""
 
     max_experts: int | None = None
-    """Room for so many experts, which may then be grown, merged and pruned; None keeps --experts for ever."""
+    """Maximum number of experts per layer: makes them dynamic (split, merged, pruned); none: a fixed number."""
     min_experts: int = 2
-    """Experts that are left alive, where they may end."""
+    """Minimum number of experts per layer, with --max-experts."""
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        room = self.max_experts
-        if room is None:
+        limit = self.max_experts
+        if limit is None:
             return
         require(self.experts >= 1, "experts", self.experts, "take one or more with --max-experts")
-        require(room >= self.experts, "max_experts", room, f"take --experts {self.experts} or more")
+        require(limit >= self.experts, "max_experts", limit, f"take --experts {self.experts} or more")
         fits = self.top_k <= self.min_experts <= self.experts
         remedy = f"take --top-k {self.top_k} to --experts {self.experts}"
         require(fits, "min_experts", self.min_experts, remedy)
-        for name, plain in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
+        for name, required in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
             value = getattr(self, name)
-            require(value == plain, name, value, "leave it out, or --max-experts: experts that live have no such thing")
+            require(value == required, name, value, "leave it out: dynamic experts (--max-experts) do not support it")
         require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
 
     @property

@@ -1,14 +1,14 @@
-"""Flags that people bring from other programs, and where what they wanted is here.
+"""Flags of other programs, and what to use here instead: for the message about an unknown flag.
 
-Asked only about flags that a recipe does not have. `docs/migration/` holds the whole tables.
+`docs/migration/` has the complete tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-NO_DEVICE = "the device is found, a GPU where there is one"
-FROM_DATA = "it follows from the data"
+NO_DEVICE = "a GPU is used if there is one"
+FROM_DATA = "it is taken from the data: leave it out"
 
 REMEDIES: Mapping[str, str] = {
     # MORPH: examples/gpu_training_example.py and MorphConfig; docs/migration/morph.md.
@@ -28,11 +28,11 @@ REMEDIES: Mapping[str, str] = {
     "expert-k": "use --top-k",
     "input-size": FROM_DATA,
     "output-size": FROM_DATA,
-    "enable-dynamic-experts": "use the preset dynamic, or --max-experts 16; without, the population stays",
-    "expert-creation-uncertainty-threshold": "use --lifecycle.tolerated, the fraction of samples that may go uncovered",
-    "expert-similarity-threshold": "use --lifecycle.merge-distance for outputs and --lifecycle.merge-similarity for weights",
+    "enable-dynamic-experts": "use the preset dynamic, or --max-experts 16",
+    "expert-creation-uncertainty-threshold": "use --lifecycle.plateau-threshold",
+    "expert-similarity-threshold": "use --lifecycle.merge-distance and --lifecycle.merge-similarity",
     "dormant-steps-threshold": "use --lifecycle.min-age",
-    "min-lifetime-activations": "use --lifecycle.prune-below, a fraction of an even share",
+    "min-lifetime-activations": "use --lifecycle.prune-below, a fraction of the mean load",
     "enable-sleep": "use --lifecycle.sleep or --lifecycle.no-sleep",
     "sleep-cycle-frequency": "use --lifecycle.sleep-every",
     "enable-adaptive-sleep": "use --lifecycle.adaptive-sleep or --lifecycle.no-adaptive-sleep",
@@ -45,9 +45,9 @@ REMEDIES: Mapping[str, str] = {
     "knowledge-edge-min": "use --lifecycle.edge-floor",
     "enable-expert-reorganization": "use --planner, which moves experts between processes",
     "overlap-threshold": "use --planner, which moves experts between processes",
-    "specialization-threshold": "specialisation is measured and drawn, and decides nothing: leave it out",
-    "enable-meta-learning": "the original's changed nothing: leave it out",
-    "meta-learning-intervals": "the original's changed nothing: leave it out",
+    "specialization-threshold": "specialization is only measured and drawn here: leave it out",
+    "enable-meta-learning": "it had no effect in the original: leave it out",
+    "meta-learning-intervals": "it had no effect in the original: leave it out",
     # Robustness of semi-supervised autoencoders; docs/migration/vae.md.
     "eval-frequency": "use --eval-every",
     "gpu-ids": "use CUDA_VISIBLE_DEVICES=0,1 and --num-processes 2",
@@ -63,6 +63,6 @@ REMEDIES: Mapping[str, str] = {
 
 
 def remedy(flag: str) -> str | None:
-    """What to do instead of `flag`, as the end of a sentence; None where it is no flag that we know."""
+    """What to use instead of `flag`, as the end of a sentence; None for a flag of no program that we know."""
     name = flag.lstrip("-").replace("_", "-")
     return REMEDIES.get(name) or REMEDIES.get(name.removeprefix("no-"))

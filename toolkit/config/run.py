@@ -1,7 +1,7 @@
-"""The settings that every recipe shares: frozen, typed, validated when they are made.
+"""The settings of every recipe: frozen dataclasses, validated when they are made. Docstrings are the --help texts.
 
-A recipe's own `Config` inherits `RunConfig`, so the flags that people type are flat (`--lr`, `--batch-size`); what is
-rarely touched sits in nested groups (`--optimizer.weight-decay`). `None` means off or automatic, never -1 or 0.
+A recipe's `Config` inherits `RunConfig`: common fields are flat flags (`--lr`, `--batch-size`), others are in nested
+groups (`--optimizer.weight-decay`). `None` means off or automatic.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from toolkit.errors import UserError
 
 
 def require(holds: bool, name: str, value: object, remedy: str) -> None:
-    """Raise UserError naming a field, its value and the remedy, unless `holds`."""
+    """Raise UserError with the field, its value and the remedy, unless `holds`."""
     if not holds:
         raise UserError(f"--{name.replace('_', '-')} {value}: {remedy}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW."""
+    """Optimizer: AdamW, with gradient clipping."""
 
     beta1: float = 0.9
-    """Decay of the running mean of gradients, per step."""
+    """EMA decay of gradients."""
     beta2: float = 0.999
-    """Decay of the running mean of squared gradients, per step."""
+    """EMA decay of squared gradients."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices, as a fraction of the learning rate per step; vectors have none."""
+    """Decoupled weight decay of matrices, times the learning rate; vectors have none."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this global 2-norm; None leaves them."""
+    """Clip gradients to this global 2-norm; none: no clipping."""
 
     def __post_init__(self) -> None:
         require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "take a number from 0 up to, not including, 1")
@@ -47,18 +47,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate moves over a run."""
+    """Learning rate schedule."""
 
     name: Literal["constant", "cosine", "stable_decay"] = "cosine"
     """Shape after the warm-up."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     warmup_epochs: float = 0.0
-    """The same in passes over the training data, instead of steps."""
+    """Epochs of linear warm-up, instead of --schedule.warmup-steps."""
     final: float = 0.0
-    """Last learning rate, as a fraction of the highest."""
+    """Final learning rate, as a fraction of the peak."""
     decay_steps: int | None = None
-    """Optimizer steps of the final descent of `stable_decay`; None means a fifth of the run."""
+    """Optimizer steps of the decay of stable_decay; none: a fifth of the run."""
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "take zero or more steps")
@@ -72,12 +72,12 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save, and how many to keep."""
+    """Checkpoints."""
 
     every_steps: int | None = None
-    """Save every so many steps; None saves at the end of each epoch."""
+    """Optimizer steps between checkpoints; none: one per epoch."""
     keep: int = 2
-    """How many verified checkpoints to keep."""
+    """Number of verified checkpoints to keep."""
 
     def __post_init__(self) -> None:
         every = self.every_steps
@@ -87,14 +87,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingConfig:
-    """When to end a run that no longer gets better, judged by its evaluations."""
+    """Early stopping, by evaluations."""
 
     patience: int | None = None
-    """Evaluations in a row that may be no better than the best; None trains to the end."""
+    """Stop after this many evaluations without improvement; none: never."""
     metric: str = "loss"
-    """What is compared: a name that evaluations report, such as loss or accuracy."""
+    """Metric of the evaluations to compare, such as loss or accuracy."""
     min_delta: float = 0.0
-    """Less than this is no gain."""
+    """Minimum change that is an improvement."""
 
     def __post_init__(self) -> None:
         patience = self.patience
@@ -104,49 +104,51 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Fields of every recipe. Each recipe's presets set the numbers."""
+    """Training.
+
+    Fields of every recipe. Each recipe's presets set the numbers.
+    """
 
     epochs: int = 1
     """Passes over the training data."""
     max_steps: int | None = None
-    """Stop after this many optimizer steps; None means by epochs alone."""
+    """Stop after this many optimizer steps, if --epochs takes longer."""
     batch_size: int = 64
-    """Samples per optimizer step, over all processes and accumulation steps."""
+    """Global batch: samples per optimizer step, over all processes."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step on each process."""
+    """Micro-batches per optimizer step and process."""
     auto_batch_size: bool = False
-    """Cut --batch-size into as few micro-batches as fit into memory, whatever --gradient-accumulation-steps says."""
+    """Find the fewest accumulation steps that fit into memory, instead of --gradient-accumulation-steps."""
     memory_fraction: float = 0.9
-    """Part of the device's memory, or of the machine's on a CPU, that --auto-batch-size may fill."""
+    """Fraction of the device's memory (on a CPU, the machine's) that --auto-batch-size may use."""
     lr: float = 1e-3
-    """Highest learning rate, before --scale-lr."""
+    """Peak learning rate."""
     scale_lr: int | None = None
-    """The batch size that --lr is meant for: another batch gets a rate as many times as high, and needs a warm-up."""
+    """Reference batch size for linear learning-rate scaling; a higher rate needs a warm-up. None: no scaling."""
     seed: int = 0
-    """Fixes initial weights, the order of the data, and every random draw."""
+    """Seed of weights, data order and all random draws."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
-    """Type of matrix products; None takes what `accelerate launch` was told, else no."""
+    """Autocast dtype; none: that of `accelerate launch`, else no."""
     cpu: bool = False
-    """Stay on the CPU even where there is a GPU."""
+    """Train on the CPU even if there is a GPU."""
     num_processes: int | None = None
-    """Start this many processes on this machine; None runs in this one, or in those the launcher started."""
+    """Processes to start on this machine; none: those of the launcher."""
     num_workers: int = 0
-    """Processes that fetch batches ahead; 0 fetches in line, which a memory-mapped table seldom needs to better."""
+    """Worker processes that load batches; 0 loads in the training process."""
     dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
-    """Over several processes: copy all parameters but the experts' (DDP), or cut them into pieces (FSDP2)."""
+    """On several processes, replicate (DDP) or shard (FSDP2) all parameters except the experts'."""
     compile: bool = False
-    """Compile the model with torch.compile; takes a while to start."""
+    """Compile the model with torch.compile, which takes a while at the start."""
     dataset: str = "auto"
-    """Which data to train on; see the recipe."""
+    """Data set to train on; the recipe's guide lists them."""
     data_dir: Path | None = None
-    """Folder that holds data sets, or one; None takes $TOOLKIT_DATA_DIR, then the Hub."""
+    """Folder of data sets, or of one; none: $TOOLKIT_DATA_DIR, then the Hub."""
     run_dir: Path | None = None
-    """Folder of this run; None makes runs/<recipe>/<time>."""
+    """Folder of the run; none: runs/<recipe>/<time>."""
     resume: Literal["auto", "yes", "no"] = "auto"
-    """auto: continue what --run-dir holds, else begin; yes (or bare --resume): there must be something to continue; no:
-    refuse a used folder."""
+    """Resume the run in --run-dir: if there is one (auto), always (yes, or --resume alone), or never (no)."""
     tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
-    """Where metrics go besides metrics.jsonl. W&B is online with a key, offline without; it never asks."""
+    """Also log metrics to a tracker"""
     log_every: int = 50
     """Optimizer steps between lines of metrics."""
     eval_every: int = 1
@@ -176,7 +178,7 @@ class RunConfig:
 
     @property
     def peak_lr(self) -> float:
-        """The highest learning rate: with `scale_lr`, proportional to the batch (Goyal et al. 2017, section 2.1)."""
+        """The peak learning rate: with `scale_lr`, proportional to the batch (Goyal et al. 2017, section 2.1)."""
         return self.lr if self.scale_lr is None else self.lr * self.batch_size / self.scale_lr
 
 
@@ -218,7 +220,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "record_traces",
     }
 )
-"""Fields that may differ between a run and its continuation, because they do not decide what is learned."""
+"""Fields that may change when a run is resumed, because they do not change what is learned."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class TrainBatches:
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
         for step, batch in enumerate(self.order.batches(start_step), start_step):
-            if self.augment is not None:  # which needs to know visits, not rows
+            if self.augment is not None:  # which takes visits, not rows
                 batch = batch + step // self.steps_per_epoch * len(self.table)
             for micro in range(self.accumulation):
                 yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)

@@ -32,7 +32,7 @@ def cache_dir() -> Path:
 def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
     """The arrays that `build` makes, mapped from cache entry `key`; a missing or damaged entry is built first.
 
-    Of several processes one builds. Where the cache folder cannot be written the arrays stay in memory.
+    Of processes that call this at once, one builds. Where the cache folder cannot be written the arrays stay in memory.
     """
     folder = cache_dir() / key
     try:
@@ -71,7 +71,7 @@ def _map(folder: Path) -> dict[str, Tensor]:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise _Damaged(path)
-            # Copy-on-write costs nothing while nobody writes, and spares torch's warning about read-only memory.
+            # Copy-on-write costs nothing without writes, and avoids torch's warning about read-only memory.
             columns[name] = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         return columns
     except (OSError, ValueError, AttributeError) as error:

@@ -67,7 +67,7 @@ class _Choice:
             columns = read_digits()
         elif all(path.exists() for path in (*self.files.train, *self.files.test)):
             columns = read_files(self.files)
-        else:  # another machine than the main process's, which has its own copy, or gets one
+        else:  # another machine than the main process's: find or download the set there
             columns = read_files(_locate(self.name, data_dir))
         columns["pixel_mean_std"] = _mean_std(columns["train_input"])
         return columns
@@ -97,7 +97,7 @@ def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> Imag
 def _choose(dataset: str, data_dir: Path | None) -> _Choice:
     if dataset not in ("auto", "digits", *HUB_REPOS):
         names = ", ".join(("auto", *HUB_REPOS, "digits"))
-        raise UserError(f"--dataset {dataset}: there is no such set; choose one of {names}.")
+        raise UserError(f"--dataset {dataset}: unknown; take one of {names}.")
     if dataset == "digits":
         if data_dir is not None:
             raise UserError(f"--data-dir {data_dir}: the digits come with scikit-learn; leave --data-dir out.")

@@ -54,10 +54,10 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def damaged(path: Path, fault: str) -> UserError:
-    """The error for an invalid file."""
-    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another copy.")
+    """The error for a file that is not what it claims to be."""
+    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another one.")
 
 
 def first_line(error: Exception) -> str:
-    """The message of `error`, in one line without a full stop."""
+    """The first line of `error`, without a full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

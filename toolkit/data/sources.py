@@ -126,7 +126,7 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
     if ask and (host := unreachable_host(constants.ENDPOINT)):
         raise NotFoundHere(f"{host} does not answer")
     try:
-        if ask:  # a download itself waits long for a host that connects and then says nothing
+        if ask:  # a download itself waits long for a host that connects and then sends nothing
             huggingface_hub.HfApi().dataset_info(repo, timeout=HUB_ANSWER_TIMEOUT_S)
         folder = huggingface_hub.snapshot_download(
             repo,

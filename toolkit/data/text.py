@@ -151,7 +151,7 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
         return _folder(folder) if folder else _stdlib(_NO_SHAKESPEARE)
     if dataset == FOLDER:
         if folder is None:
-            raise UserError(f"--dataset {FOLDER}: say which, with --data-dir.")
+            raise UserError(f"--dataset {FOLDER}: name it with --data-dir.")
         return _folder(folder)
     if "/" in dataset:
         return _Corpus(dataset, "dataset", tuple(dataset.split(":", 1)))

@@ -1,4 +1,4 @@
-"""Where the probe is put between a script and its libraries: Accelerate, torch, and our own parts."""
+"""Patches of Accelerate, torch and this toolkit that call the probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.parallel import gradients, groups
 
 
 def attach(probe: Probe) -> None:
-    """Put the probe between the script and its libraries, for the rest of this process."""
+    """Patch the script's libraries so that they call the probe, for the rest of this process."""
     _attach_accelerator(probe)
     register_optimizer_step_pre_hook(probe.before_update)
     register_optimizer_step_post_hook(probe.after_update)
@@ -77,13 +77,13 @@ def _attach_accelerator(probe: Probe) -> None:
 
 
 def _attach_ours(probe: Probe) -> None:
-    """What our own parts tell beyond what torch and Accelerate do."""
-    from toolkit import launch
+    """What this toolkit shows beyond torch and Accelerate: how it saves, and the penalty of the router."""
     from toolkit.hosts.engine import ExpertParallel
+    from toolkit.launch import world
     from toolkit.moe.losses import RouterPenalty
     from toolkit.trainer import Trainer
 
-    launch.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+    world.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
 
     def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
         start = cls.__init__

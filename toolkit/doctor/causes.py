@@ -1,4 +1,4 @@
-"""From symptoms to causes: what a difference between one process and several says about the script.
+"""From symptoms to causes: what a difference between one process and several means for the script.
 
 A rule looks at a `Comparison` and returns a `Finding` or nothing. Rules are in causal order: weights come before
 outputs, those before gradients, those before updates. So the first that applies at the earliest step names the cause,
@@ -27,7 +27,7 @@ class Finding:
     remedy: str
 
 
-OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides anew under recomputation"
+OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides otherwise under recomputation"
 
 Rule = Callable[[Comparison], Finding | None]
 
@@ -42,7 +42,7 @@ def diagnose(comparison: Comparison) -> list[Finding]:
     return [CHAIN[min(differing, key=lambda quantity: comparison[quantity].step)](comparison), *independent]
 
 
-# --- faults that stand by themselves -------------------------------------------------------------------------------
+# --- faults that are found without comparing the two runs ----------------------------------------------------------
 
 
 def _overwritten(c: Comparison) -> Finding | None:
@@ -51,7 +51,7 @@ def _overwritten(c: Comparison) -> Finding | None:
     return Finding(
         OVERWRITTEN,
         f"preparing the model changed rows that a rank owns: {c['owned rows after prepare'].where}",
-        "DDP took them for copies, and sent rank 0's to everybody; it averages their gradients too",
+        "DDP treated them as replicated and broadcast rank 0's; it averages their gradients too",
         "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.prepare.prepare",
     )
 
@@ -73,7 +73,7 @@ def _buffer(c: Comparison) -> Finding | None:
     return Finding(
         "buffer overwritten by broadcast",
         f"before a forward, ranks lost what they had written to {c['buffers of ranks'].where}",
-        "DDP sends rank 0's buffers to everybody before each forward",
+        "DDP broadcasts rank 0's buffers before each forward",
         "keep what each rank counts in a plain attribute, or reduce it over the ranks first",
     )
 
@@ -91,7 +91,7 @@ def _outside(c: Comparison) -> Finding | None:
 
 def _save(c: Comparison) -> Finding | None:
     check = c["save and load"]
-    if check.ok or not c["copies on ranks"].ok:  # of copies that differ only one can be kept
+    if check.ok or not c["replicas on ranks"].ok:  # of replicas that differ only one is saved
         return None
     if any(record.save_error for record in c.many.records):
         return Finding("saving fails", check.where, "saving or loading raised an error", "see the error")
@@ -99,17 +99,17 @@ def _save(c: Comparison) -> Finding | None:
     return Finding(
         "expert lost on save" if expert else "state lost on save",
         f"after saving and loading, not as before: {check.where}",
-        "only rank 0's rows were written, or rows were loaded by place and not by id"
+        "only rank 0's rows were written, or rows were loaded by position and not by id"
         if expert
         else "not everything was written, or not from all ranks",
-        "save with Trainer.save, ExpertParallel.save, or toolkit.checkpoint.checkpoint, which write each row under its id",
+        "save with Trainer.save, ExpertParallel.save or toolkit.checkpoint.checkpoint, which write rows by their ids",
     )
 
 
 INDEPENDENT: list[Rule] = [_overwritten, _redecided, _buffer, _outside, _save]
 
 
-# --- faults that are told by what differs first --------------------------------------------------------------------
+# --- faults that are recognised by what differs first --------------------------------------------------------------
 
 
 def _initial(c: Comparison) -> Finding:
@@ -163,7 +163,7 @@ def _loss(c: Comparison) -> Finding:
 
 
 def _forward(c: Comparison, step: int) -> Finding | None:
-    """The first module whose output differs at the first step, and what that kind of module is known for."""
+    """The first module whose output differs at the first step, and what usually causes that in such a module."""
     if step != 1:
         return None
     for name, kind in c.one.first.modules:
@@ -241,7 +241,7 @@ def _gradients(c: Comparison) -> Finding:
 
 
 def _ratios(c: Comparison, step: int) -> dict[Key, tuple[float, float, float]]:
-    """For each gradient: by what it would have to be multiplied, how far off it then is, and how far off it is."""
+    """For each gradient: its least-squares ratio to that of one process, the distance beside it, and the distance."""
     one, many = c.one.tensors(step, "gradient", c.split), c.many.tensors(step, "gradient", c.split)
     total = torch.stack([tensor.double().norm() for tensor in one.values()]).norm().item()
     ratios = {}
@@ -259,7 +259,7 @@ def _norm(c: Comparison) -> Finding:
     each = ", ".join(f"{norm:.6g}" for norm in norms)
     return Finding(
         "local clip norm",
-        f"at step {check.step} gradients agree, and clipping found norms of {each} where one process found "
+        f"at step {check.step} gradients are equal, and clipping found norms of {each} where one process found "
         f"{c.one.norms(check.step - 1)[0]:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
         "clip with toolkit.parallel.gradients.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
@@ -279,13 +279,13 @@ def _unsynchronised(symptom: str) -> Finding:
     return Finding(
         "unsynchronised replica",
         symptom,
-        "copies on several ranks are updated from different gradients, or not refreshed from their owner",
+        "replicas on several ranks are updated from different gradients, or not refreshed from their owner",
         "call average_owned_gradients before the update and refresh_replicas after it, of toolkit.parallel.gradients",
     )
 
 
-def _copies(c: Comparison) -> Finding:
-    check = c["copies on ranks"]
+def _replicas(c: Comparison) -> Finding:
+    check = c["replicas on ranks"]
     return _unsynchronised(f"after step {check.step}, the ranks have different {check.where}")
 
 
@@ -340,7 +340,7 @@ CHAIN: dict[str, Callable[[Comparison], Finding]] = {
     "gradients": _gradients,
     "gradient norm": _norm,
     "learning rate": _rates,
-    "copies on ranks": _copies,
+    "replicas on ranks": _replicas,
     "optimizer state": _state,
     "weights": _weights,
 }

@@ -125,7 +125,7 @@ class Comparison:
         yield self._over("weights", tolerance, self._weights, range(1, self.phases), first=0)
         yield self._over("optimizer state", tolerance, self._state, range(1, self.phases), first=0)
         phases = range(self.phases)
-        yield self._over("copies on ranks", 0, lambda phase: _any(many.unequal_replicated(phase)), phases, first=0)
+        yield self._over("replicas on ranks", 0, lambda phase: _any(many.unequal_replicated(phase)), phases, first=0)
         yield _found("one routing decision", [*self.one.gathered("redecided"), *many.gathered("redecided")])
         yield _found("buffers of ranks", many.gathered("overwritten_buffers"))
         yield _found("parameters in an optimizer", [*self.one.gathered("outside"), *many.gathered("outside")])

@@ -1,4 +1,4 @@
-"""One run as a whole, put together from what its ranks saw."""
+"""One run as a whole, joined from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = -1
 
 @dataclass
 class Evidence:
-    """Questions about one run, answered over its ranks."""
+    """Quantities of one run, over all of its ranks."""
 
     records: list[Record]
 
@@ -40,7 +40,7 @@ class Evidence:
     # --- tensors by id ----------------------------------------------------------------------------------------
 
     def tensors(self, phase: int, kind: str, split: set[str]) -> dict[Key, Tensor]:
-        """All tensors of one kind after `phase` steps, from whoever owns them; parameters in `split` row by row."""
+        """All tensors of one kind after `phase` steps, from their owning ranks; parameters in `split` row by row."""
         found: dict[Key, Tensor] = {}
         for record in self.records:
             rows, owns = record.phases[phase].rows, record.phases[phase].owns
@@ -64,12 +64,12 @@ class Evidence:
         return found - {"weight", "gradient", "output"}
 
     def unequal_replicated(self, phase: int) -> list[str]:
-        """Parameters, or rows, that do not have the same bits wherever there is a copy of them."""
+        """Replicated parameters, and replicas of experts, whose bits differ between ranks."""
         differing = self._unequal_digests(lambda record: record.phases[phase].digests)
         return differing + self._unequal_rows(phase, "weight", of_owners=False)
 
     def unequal_gradients(self, step: int) -> list[str]:
-        """The same of gradients that should have been made equal, before clipping."""
+        """The same for gradients that are averaged over ranks, before clipping."""
         differing = self._unequal_digests(lambda record: record.steps[step].gradients)
         return differing + self._unequal_rows(step, "gradient", of_owners=True)
 
@@ -94,7 +94,7 @@ class Evidence:
         return list(differing)
 
     def has_moved(self, phase: int) -> bool:
-        """Whether some expert lives elsewhere after `phase` steps than one step before."""
+        """Whether the placement after `phase` steps is not that of one step before."""
         return phase > 0 and any(r.phases[phase].rows != r.phases[phase - 1].rows for r in self.records)
 
     # --- numbers ----------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Run a script in one process and in several, compare, and say what was found."""
+"""Run a script in one process and in several, compare, and report what was found."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,10 +19,8 @@ from toolkit.doctor.compare import TOLERANCES, Check, Comparison
 from toolkit.doctor.evidence import Evidence
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
-from toolkit.launch import bound_port, reserve_port
-
-GRACE_S = 5.0
-"""How long the other ranks may go on once one has failed."""
+from toolkit.launch.children import Children
+from toolkit.launch.world import bound_port, reserve_port
 
 ROUNDING = 2e-7
 """What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
@@ -152,7 +151,7 @@ def _check(script: Path, args: Sequence[str]) -> None:
     if not script.is_file():
         raise UserError(f"script {script} is not there: give the path of a Python file.")
     if any(word.partition("=")[0] in ("--num-processes", "--num_processes") for word in args):
-        raise UserError("--num-processes is for the doctor to say: use its --processes, before the script.")
+        raise UserError("--num-processes is set by the doctor: use its --processes, before the script.")
 
 
 def _run(
@@ -173,31 +172,22 @@ def _run(
         }
     command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding)]
     command += [str(script), *words]
-    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(world):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-            with (folder / f"output{rank}.txt").open("wb") as output:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment | place,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        failed = _wait(ranks, time.monotonic() + timeout_s)
-        if failed is None and any(process.poll() is None for process in ranks):
-            raise ScriptFailed(f"no end within {timeout_s:g} s: ranks may be waiting for each other; see --timeout.")
+        with Children() as ranks:
+            for rank in range(world):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+                with (folder / f"output{rank}.txt").open("wb") as output:
+                    ranks.start(command, env=environment | place, stdout=output, stderr=subprocess.STDOUT)
+            failed = ranks.wait(timeout_s=timeout_s)
+            timed_out = not failed and any(process.poll() is None for process in ranks.processes)
     finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
         reserved.close()
-    if failed is not None:
-        raise ScriptFailed(_last_line(folder / f"output{failed}.txt"))
+    if ranks.received:  # by now handled as if there had been no children
+        signal.raise_signal(ranks.received[0])
+    if timed_out:
+        raise ScriptFailed(f"no end within {timeout_s:g} s: ranks may be waiting for each other; see --timeout.")
+    if failed:
+        raise ScriptFailed(_last_line(folder / f"output{min(failed)}.txt"))
     evidence = Evidence(read_records(folder))
     if len(evidence.records) < world or not evidence.steps:
         raise UserError(
@@ -205,18 +195,6 @@ def _run(
             "accelerator.backward, and a torch optimizer."
         )
     return evidence
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Wait for all to end, at most until `deadline`; the rank that failed first, if one did."""
-    failed: int | None = None
-    while True:
-        codes = [process.poll() for process in ranks]
-        if failed is None and (bad := [rank for rank, code in enumerate(codes) if code]):
-            failed, deadline = bad[0], min(deadline, time.monotonic() + GRACE_S)
-        if None not in codes or time.monotonic() > deadline:
-            return failed
-        time.sleep(0.05)
 
 
 def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
@@ -232,4 +210,4 @@ def _last_line(output: Path) -> str:
     """The last line of an error, without the prefix of ours."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
-    return (errors or lines or ["it left without a word"])[-1].removeprefix("error: ").strip()
+    return (errors or lines or ["it wrote nothing"])[-1].removeprefix("error: ").strip()

@@ -1,9 +1,9 @@
-"""What one process of a script does, seen without its help.
+"""Records what one process of a script does, without changes to the script.
 
-Everything is seen from torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
-`Accelerator.backward` the loss, whatever clips the norm, the optimizer's step hooks the gradients. The state after a
-step is read when the next training forward begins, so that it includes all that follows a step. There the script is
-left, by an exception that only this file catches.
+All is read through torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
+`Accelerator.backward` the loss, clipping the norm, the optimizer's step hooks the gradients. The state after a step is
+read when the next training forward begins, so that it includes all that follows a step. After the last step the script
+is left by `Finished`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
 
 
 class Finished(BaseException):
-    """Enough was seen."""
+    """Raised in the script when enough steps were recorded."""
 
 
 class Probe:
@@ -50,7 +50,7 @@ class Probe:
         self._buffers: dict[str, str] = {}
         self._unclipped: dict[str, Tensor] | None = None
         self.splits = False
-        """Whether the batches of data loaders are to be split over ranks against the script's own word."""
+        """Whether data loaders' batches are to be split over ranks although the script did not ask for it."""
         self._open_step = True
 
     # --- names ------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Probe:
     # --- what is seen -----------------------------------------------------------------------------------------
 
     def prepare(self, accelerator: Any, models: list[nn.Module], prepare: Callable[[], Any]) -> Any:
-        """Let Accelerate `prepare`, and see whether it overwrites rows that this rank owns."""
+        """Call Accelerate's `prepare`, and record whether it overwrites rows that this rank owns."""
         if self.is_preparing:
             return prepare()
         self.accelerator = accelerator
@@ -98,7 +98,7 @@ class Probe:
         return result
 
     def _listen(self, number: int, model: nn.Module) -> None:
-        # Before the hooks of FSDP2, which swap the parameters that the optimizer knows for gathered ones.
+        # Before the hooks of FSDP2, which replace the optimizer's parameters by gathered ones.
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after_forward)
         inside: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class Probe:
                 inside += (f"{name}.",)  # rows in there are in an order of their own
             module.register_forward_hook(functools.partial(self._after_module, self._name(number, name)))
         if dropouts:
-            self.record.notes.append(f"{dropouts} dropout module(s) were silenced: their draws differ between ranks")
+            self.record.notes.append(f"{dropouts} dropout module(s) were switched off: masks differ between ranks")
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (torch.is_grad_enabled() and model.training) or self.in_backward:
@@ -134,7 +134,7 @@ class Probe:
         self.step.samples.append([digest(*(t[row] for t in aligned)) for row in range(rows)])
 
     def before_wrapped_forward(self) -> None:
-        """DDP sends buffers around between this moment and `_before_forward`."""
+        """DDP broadcasts buffers between this call and `_before_forward`."""
         self._buffers = {name: digest(b) for model in self.models for name, b in model.named_buffers()}
 
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
@@ -160,7 +160,7 @@ class Probe:
         self.record.modules.append([name, type(module).__name__])
 
     def _listen_to_routing(self, name: str, module: nn.Module) -> None:
-        """Early in a layer's forward: one that is repeated during backward may be left before its end."""
+        """Hooks early in a layer's forward: recomputation in the backward may leave it before its end."""
         router = getattr(module, "router", None)
         if isinstance(router, nn.Module):
             router.register_forward_hook(lambda m, _, routing: self._see_choice(name, m, routing.expert_ids_TK))
@@ -168,7 +168,7 @@ class Probe:
             module.register_forward_pre_hook(lambda m, args: self._see_choice(name, m, args[1]))
 
     def _see_choice(self, name: str, module: nn.Module, ids: Tensor) -> None:
-        """Note which experts were chosen, and whether recomputation chooses the same."""
+        """Record which experts were chosen, and whether recomputation chooses the same."""
         if not (torch.is_grad_enabled() and module.training):
             return
         chosen, known = digest(ids), self._choices.setdefault(name, [])
@@ -187,7 +187,7 @@ class Probe:
             self._choices.clear()
 
     def clip(self, clip: Callable[[], Any]) -> Any:
-        """See gradients before they are clipped, and the norm that is returned."""
+        """Record gradients before they are clipped, and the norm that is returned."""
         if self.is_clipping:
             return clip()
         self._unclipped = self._finished_gradients()
@@ -268,7 +268,7 @@ class Probe:
         self.record.phases.append(phase)
 
     def _state(self) -> dict[str, Tensor]:
-        """Weights and all of the optimizers' tensors, named `kind/parameter`; not copies."""
+        """Weights and all of the optimizers' tensors, named `kind/parameter`; not cloned."""
         names = {id(p): name for name, p in self.parameters()}
         state: dict[str, Tensor] = {f"weight/{name}": p.data for name, p in self.parameters()}
         for optimizer in self.optimizers:
@@ -279,7 +279,7 @@ class Probe:
         return state
 
     def finish(self) -> None:
-        """Whatever is to be known at the end. A collective where the script's way of saving is one."""
+        """What is recorded at the end. A collective where the script's way of saving is one."""
         self.done = True
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         self.record.outside = [name for name, p in self.parameters() if id(p) not in held] if held else []

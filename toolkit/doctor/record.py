@@ -26,23 +26,23 @@ class Step:
     samples: list[list[str]] = field(default_factory=list)
     """A digest of each sample that the model was given, per micro-batch."""
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """Routed copies per expert of each layer, from this rank."""
+    """Assignments (token-expert pairs) per expert of each layer, from this rank."""
     norm: float | None = None
     """What clipping returned, or None where nothing was clipped."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each parameter group."""
     gradients: dict[str, str] = field(default_factory=dict)
-    """Digest of each copied parameter's gradient, before it was clipped."""
+    """Digest of each replicated parameter's gradient, before it was clipped."""
 
 
 @dataclass
 class Phase:
-    """Where parameters stand before the first step, or after a step and whatever followed it."""
+    """The state before the first step, or after a step and all that followed it until the next forward."""
 
     rows: dict[str, list[int]] = field(default_factory=dict)
     """Ids of the rows that this rank holds of each parameter that is stacked by expert."""
     owns: dict[str, list[bool]] = field(default_factory=dict)
-    """Of each of those rows, whether this rank owns it, or has a copy of what another one owns."""
+    """For each of those rows, whether this rank owns it, or has a replica of a row that another rank owns."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digest of each parameter that every rank has in full."""
 

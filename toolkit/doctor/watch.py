@@ -44,7 +44,7 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # another rank may never come to say goodbye
+    os._exit(code)  # without destroying the process group: another rank may never get there
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models that are not ours: finding their experts, spreading them over ranks, and training them in any loop."""
+"""Expert parallelism for models and loops that are not ours: plain Accelerate, transformers and its Trainer."""
 
 import lazy_loader
 

@@ -4,7 +4,7 @@
     model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
 
 The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
-Accelerate would get wrong in silence is set right here, or refused: see `docs/accelerate.md`.
+Accelerate would get wrong without an error is corrected here, or refused: see `docs/accelerate.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
-from toolkit.launch import launched_world
+from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
@@ -136,9 +136,9 @@ class ExpertParallel:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """What `accelerator.clip_grad_norm_` is after `prepare`: the norm over the experts of all ranks, the same on each."""
+        """What `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts."""
         if norm_type != 2:
-            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2 alone.")
+            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2-norm only.")
         if not self.accelerator.sync_gradients:
             return None
         self.accelerator.unscale_gradients()
@@ -148,7 +148,7 @@ class ExpertParallel:
     def metrics(self) -> dict[str, float]:
         """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
 
-        The first call begins to listen and returns nothing, as does one without training forwards since the last.
+        The first call starts counting and returns an empty dict, as does one without training forwards since the last.
         """
         if self._meter is None:
             self._meter = LoadMeter(self._model)
@@ -185,7 +185,7 @@ class ExpertParallel:
         return math.gcd(world, *map(num_experts, layers.values()))
 
     def _refuse_other_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of parameters that are not the model's would train nothing, in silence."""
+        """An optimizer of other parameters than the model's would train nothing, without an error."""
         if unwrapped(optimizer).state:
             raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -212,7 +212,7 @@ class ExpertParallel:
         parameter.register_post_accumulate_grad_hook(complete)
 
     def _correct_accelerate(self) -> None:
-        """Put right, on this accelerator, what knows nothing of experts."""
+        """Replace, on this accelerator and model, the methods that assume replicated parameters."""
         self.accelerator.clip_grad_norm_ = self.clip_grad_norm_
 
         def refuse(*_: Any) -> None:

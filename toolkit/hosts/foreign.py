@@ -1,7 +1,7 @@
-"""Experts modules that are not ours: how to know one, and how to give it rows that lie slot by slot.
+"""Experts modules that are not ours: how one is recognised, and how it is called with rows in order of slots.
 
-What transformers' own expert parallelism asks for: a module with `num_experts` whose parameters are stacked along
-dimension 0, called with (hidden (T, D), expert ids (T, K), weights (T, K)).
+The interface is that of transformers' own expert parallelism: a module with `num_experts` whose parameters are stacked
+along dimension 0, called with (hidden (T, D), expert ids (T, K), weights (T, K)).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_stacked_parameters(module: nn.Module) -> bool:
 
 
 def slots_of_rows(rows_per_slot: Tensor, num_rows: int) -> Tensor:
-    """int64 (N, 1): the slot of each of `num_rows` rows that lie slot by slot, in the form of a top-1 choice."""
+    """int64 (N, 1): the slot of each of `num_rows` rows in order of slots, as expert ids of a top-1 router."""
     slots = torch.arange(len(rows_per_slot), device=rows_per_slot.device)
     slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
     slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # spares `toolkit.hosts.transformers.kernel` a sort
@@ -52,7 +52,7 @@ def run_experts(
 
 
 def compute_rows(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
-    """(N, D): what a foreign `forward` makes of the rows for its slots, each with one choice of weight 1."""
+    """(N, D): the outputs of a foreign `forward` for rows in order of slots, each with one expert of weight 1."""
     if len(rows_ND):
         slot_N1 = slots_of_rows(rows_per_slot, len(rows_ND))
         return forward(rows_ND, slot_N1, rows_ND.new_ones(len(rows_ND), 1))

@@ -1,6 +1,6 @@
-"""Spreading the experts of any model over ranks: each keeps the rows of its own, and tokens are brought to them.
+"""Experts of any model sharded over ranks: each rank keeps the rows of its own, and tokens are dispatched to them.
 
-Experts are found by what they are: our `MoE` layers, and foreign modules as `toolkit.hosts.foreign` knows them.
+Found are our `MoE` layers, and foreign modules of the form that `toolkit.hosts.foreign` describes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
-"""`(layer, number of experts, ep_size)` to where the layer's experts live at first."""
+"""`(layer, number of experts, ep_size)` to the layer's initial placement."""
 
 
 def spread_experts(
@@ -33,9 +33,8 @@ def spread_experts(
 ) -> dict[str, ExpertStack]:
     """Keep this rank's experts of each layer of `model`, in place; returns all layers' stacks, by name.
 
-    All ranks hold the same `model`, and an optimizer made before or after stays valid if it has not stepped.
-    `placement`: experts in contiguous blocks, round-robin, or where a function of the layer says. Raises UserError for a
-    placement that does not fit a layer.
+    All ranks hold the same `model`; an optimizer made before stays valid if it has not stepped. `placement`: contiguous
+    blocks of ids, round-robin, or a function of the layer. Raises UserError for one that does not fit a layer.
     """
     for name, module in find_experts(model).items():
         experts, ranks = num_experts(module), groups.ep_size
@@ -51,12 +50,12 @@ def spread_experts(
             parameter.data = _rows(parameter.data, list(place.slots[groups.ep_rank]))
         module.expert_stack = ExpertStack(parameters, place, groups)  # type: ignore[assignment]
         if not isinstance(module, MoE):
-            _bring_tokens(module, module.expert_stack)  # type: ignore[arg-type]
+            _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
     return expert_stacks(model)
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose experts can be spread, by name: our `MoE`, and foreign modules of stacked experts."""
+    """The layers with experts that can be sharded, by name: our `MoE`, and foreign modules of stacked experts."""
     layers: dict[str, nn.Module] = {}
     ours: list[str] = []
     for name, module in model.named_modules():
@@ -75,7 +74,7 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
 
 
 def num_experts(module: nn.Module) -> int:
-    """Of one layer, before it is spread."""
+    """Of one layer, before it is sharded."""
     return module.expert_stack.num_experts if isinstance(module, MoE) else int(module.num_experts)  # type: ignore[arg-type]
 
 
@@ -89,8 +88,8 @@ def _rows(stacked: Tensor, experts: list[int]) -> Tensor:
     return rows
 
 
-def _bring_tokens(module: nn.Module, stack: ExpertStack) -> None:
-    """Let the forward of a foreign module see the rows for its slots, one slot per row, with weight 1."""
+def _dispatch_tokens(module: nn.Module, stack: ExpertStack) -> None:
+    """Wrap the forward of a foreign module: it gets the rows dispatched to its slots, each with weight 1."""
     compute, signature = module.forward, inspect.signature(module.forward)
     module.num_experts = stack.slots  # type: ignore[assignment]
 

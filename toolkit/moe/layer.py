@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
-from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups
-from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 
 
 class MoE(nn.Module):
-    """Each token is the weighted sum of its K experts' outputs, plus a shared expert's where there is one.
+    """Each token's output is the weighted sum of its K experts' outputs, plus that of a shared expert if there is one.
 
-    The forward is a collective where experts are spread over ranks: every rank calls it equally often, with any
-    number of tokens, zero included.
-
-    With a `capacity`, copies are dropped in training (never in evaluation). With `recompute`, the layer keeps no
-    activations for the backward and runs again there, without deciding again.
+    With expert parallelism the forward is a collective: every rank calls it equally often, with any number of tokens,
+    zero included. With a `capacity`, assignments are dropped in training, never in evaluation. With `recompute`, the
+    layer saves no activations and runs again in the backward, with the routing of the forward.
     """
 
     def __init__(
@@ -43,17 +41,17 @@ class MoE(nn.Module):
     ):
         super().__init__()
         if capacity is not None and isinstance(router, ExpertChoiceRouter):
-            raise ValueError("expert choice fills every expert evenly: give it no capacity")
+            raise ValueError("expert choice gives every expert equally many tokens: leave out the capacity")
         self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
         self.capacity, self.recompute = capacity, recompute
         self.routing: Routing | None = None
-        """The last forward's routing, for the losses that need it."""
+        """Of the last forward; the losses read it."""
         self.sequence_length: int | None = None
         """S, where the last forward's input was (..., S, D)."""
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Where the experts live."""
+        """The logical expert in each slot of each rank."""
         return self.expert_stack.placement
 
     @property
@@ -120,30 +118,26 @@ def make_moe(
     groups: ExpertGroups | None = None,
     placement: ExpertPlacement | InitialPlacement = "contiguous",
     spare_slots: int = 0,
-    logical_experts: int | None = None,
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
     drop_policy: DropPolicy = "probs",
     recompute: Recompute = "none",
-    router_type: type[TopKRouter] = TopKRouter,
+    router: RouterOptions | None = None,
+    router_type: Callable[..., TopKRouter] = TopKRouter,
     seed: int = 0,
-    **router: Any,
 ) -> MoE:
-    """A layer whose experts are on the ranks of `groups` where `placement` says: in contiguous blocks, round-robin, or
-    in a placement of your own. Named ones leave `spare_slots` slots of each rank empty, for replicas.
+    """A layer of `num_experts` experts of hidden width `hidden_dim`, of which each token uses `top_k`.
 
-    `capacity_factor` None drops nothing. `recompute` says what is computed again in the backward: nothing, the experts'
-    hidden activations (selective), or the whole layer. `router` takes the options of `router_type`.
+    `placement` says where the ranks of `groups` hold the experts: contiguous, round-robin, or an `ExpertPlacement`.
+    The first two leave `spare_slots` slots on each rank for replicas. `capacity_factor` None drops no assignment.
+    `recompute` says what the backward computes again: nothing, the experts' hidden activations (selective), or the
+    whole layer (full). For experts that are split, merged and pruned while training:
+    `toolkit.moe.lifecycle.layer.make_dynamic_moe`.
 
-    With `logical_experts` there is room for so many, of which `num_experts` are active at first: see
-    `toolkit.moe.lifecycle`. They are placed round-robin, so that ranks have equally many active experts.
+    Raises UserError for router options that do not fit, and ValueError for a placement of other experts.
     """
     groups = groups or ExpertGroups()
-    active = num_experts
-    if logical_experts is not None:
-        num_experts, router_type, router = logical_experts, DynamicRouter, {"active": active, **router}
-        placement = "round_robin"
     if isinstance(placement, str):
         placement = initial_placement(num_experts, groups.ep_size, placement, spare_slots=spare_slots)
     if placement.num_experts != num_experts:
@@ -151,14 +145,14 @@ def make_moe(
     experts = GroupedExperts(
         dim,
         hidden_dim,
-        expert_ids=[id if id < active else EMPTY_ROW for id in placement.experts_on(groups.ep_rank)],
+        expert_ids=placement.experts_on(groups.ep_rank),
         activation=activation,
         recompute=recompute == "selective",
         seed=seed,
     )
     stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
     return MoE(
-        router_type(dim, num_experts, top_k, **router),
+        router_type(dim, num_experts, top_k, router),
         experts,
         stack,
         shared_expert,

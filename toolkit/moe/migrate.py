@@ -1,12 +1,12 @@
-"""Experts move while training: weights and optimizer rows are carried from one placement to another, in place.
+"""Migration of experts: weights and optimizer rows are sent from one placement to another, in place.
 
 A schedule of rounds says what each rank sends, receives and copies; every rank computes the same one. In a round
 
-    park      a slot's rows step aside into the one row buffer that each rank has, so that the slot is free
-    exchange  rows travel, all tensors of all moves at once, straight into slots that nobody needs to read any more
-    settle    rows that arrived for a slot which was itself sent in this round go from the row buffer into the slot
+    park      copy a slot's rows into the row buffer that each rank has, so that the slot is free
+    exchange  send and receive the rows of all tensors of all moves at once, into slots whose rows are no longer needed
+    settle    copy rows that were received for a slot which was itself sent in this round from the buffer into the slot
 
-so two experts that trade places need one round, and no rank ever holds more than one expert twice.
+so a swap of two experts takes one round, and no rank ever stores more than one expert twice.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MigrationReport:
     """What one migration did, counted while it was done."""
 
     cost: MigrationCost
-    """What the ranks of this shard group sent each other; each group sends as much. `traffic.migration_cost` predicts
-    it exactly."""
+    """What the ranks of this EP group sent each other; every group sends as much. `traffic.migration_cost` predicts it
+    exactly."""
     bytes_sent: int
     """By this rank."""
     staging_bytes: int
@@ -51,14 +51,14 @@ class MigrationReport:
 
 @torch.no_grad()
 def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | None = None) -> MigrationReport:
-    """Carry the rows of `stack` to where `new` has them, and switch to it. A collective of each shard group.
+    """Move the rows of `stack` to where `new` has them, and route by it. A collective of each EP group.
 
-    Call it between an optimizer step and the next backward: gradients of the stack are dropped. Every copy gets the
+    Call it between an optimizer step and the next backward: gradients of the stack are dropped. Every replica gets the
     weights; optimizer rows go from owner to owner. Slots that `new` leaves empty are zeroed, as are the optimizer rows
-    of all but owners. Storages stay, so whatever refers to the parameters or the optimizer's state still does.
+    of all but owners. Storages stay, so references to the parameters and the optimizer's state remain valid.
 
     Raises ValueError, on every rank alike, where `new` has other slots or experts than the stack, or ranks disagree on
-    it, and UserError for optimizer state that cannot be told apart by expert.
+    it, and UserError for optimizer state without a row for each expert.
     """
     started = time.perf_counter()
     _check(stack.placement, new)
@@ -134,9 +134,9 @@ def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
 
 
 def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """ "<parameter>.<state>" -> (S, ...): moments, master weights, whatever the optimizer keeps by row.
+    """ "<parameter>.<state>" -> (S, ...): moments, master weights, and other optimizer state with a row per slot.
 
-    Scalars, such as Adam's step, and tensors of one row, such as Adafactor's mean over all rows, belong to the stack.
+    Scalars, such as Adam's step, and tensors of one row, such as Adafactor's mean over rows, are shared by all rows.
     """
     rows: dict[str, Tensor] = {}
     if optimizer is None:
@@ -164,9 +164,9 @@ def _with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) -> None:
-    """Raise ValueError where ranks would run different schedules: they would wait for each other for ever.
+    """Raise ValueError where ranks would run different schedules, which would deadlock.
 
-    It also is the collective that NCCL wants before the first exchange in which not all ranks take part.
+    It is also the collective that NCCL needs before the first exchange in which not all ranks take part.
     """
     group = stack.storage_groups.ep_group
     if group is None:
@@ -181,18 +181,18 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
         raise ValueError("ranks disagree on the placement to migrate to, or on which optimizer states the experts have")
 
 
-# --- the journey -------------------------------------------------------------------------------------------------
+# --- the exchange -------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Payload:
-    """Tensors whose rows travel by the same schedule, and what was counted on the way."""
+    """Tensors whose rows move by the same schedule, and what was counted meanwhile."""
 
     tensors: list[Tensor]
     rounds: list[Round]
     groups: ExpertGroups
     buffer: list[Tensor] = field(default_factory=list)
-    """One row of each tensor, once needed."""
+    """One row of each tensor, allocated when first needed."""
     sends: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -221,7 +221,7 @@ class _Payload:
         return operations
 
     def copy_within(self, now: Round) -> None:
-        """Moves that do not leave this rank."""
+        """Moves within this rank."""
         for transfer in now.transfers:
             if transfer.move.rank == self.groups.ep_rank and not transfer.move.travels:
                 _copy(self._goal(transfer), self._origin(transfer))
@@ -276,7 +276,7 @@ def _carry(payloads: list[_Payload]) -> None:
 
 
 def _total(payloads: list[_Payload], groups: ExpertGroups, device: torch.device) -> MigrationCost:
-    """What all ranks of the shard group counted."""
+    """What all ranks counted."""
     weights, states = payloads
     counts_RC = torch.zeros(groups.ep_size, 5, dtype=torch.int64, device=device)
     received = weights.bytes_received + states.bytes_received

@@ -1,4 +1,4 @@
-"""Replanning while training: loads are read, plans are made and carried out, between two steps."""
+"""Replanning while training: between two steps, loads are read, plans made, and experts moved."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 COUNTED = frozenset({"node_of_rank", "source_load_RE", "together_EE"})
-"""What planners may ask for besides the load, by the names of their arguments."""
+"""What training can tell planners besides the load, by the names of their arguments."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,19 @@ class Migration:
     step: int
     layer: str
     placement: ExpertPlacement
-    """In force after `step` steps."""
+    """Used after `step` steps."""
     predicted_imbalance: float
-    """Busiest rank over the mean, had the last window's load met this placement."""
+    """Busiest rank over the mean, for the last window's load under this placement."""
     former_imbalance: float
-    """The same, of the placement that it replaced."""
+    """The same, under the placement that it replaced."""
     report: MigrationReport
 
 
 def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set[str]:
-    """The planner's arguments without a default that `options` leave open, all of which training can count. Raises
-    UserError for an unknown planner, and for one that wants something else."""
+    """The planner's required arguments that `options` do not give, all of which training can count.
+
+    Raises UserError for an unknown planner, and for one that requires something else.
+    """
     choose = planner_named(planner) if isinstance(planner, str) else planner
     arguments = inspect.signature(choose).parameters.values()
     wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
@@ -74,7 +76,7 @@ def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set
 
 
 class Replanner:
-    """Every `every` optimizer steps, asks `planner` where each layer's experts should live, and moves them there.
+    """Every `every` optimizer steps, asks `planner` where each layer's experts should be, and moves them there.
 
     The loads of the window are summed over all ranks, so all make the same plans. `guarded` has a guard for each layer,
     which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement that proved
@@ -111,9 +113,9 @@ class Replanner:
         self.planner, self.every, self.guarded = planner, every, guarded
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
-        """What was carried out since the start of this process."""
+        """Those of this process."""
         self.planner_seconds = 0.0
-        """Spent on making plans on this rank, since the start of this process."""
+        """Spent on planning by this process."""
         self.watch(stacks)
 
     def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
@@ -125,7 +127,7 @@ class Replanner:
         """When the steps of this window ended."""
 
     def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
-        """To be called after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
+        """Call it after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
         self._ends.append(time.perf_counter())
         if step % self.every or not self.stacks:
             return []
@@ -150,7 +152,7 @@ class Replanner:
         return done
 
     def _statistics(self) -> list[dict[str, Any]]:
-        """What the planner wants to know of each layer besides its load. A collective."""
+        """The planner's required arguments for each layer besides its load. A collective."""
         known: list[dict[str, Any]] = []
         for name, stack in self.stacks.items():
             ranks, of_layer = stack.groups.ep_size, dict[str, Any]()
@@ -165,7 +167,7 @@ class Replanner:
         return known
 
     def _window(self) -> list[Tensor]:
-        """float64 (E) of each layer: the mean rows per step and shard group since the last plan. A collective."""
+        """float64 (E) of each layer: mean assignments per step and EP group since the last plan. A collective."""
         stacks = list(self.stacks.values())
         world = dist.get_world_size() if dist.is_initialized() else 1
         groups = world // stacks[0].groups.ep_size
@@ -205,7 +207,7 @@ class Replanner:
                 self.guards[name] = MigrationGuard(cost_model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold; where experts are is in the checkpoint's manifest. A collective."""
+        """Plain JSON values; where experts are is in the checkpoint's manifest. A collective."""
         return {
             "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
             "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
@@ -231,9 +233,9 @@ class Replan(Callback):
     `options` are those of `Replanner`; `from_config` takes all from a recipe's config.
 
     Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, each since the
-    last line; `moe/migration_bytes_per_step` over the whole run; `moe/predicted_imbalance`, what the plans in force
-    promised, mean over layers that have one, to hold beside `moe/rank_imbalance_of_sum`; and of this rank
-    `perf/planner_ms` and `perf/migration_ms` since the last line. Leaves the sums of the run in its results.
+    last line; `moe/migration_bytes_per_step` over the whole run; `moe/predicted_imbalance`, what the current plans
+    predicted, mean over layers that have one, to compare with `moe/rank_imbalance_of_sum`; and of this rank
+    `perf/planner_ms` and `perf/migration_ms` since the last line. The run's sums are in its results.
     """
 
     def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):

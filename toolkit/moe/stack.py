@@ -23,7 +23,8 @@ def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDi
 class ExpertStack:
     """The stacked parameters of one layer's experts (dimension 0: this rank's slots), their placement and routing log.
 
-    An attribute `expert_stack` of each `MoE`, and of each foreign module whose experts `spread_experts` spread.
+    It is the `expert_stack` of our `MoE`, of each foreign module that `spread_experts` or `ExpertParallel` prepared,
+    and of each experts module under transformers' own expert parallelism.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.tracking.jsonl import read_metrics
-from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle, tell
+from toolkit.tracking.lifecycle_records import Epoch, LayerState, describe, read_lifecycle
 
 MOST_LINES = 200
 """Events, and experts of a layer, that are listed at most: the latest."""
@@ -106,7 +106,7 @@ def _events(epochs: Sequence[Epoch]) -> str:
 
 def _where(event: Mapping[str, Any], epoch: Epoch) -> str:
     layer = event["layer"] or next(iter(epoch.layers))
-    words = tell(event, epoch.layers[layer])
+    words = describe(event, epoch.layers[layer])
     return f"{event['layer']}: {words}" if len(epoch.layers) > 1 and event["layer"] else words
 
 
@@ -121,12 +121,12 @@ def _devices(epoch: Epoch) -> str:
     text = f"{epoch.world_size} processes on {epoch.device}\n"
     for layer, state in epoch.layers.items():
         text += f"{layer}\n" if len(epoch.layers) > 1 else ""
-        text += "".join(f"rank {rank}: {_held(state, rank)}\n" for rank in range(len(state.ids_on_ranks)))
+        text += "".join(f"rank {rank}: {_held(state, rank)}\n" for rank in range(len(state.uids_on_ranks)))
     return text
 
 
 def _held(state: LayerState, rank: int) -> str:
-    ids = [str(id) for id in state.ids_on_ranks[rank] if id is not None]
+    ids = [str(id) for id in state.uids_on_ranks[rank] if id is not None]
     share = sum(state.nodes[int(id)]["share"] for id in ids)
     return f"{len(ids)} experts ({', '.join(ids)}), {share:.1%} of the assignments" if ids else "no experts"
 

@@ -1,7 +1,8 @@
-"""The usual callbacks of a recipe with mixtures of experts. A recipe that wants others lists its own."""
+"""The usual callbacks of a model with mixture-of-experts layers. A recipe with other needs lists its own."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,19 +13,46 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.replay import Remember
 from toolkit.lab.traces import TraceRecorder
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
+from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.moe.lifecycle.layer import make_dynamic_moe
 from toolkit.moe.lifecycle.probe import ScoresSamples
 from toolkit.moe.lifecycle.report import LifecycleReport
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
+from toolkit.parallel.groups import ExpertGroups
 
 if TYPE_CHECKING:
     from toolkit.data.table import TensorTable
 
 
+def moe_from_config(
+    config: DynamicRunConfig, dim: int, *, groups: ExpertGroups, shared_expert: nn.Module | None = None
+) -> MoE:
+    """The layer that the flags describe, of width `dim`: with dynamic experts where `config` has `max_experts`."""
+    make = (
+        partial(make_moe, placement=config.initial_placement, spare_slots=config.spare_slots)
+        if config.max_experts is None
+        else partial(make_dynamic_moe, max_experts=config.max_experts)
+    )
+    return make(
+        dim,
+        config.expert_hidden_size,
+        config.experts,
+        config.top_k,
+        groups=groups,
+        shared_expert=shared_expert,
+        capacity_factor=config.capacity_factor,
+        drop_policy=config.drop_policy,
+        recompute=config.recompute,
+        router=config.router_options,
+        seed=config.seed,
+    )
+
+
 def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPenalty) -> list[Callback]:
-    """Balance, metrics, traces and placement, as `config` says."""
+    """Load balancing, metrics, traces and placement, from `config`."""
     return [
         WholeStepBalance(penalty),
         BiasBalancing(model),
@@ -43,7 +71,7 @@ def lifecycle_callbacks(
     *,
     num_classes: int,
 ) -> list[Callback]:
-    """A memory of `table`, the lives of experts, and the report on them, where `config` has room for more experts."""
+    """Dynamic experts: a replay memory of `table`, `Lifecycle` and its report. Empty without `config.max_experts`."""
     if config.max_experts is None:
         return []
     memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)

@@ -1,41 +1,36 @@
-"""Running cells. A finished one is not run again, one that was interrupted continues from its checkpoint."""
+"""Running the cells of a sweep. Finished cells are skipped, interrupted ones continue from their checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
-from toolkit.launch import STOP_SIGNALS
+from toolkit.launch.children import POLL_S, Children
 from toolkit.run.summary import duration
 from toolkit.sweep.grid import Cell, Recipe
-
-POLL_S = 0.05
 
 
 @dataclass
 class Outcome:
-    """What became of the cells of a sweep."""
+    """The cells of a sweep by how they ended."""
 
     done: list[Cell] = field(default_factory=list)
     elsewhere: list[Cell] = field(default_factory=list)
-    """Cells that another job works at."""
+    """Cells that another job is running."""
     failed: list[Cell] = field(default_factory=list)
     stopped: bool = False
-    """By a signal: the rest is for the next time."""
+    """By a signal: the same command continues with the rest."""
 
 
 @dataclass
@@ -59,7 +54,7 @@ class CellRunner:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def run(self, cells: Sequence[Cell], finished: Callable[[Cell], None] = lambda _: None) -> Outcome:
-        """Run what is not done yet; `finished` is called as cells end well."""
+        """Run the cells without results; `finished` is called after each that succeeds."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for cell in cells:
             self._check_defaults(cell)
@@ -69,11 +64,12 @@ class CellRunner:
             self.log(f"{len(outcome.done)} of {len(cells)} runs are done already")
         running: list[_Job] = []
         seconds: list[float] = []
-        with _forwarding_signals(running) as received:
-            while running or (waiting and not received):
-                while waiting and len(running) < self.jobs and not received:
+        # Ctrl-C asks the runs to save and leave, as SIGTERM does.
+        with Children(interrupt=signal.SIGTERM) as children:
+            while running or (waiting and not children.received):
+                while waiting and len(running) < self.jobs and not children.received:
                     cell = waiting.pop(0)
-                    job = self._start(cell)
+                    job = self._start(cell, children)
                     if job is None:
                         outcome.elsewhere.append(cell)
                     else:
@@ -87,7 +83,7 @@ class CellRunner:
                         left = len(waiting) + len(running)
                         self.log(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
                         finished(job.cell)
-            outcome.stopped = bool(received)
+            outcome.stopped = bool(children.received)
         return outcome
 
     def _check_defaults(self, cell: Cell) -> None:
@@ -101,7 +97,7 @@ class CellRunner:
                     f"choose another folder, or delete {path.parent}."
                 )
 
-    def _start(self, cell: Cell) -> _Job | None:
+    def _start(self, cell: Cell, children: Children) -> _Job | None:
         lock = FileLock(self.folder / f"{cell.digest}.lock")
         try:
             lock.acquire(timeout=0)
@@ -109,12 +105,8 @@ class CellRunner:
             return None
         log = (self.folder / f"{cell.digest}.log").open("ab")
         words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
-        process = subprocess.Popen(
-            [sys.executable, str(self.recipe.script), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # a signal reaches this process only, which passes it on once
+        process = children.start(
+            [sys.executable, str(self.recipe.script), *words], stdout=log, stderr=subprocess.STDOUT
         )
         return _Job(cell, process, log, lock, time.monotonic())
 
@@ -138,26 +130,7 @@ class CellRunner:
         return f"{done}/{total} {cell}{accuracy} ({duration(seconds[-1])}{more})"
 
 
-@contextmanager
-def _forwarding_signals(running: Sequence[_Job]) -> Iterator[list[int]]:
-    """Signals that ask to stop reach every run, which saves and leaves; the list says which came."""
-    received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        for job in running:
-            if job.process.poll() is None:
-                os.killpg(job.process.pid, signal.SIGTERM if number == signal.SIGINT else number)
-
-    before = {number: signal.signal(number, forward) for number in (*STOP_SIGNALS, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not empty."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing").rstrip(".")
+    return next((line for line in reversed(lines) if line), "no output").rstrip(".")

@@ -66,7 +66,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     recipe = Recipe(script, tuple(arguments), presets)
     recipe.config(())
     if any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in arguments):
-        raise UserError("--run-dir: a sweep gives each run a folder of its own: say --out instead.")
+        raise UserError("--run-dir: a sweep gives each run a folder of its own: use --out instead.")
     return recipe
 
 
@@ -80,7 +80,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
         if not (name and equals and all(axis)):
             raise UserError(f"--grid {word}: write a flag and its values, such as labels=100,600.")
         if name == "seed":
-            raise UserError(f"--grid {word}: say --num-seeds and --seed-offset instead.")
+            raise UserError(f"--grid {word}: use --num-seeds and --seed-offset instead.")
         if name in axes:
             raise UserError(f"--grid {word}: {name} is an axis already: give all its values at once.")
         axes[name] = axis

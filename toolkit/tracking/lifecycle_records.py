@@ -1,7 +1,7 @@
-"""lifecycle.jsonl: a line per epoch about who lived in each layer, what they saw, and what happened to them.
+"""lifecycle.jsonl: a line per epoch with the knowledge graph, placement and events of each layer.
 
-`toolkit.moe.lifecycle.report` writes it; pictures and the performance summary are drawn from it, so that both can be
-made anew from a run's folder.
+`toolkit.moe.lifecycle.report` writes it. Pictures and the performance summary are made from it, so they can be made
+again from a run's folder.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ class LayerState:
     """One layer at the end of an epoch."""
 
     nodes: Mapping[int, Node]
-    """The knowledge graph's experts by id, gone ones too."""
+    """The knowledge graph's experts by uid, removed ones too."""
     edges: Sequence[Mapping[str, Any]]
     """With `source`, `target`, `kind` and `weight`."""
     uids_of_logical: Sequence[int | None]
     logical_on_ranks: Sequence[Sequence[int]]
-    """The seat in each slot of each rank; negative where the slot is empty."""
+    """The logical expert in each slot of each rank; negative where the slot is empty."""
 
     @cached_property
     def active(self) -> list[int]:
-        return [id for id, node in self.nodes.items() if node["active"]]
+        """uids."""
+        return [uid for uid, node in self.nodes.items() if node["active"]]
 
     @property
-    def ids_on_ranks(self) -> list[list[int | None]]:
-        """The expert in each slot of each rank; None for a vacant seat or an empty slot."""
+    def uids_on_ranks(self) -> list[list[int | None]]:
+        """The active expert in each slot of each rank; None for an inactive logical expert or an empty slot."""
         return [
             [None if logical_id < 0 else self.uids_of_logical[logical_id] for logical_id in row]
             for row in self.logical_on_ranks
@@ -48,13 +49,13 @@ class Epoch:
     """One line of the file."""
 
     number: float
-    """Epochs done at its end; a whole number but for the last one of a run with a limit of steps."""
-    began: int
-    """Steps done when it began."""
+    """Epochs done at its end; fractional where --max-steps ended the run within an epoch."""
+    first_step: int
+    """Optimizer steps done at its start."""
     step: int
-    """Steps done at its end."""
+    """Optimizer steps done at its end."""
     seconds: float
-    """Of training, evaluations left out."""
+    """Of training, without evaluations."""
     world_size: int
     device: str
     layers: Mapping[str, LayerState]
@@ -66,16 +67,16 @@ class Epoch:
         return f"{self.number:.4g}"
 
     def events_of(self, layer: str) -> list[Mapping[str, Any]]:
-        """Those of `layer`, and those of all layers."""
+        """The events of `layer`, and those of all layers (sleeps)."""
         return [event for event in self.events if event["layer"] in (layer, "")]
 
 
 def read_lifecycle(folder: Path) -> list[Epoch]:
-    """The epochs of the run in `folder`; none where no population was recorded."""
+    """The epochs of the run in `folder`; none if it has no lifecycle.jsonl."""
     return [
         Epoch(
             number=line["epoch"],
-            began=line["began"],
+            first_step=line["first_step"],
             step=line["step"],
             seconds=line["seconds"],
             world_size=line["world_size"],
@@ -95,22 +96,22 @@ def read_lifecycle(folder: Path) -> list[Epoch]:
     ]
 
 
-def tell(event: Mapping[str, Any], layer: LayerState) -> str:
-    """A lifecycle event in a few words."""
-    ids = event["ids"]
+def describe(event: Mapping[str, Any], layer: LayerState) -> str:
+    """A lifecycle event in words."""
+    uids = event["uids"]
     if event["kind"] == "grow":
-        parent = layer.nodes[ids[0]]["parent"]
-        return f"{ids[0]} born" + (f" of {parent}" if parent is not None else "")
+        parent = layer.nodes[uids[0]]["parent"]
+        return f"{uids[0]} created" if parent is None else f"{uids[0]} split from {parent}"
     if event["kind"] == "merge":
-        return f"{', '.join(map(str, ids[1:]))} merged into {ids[0]}"
+        return f"{uids[1]} merged into {uids[0]}"
     if event["kind"] == "prune":
-        return f"{', '.join(map(str, ids))} pruned"
+        return f"{uids[0]} pruned"
     if event["kind"] == "undone":
         tried = " and ".join(event["detail"].get("tried", ["change"]))
-        return f"{tried}{' of ' if ids else ''}{', '.join(map(str, ids))} undone"
+        return f"{tried}{' of ' if uids else ''}{', '.join(map(str, uids))} undone"
     return f"sleep at step {event['step']:,}"
 
 
 def graph_stem(layer: str, layers: Sequence[str]) -> str:
-    """The name, without its ending, of the files that hold the last knowledge graph of `layer`."""
+    """The file name, without extension, of the last knowledge graph of `layer`."""
     return "knowledge_graph" if len(layers) == 1 else f"knowledge_graph_{layer or 'moe'}"

@@ -120,7 +120,7 @@ def test_stopping_early_is_refused_where_no_single_test_set_could_tell_when(tmp_
 
 
 def test_weights_that_are_cut_into_pieces_cannot_be_held(tmp_path):
-    with pytest.raises(tk.UserError, match="--dense-parallel fsdp2 cuts weights"):
+    with pytest.raises(tk.UserError, match="--dense-parallel fsdp2 shards weights"):
         train(toy_config(tmp_path / "run", dense_parallel="fsdp2"), strength=1.0)
 
 

@@ -1,4 +1,4 @@
-"""A small run in which experts are born, merge, end and sleep: what tests of lives train, on any number of ranks."""
+"""A small run in which experts are split, merged and pruned, on any number of ranks: what the tests here train."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DynamicModel(nn.Module):
     def __init__(self, groups: ExpertGroups, experts: int, logical_experts: int):
         super().__init__()
         self.stem = nn.Linear(DIM, 10)
-        self.moe = tk.make_moe(10, 7, experts, 2, groups=groups, logical_experts=logical_experts)
+        self.moe = tk.make_dynamic_moe(10, 7, experts, 2, groups=groups, max_experts=logical_experts)
         self.head = nn.Linear(10, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def dynamic_config(folder: Path, *, lifecycle: LifecycleConfig = EVENTFUL, **set
 def dynamic_trainer(
     config: DynamicRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = (), reported: bool = False
 ) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
-    with tk.start_run("active", config) as run:
+    with tk.start_run("dynamic", config) as run:
         torch.manual_seed(0)
         model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_experts).double()
         table, where = dynamic_table(), {"rank": run.rank, "world_size": run.world_size}
@@ -124,5 +124,5 @@ def dynamic_trainer(
 
 
 def history_of(lifecycle: Lifecycle) -> list[tuple[int, str, tuple[int, ...]]]:
-    """What happened to whom at which step."""
-    return [(event.step, event.kind, event.ids) for event in lifecycle.history]
+    """(step, kind, uids) of each event."""
+    return [(event.step, event.kind, event.uids) for event in lifecycle.history]

@@ -1,4 +1,4 @@
-"""A short, eventful life of a layer, made up: what pictures and the report's files are tested with."""
+"""Made-up records of a layer with dynamic experts: what pictures and the report's files are tested with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS_PER_EPOCH = 100
 
 
 def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
-    """(step, population, what happened since the last one) at the end of four epochs."""
+    """(step, roster, events since the last one) at the end of four epochs."""
     first = ExpertRoster.initial(4, 8)
     second = first.grow(4, step=120, parent=1).grow(5, step=150)
     third = second.merge(3, into=2, step=230)
@@ -36,35 +36,35 @@ def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
     ]
 
 
-def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
-    """lifecycle.jsonl and metrics.jsonl of that lifecycle, on one process or on several."""
+def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
+    """lifecycle.jsonl and metrics.jsonl with these events, of one process or several."""
     draws = np.random.default_rng(0)
-    graph, lines, began = KnowledgeGraph(), [], 0
+    graph, lines, first_step = KnowledgeGraph(), [], 0
     for step, roster, events in eventful():
         graph.observe_roster(roster, step=step)
         graph.decay()
-        ids = [record.id for record in roster.active]
-        together = draws.integers(0, 300, (len(ids), len(ids)))
+        uids = [record.uid for record in roster.active]
+        together = draws.integers(0, 300, (len(uids), len(uids)))
         together = together + together.T
-        seen = draws.integers(1, 60, (len(ids), classes)) + 900 * (draws.random((len(ids), classes)) < 0.15)
+        seen = draws.integers(1, 60, (len(uids), classes)) + 900 * (draws.random((len(uids), classes)) < 0.15)
         np.fill_diagonal(together, seen.sum(1))
         logical_experts = roster.logical_experts // ranks
         graph.observe_routing(
-            ids, together, seen, {record.id: record.logical_id // logical_experts for record in roster.active}
+            uids, together, seen, {record.uid: record.logical_id // logical_experts for record in roster.active}
         )
-        graph.observe_similarity({(0, ids[-1]): Similarity(0.7, 0.8)})
+        graph.observe_similarity({(0, uids[-1]): Similarity(0.7, 0.8)})
         lines.append(
             {
                 "step": step,
                 "epoch": step / STEPS_PER_EPOCH,
-                "began": began,
+                "first_step": first_step,
                 "seconds": 3.5 + draws.random(),
                 "world_size": ranks,
                 "device": "cpu",
                 "layers": {
                     "moe": {
                         "graph": graph.node_link(),
-                        "uids_of_logical": roster.uid_at,
+                        "uids_of_logical": roster.uids_of_logical,
                         "logical_on_ranks": [
                             list(range(r * logical_experts, (r + 1) * logical_experts)) for r in range(ranks)
                         ],
@@ -73,7 +73,7 @@ def write_life(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
                 "events": [asdict(event) for event in events],
             }
         )
-        began = step
+        first_step = step
     (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [
         {"step": s, "train/loss": 2.0 / s**0.5, "train/accuracy": 1 - 0.5 / s**0.4, "perf/step_time_ms": 2.0}

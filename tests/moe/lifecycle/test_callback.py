@@ -1,4 +1,4 @@
-"""A whole lifecycle, on any number of ranks: the same things happen to the same experts, and a stop changes nothing."""
+"""Whole runs with dynamic experts: the same events on any number of ranks, and after a resumed stop."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.moe.lifecycle.dynamic_run import EVENTFUL, dynamic_config, dynamic_tr
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.tracking.jsonl import read_metrics
 
-Lifecycles = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
+Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
 
 
-def live(folder: Path, ep_size: int, settings: dict[str, Any]) -> Lifecycles:
+def train(folder: Path, ep_size: int, settings: dict[str, Any]) -> Outcome:
     """History, losses line by line, and results."""
     config = dynamic_config(folder, **settings)
     with dynamic_trainer(config, ep_size=ep_size) as (trainer, lifecycle):
@@ -34,59 +34,57 @@ def assert_in_bounds(lifecycle: Lifecycle, fewest: int) -> None:
     for name, layer in lifecycle.layers.items():
         roster = lifecycle.rosters[name]
         assert fewest <= len(roster) <= roster.logical_experts
-        taken = {record.logical_id for record in roster.active}
-        assert {
-            logical_id for logical_id in range(roster.logical_experts) if layer.router.active_E[logical_id]
-        } == taken
+        used = {record.logical_id for record in roster.active}
+        assert {logical_id for logical_id in range(roster.logical_experts) if layer.router.active_E[logical_id]} == used
         for logical_id in range(roster.logical_experts):
             place = layer.placement.owner(logical_id)
             if place.rank == layer.expert_stack.groups.ep_rank:
-                assert bool(layer.experts.up[place.slot].any()) == (logical_id in taken)
-        per_rank = [len(taken & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
+                assert bool(layer.experts.up[place.slot].any()) == (logical_id in used)
+        per_rank = [len(used & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
         assert max(per_rank) - min(per_rank) <= 1 or lifecycle.history[-1].kind != "sleep"
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Lifecycles:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """On one process, without a stop."""
-    return run_distributed(live, 1, tmp_path_factory.mktemp("alone") / "run", 1, {})[0]
+    return run_distributed(train, 1, tmp_path_factory.mktemp("alone") / "run", 1, {})[0]
 
 
-def test_a_life_is_eventful(alone: Lifecycles) -> None:
+def test_the_run_has_events_of_all_kinds(alone: Outcome) -> None:
     history, _, results = alone
     kinds = [kind for _, kind, _ in history]
     assert kinds.count("sleep") >= 5
     assert {"grow", "merge", "prune", "undone"} <= set(kinds)
-    created_at = [ids[0] for _, kind, ids in history if kind == "grow"]
-    assert created_at == sorted(set(created_at)) == list(range(3, 3 + len(created_at)))
+    created = [uids[0] for _, kind, uids in history if kind == "grow"]
+    assert created == sorted(set(created)) == list(range(3, 3 + len(created)))
     assert all(step >= 50 for step, kind, _ in history if kind == "grow"), "before the data shifted"
-    assert results["life_sleep"] == kinds.count("sleep")
+    assert results["lifecycle_sleep"] == kinds.count("sleep")
 
 
 @pytest.mark.parametrize(("world", "ep_size", "accumulation"), [(2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1)])
-def test_on_any_number_of_ranks_the_same_happens_and_is_learned(
-    tmp_path: Path, alone: Lifecycles, world: int, ep_size: int, accumulation: int
+def test_any_number_of_ranks_has_the_same_events_and_losses(
+    tmp_path: Path, alone: Outcome, world: int, ep_size: int, accumulation: int
 ) -> None:
     settings = {"gradient_accumulation_steps": accumulation}
-    for history, losses, results in run_distributed(live, world, tmp_path / "run", ep_size, settings):
+    for history, losses, results in run_distributed(train, world, tmp_path / "run", ep_size, settings):
         assert history == alone[0]
         assert relative_difference(torch.tensor(losses), torch.tensor(alone[1])) < 1e-5
         assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
 
 
-def test_it_continues_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Lifecycles) -> None:
-    """Ranks and shard groups change at every stop, and there is a stop after every event."""
+def test_a_run_resumes_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Outcome) -> None:
+    """Ranks and EP groups change at every stop, and there is a stop after every event."""
     folder, worlds = tmp_path / "run", [(2, 2), (1, 1), (4, 2), (4, 4), (2, 1)]
     stops = sorted({step for step, _, _ in alone[0]} | {20, 55})
     for turn, stop in enumerate(stops):
         world, ep_size = worlds[turn % len(worlds)]
-        run_distributed(live_until, world, folder, ep_size, stop)
-    history, _, results = run_distributed(live, 2, folder, 2, {})[0]
+        run_distributed(train_until, world, folder, ep_size, stop)
+    history, _, results = run_distributed(train, 2, folder, 2, {})[0]
     assert history == alone[0]
     assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
 
 
-def live_until(folder: Path, ep_size: int, stop: int) -> None:
+def train_until(folder: Path, ep_size: int, stop: int) -> None:
     with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, _):
         trainer.max_steps = stop
         trainer.fit()
@@ -96,33 +94,33 @@ def live_until(folder: Path, ep_size: int, stop: int) -> None:
 
 def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path) -> None:
     for world in (1, 2):
-        whole = run_distributed(live, world, tmp_path / f"whole{world}", world, {})
-        run_distributed(live_until, world, tmp_path / f"cut{world}", world, 71)
-        assert run_distributed(live, world, tmp_path / f"cut{world}", world, {})[0][:1] == whole[0][:1]
+        whole = run_distributed(train, world, tmp_path / f"whole{world}", world, {})
+        run_distributed(train_until, world, tmp_path / f"cut{world}", world, 71)
+        assert run_distributed(train, world, tmp_path / f"cut{world}", world, {})[0][:1] == whole[0][:1]
 
 
 @pytest.mark.parametrize("mechanism", ["grow", "merge", "prune", "sleep"])
-def test_each_mechanism_can_be_left_out(tmp_path: Path, mechanism: str) -> None:
+def test_each_mechanism_can_be_switched_off(tmp_path: Path, mechanism: str) -> None:
     lifecycle = replace(EVENTFUL, **{mechanism: False})
-    history, _, _ = run_distributed(live, 1, tmp_path / "run", 1, {"lifecycle": lifecycle})[0]
+    history, _, _ = run_distributed(train, 1, tmp_path / "run", 1, {"lifecycle": lifecycle})[0]
     assert mechanism not in {kind for _, kind, _ in history}
 
 
-def test_what_is_undone_leaves_no_trace(tmp_path: Path) -> None:
-    """A replay that wrecks the model is taken back whole: weights, moments, router and the sums of the line."""
+def test_an_undone_change_restores_everything(tmp_path: Path) -> None:
+    """A harmful replay is undone: weights, moments, router and the sums of the line of metrics."""
     lifecycle = replace(EVENTFUL, grow=False, merge=False, prune=False)
     wrecking = replace(lifecycle, replay_lr=10.0, undo_above=0.0)
-    history, losses, results = run_distributed(live, 1, tmp_path / "wrecked", 1, {"lifecycle": wrecking})[0]
+    history, losses, results = run_distributed(train, 1, tmp_path / "wrecked", 1, {"lifecycle": wrecking})[0]
     assert [kind for _, kind, _ in history].count("undone") >= 5
     _, expected, without = run_distributed(
-        live, 1, tmp_path / "without", 1, {"lifecycle": replace(lifecycle, replay_steps=0)}
+        train, 1, tmp_path / "without", 1, {"lifecycle": replace(lifecycle, replay_steps=0)}
     )[0]
     assert losses == expected
     assert results["test_loss"] == without["test_loss"]
 
 
-def test_a_fresh_newborn_takes_over_as_well(tmp_path: Path) -> None:
+def test_new_experts_can_be_fresh(tmp_path: Path) -> None:
     lifecycle = replace(EVENTFUL, new_expert="fresh")
-    history, _, results = run_distributed(live, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
+    history, _, results = run_distributed(train, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
     assert "grow" in {kind for _, kind, _ in history}
     assert results["test_accuracy"] > 0.5

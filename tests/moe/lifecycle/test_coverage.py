@@ -1,4 +1,4 @@
-"""The alarm on coverage: quiet on noise and on learning, prompt on shifts, patient on plateaus."""
+"""The coverage alarm: silent on noise and while learning, fast on shifts, slow on plateaus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_model_that_learns_raises_no_alarm(seed: int) -> None:
 
 @pytest.mark.parametrize("level", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_shift_is_told_within_three_checks_and_once(level: float, seed: int) -> None:
+def test_a_shift_is_reported_within_three_checks_and_once(level: float, seed: int) -> None:
     draws, alarm = random.Random(seed), CoverageAlarm()
     for uncovered in readings(draws, learning(60)):
         alarm.observe(uncovered, SAMPLES)
@@ -38,26 +38,26 @@ def test_a_shift_is_told_within_three_checks_and_once(level: float, seed: int) -
     assert sum(lack is not None for lack in after) == 1
 
 
-def test_each_of_many_shifts_is_told() -> None:
+def test_each_of_many_shifts_is_reported() -> None:
     draws, alarm = random.Random(0), CoverageAlarm()
-    told = [alarm.observe(u, SAMPLES) for _ in range(5) for u in readings(draws, [0.9, 0.7, *learning(60)])]
-    assert told.count("shift") == 4  # nobody knows the first for a shift
+    reported = [alarm.observe(u, SAMPLES) for _ in range(5) for u in readings(draws, [0.9, 0.7, *learning(60)])]
+    assert reported.count("shift") == 4  # the first readings have no mean to compare with
 
 
-def test_what_stays_uncovered_is_told_as_a_plateau() -> None:
+def test_a_lasting_lack_of_coverage_is_reported_as_a_plateau() -> None:
     draws, alarm = random.Random(0), CoverageAlarm()
-    told = [alarm.observe(u, SAMPLES) for u in readings(draws, learning(120, last=0.25))]
-    assert "plateau" in told
-    assert "shift" not in told
+    reported = [alarm.observe(u, SAMPLES) for u in readings(draws, learning(120, last=0.25))]
+    assert "plateau" in reported
+    assert "shift" not in reported
 
 
-def test_it_continues_where_it_was() -> None:
+def test_state_dict_continues_the_alarm() -> None:
     levels = readings(random.Random(3), learning(50) + [0.6] * 5)
     whole, first, second = CoverageAlarm(), CoverageAlarm(), CoverageAlarm()
     expected = [whole.observe(u, SAMPLES) for u in levels]
-    told = [first.observe(u, SAMPLES) for u in levels[:30]]
+    reported = [first.observe(u, SAMPLES) for u in levels[:30]]
     second.load_state_dict(first.state_dict())
-    assert told + [second.observe(u, SAMPLES) for u in levels[30:]] == expected
+    assert reported + [second.observe(u, SAMPLES) for u in levels[30:]] == expected
 
 
 def test_a_shift_is_detected_by_the_cumulative_sum_that_watches_losses() -> None:

@@ -1,4 +1,4 @@
-"""What the knowledge graph knows, forgets, answers and writes."""
+"""The knowledge graph: updates, decay, queries and files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_specialisation_by_hand():
     assert specialisation(np.array([0, 9, 0, 0])) == 1.0
     # Half and half of four classes: H = log 2, so 1 - log 2 / log 4.
     assert specialisation(np.array([7, 7, 0, 0])) == pytest.approx(0.5)
-    # Where only these two come, nothing was chosen.
+    # If only these two classes occur, the expert has equal parts of all.
     assert specialisation(np.array([7, 7, 0, 0]), np.array([True, True, False, False])) == 0.0
     assert specialisation(np.zeros(4)) == specialisation(np.array([3])) == 0.0
 
 
-def test_the_classes_seen_most_come_first_and_unseen_ones_not_at_all():
+def test_top_classes_are_the_most_frequent_ones():
     assert top_classes(np.array([1, 0, 5, 5, 2])) == [2, 3, 4]
     assert top_classes(np.array([0, 0, 1])) == [2]
 
@@ -42,29 +42,29 @@ def test_counts_become_shares_and_coactivation():
     graph = known()
     graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {0: 0, 1: 0, 2: 1})
     nodes = graph.graph.nodes
-    assert [nodes[id]["share"] for id in range(3)] == pytest.approx([1 / 6, 1 / 6, 2 / 3])
+    assert [nodes[uid]["share"] for uid in range(3)] == pytest.approx([1 / 6, 1 / 6, 2 / 3])
     assert nodes[2]["classes"] == [0.25, 0.75]
     assert nodes[0]["top_classes"] == [0]
     assert nodes[0]["specialisation"] == 1.0
-    assert [nodes[id]["rank"] for id in range(3)] == [0, 0, 1]
-    # 60 / sqrt(100 * 100); 20 / sqrt(100 * 400) = 0.1 just stays; nothing for a pair that never met.
+    assert [nodes[uid]["rank"] for uid in range(3)] == [0, 0, 1]
+    # 60 / sqrt(100 * 100); 20 / sqrt(100 * 400) = 0.1 is just at the floor; no edge without common tokens.
     assert graph.weight("coactivation", 1, 0) == pytest.approx(0.6)
     assert graph.weight("coactivation", 1, 2) == pytest.approx(0.1)
     assert graph.weight("coactivation", 0, 2) == 0.0
 
 
-def test_lineage_goes_from_parent_to_child_and_from_who_ended_to_the_heir():
+def test_split_edges_go_from_parent_to_child_and_merge_edges_to_the_remaining_expert():
     roster = ExpertRoster.initial(2, 4).grow(2, step=20, parent=1).merge(0, into=2, step=30)
     graph = KnowledgeGraph()
     graph.observe_roster(roster, step=50)
     assert set(graph.graph.edges(keys=True)) == {(1, 2, "split"), (0, 2, "merge")}
     nodes = graph.graph.nodes
-    assert [nodes[id]["age"] for id in range(3)] == [30, 50, 30]
+    assert [nodes[uid]["age"] for uid in range(3)] == [30, 50, 30]
     assert (nodes[0]["active"], nodes[0]["fate"], nodes[0]["rank"]) == (False, "merged", None)
     assert graph.active == [1, 2]
 
 
-def test_what_is_not_measured_again_fades_and_is_forgotten_but_a_lineage_stays():
+def test_measured_edges_fade_and_are_removed_but_split_edges_stay():
     graph = KnowledgeGraph(edge_decay=0.5, edge_floor=0.1)
     graph.observe_roster(ExpertRoster.initial(2, 3).grow(2, step=1, parent=0), step=1)
     graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
@@ -84,44 +84,25 @@ def test_a_new_measurement_replaces_the_old_one():
     graph.observe_similarity({(1, 0): Similarity(0.5, 0.6)})
     assert graph.weight("similarity", 0, 1) == 0.5
     graph.observe_similarity({(0, 1): Similarity(-0.2, 0.9)})
-    assert graph.neighbours(0) == []
+    assert graph.graph.number_of_edges() == 0
 
 
-def test_candidates_for_a_merger_are_alike_and_seldom_fire_together():
-    graph = known(4)
-    graph.observe_similarity(
-        {(0, 1): Similarity(0.9, 0.95), (1, 2): Similarity(0.99, 0.97), (2, 3): Similarity(0.2, 0.99)}
-    )
-    together = np.diag([100, 100, 100, 100])
-    together[0, 1] = together[1, 0] = 80
-    graph.observe_routing((0, 1, 2, 3), together)
-    assert graph.merge_candidates(0.8) == [(1, 2)]
-    assert graph.merge_candidates(0.8, most_together=1.0) == [(1, 2), (0, 1)]
-    ended = ExpertRoster.initial(4, 4).prune(2, step=20)
-    graph.observe_roster(ended, step=20)
-    assert graph.merge_candidates(0.8, most_together=1.0) == [(0, 1)]
-
-
-def test_neighbours_are_found_both_ways_strongest_first():
+def test_experts_with_many_common_tokens_are_often_coactivated():
     graph = known()
     graph.observe_routing((0, 1, 2), TOGETHER)
-    graph.observe_similarity({(1, 2): Similarity(0.9, 0.9)})
-    assert [(n.id, n.kind) for n in graph.neighbours(1)] == [
-        (2, "similarity"),
-        (0, "coactivation"),
-        (2, "coactivation"),
-    ]
-    assert [n.id for n in graph.neighbours(1, "coactivation")] == [0, 2]
+    assert graph.often_coactivated(1, 0)
+    assert not graph.often_coactivated(1, 2)
+    assert not graph.often_coactivated(0, 2)
 
 
-def test_affinity_is_told_by_seat_and_vacant_ones_have_none():
+def test_affinity_is_by_logical_id_and_zero_for_inactive_experts():
     graph = known()
     graph.observe_routing((0, 1, 2), TOGETHER)
     together = graph.affinity((1, None, 2, 0))
     assert together.tolist() == [[0, 0, 20, 60], [0, 0, 0, 0], [20, 0, 0, 0], [60, 0, 0, 0]]
 
 
-def test_the_planner_affinity_takes_what_the_graph_says():
+def test_the_planner_affinity_takes_the_graphs_affinity():
     graph = known(4)
     together = np.diag([100, 100, 100, 100])
     together[[0, 3, 1, 2], [3, 0, 2, 1]] = 90

@@ -1,4 +1,4 @@
-"""The report of an eventful run: the same from a stopped one, and from two processes."""
+"""lifecycle.jsonl and knowledge graphs: equal for a resumed run and for two processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.tracking.jsonl import read_metrics
 from toolkit.tracking.lifecycle_records import read_lifecycle
 
 STEPS = 62
-"""The second task begins after 50."""
+"""The second task starts after 50."""
 
 
 class Fails(tk.Callback):
@@ -36,7 +36,7 @@ def train_on_two(folder: Path) -> None:
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
-    """lifecycle.jsonl without what two runs never share."""
+    """lifecycle.jsonl without times."""
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "lifecycle.jsonl")]
 
 
@@ -47,14 +47,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_record_tells_what_happened_and_who_saw_what(whole):
+def test_the_record_has_events_loads_and_classes(whole):
     (epoch,) = read_lifecycle(whole)
     assert epoch.step == STEPS
     assert epoch.seconds > 0
     assert {"grow", "sleep"} <= {event["kind"] for event in epoch.events}
     state = epoch.layers["moe"]
-    assert [id for id in state.uids_of_logical if id is not None] == sorted(
-        state.active, key=lambda id: state.nodes[id]["logical_id"]
+    assert [uid for uid in state.uids_of_logical if uid is not None] == sorted(
+        state.active, key=lambda uid: state.nodes[uid]["logical_id"]
     )
     assert sum(node["share"] for node in state.nodes.values()) == pytest.approx(1)
     assert all(sum(node["classes"]) == pytest.approx(1, abs=1e-3) for node in state.nodes.values() if node["share"])
@@ -66,7 +66,7 @@ def test_the_record_tells_what_happened_and_who_saw_what(whole):
     assert 0 < last["moe/specialisation/moe"] < 1
 
 
-def test_a_run_that_was_stopped_leaves_the_same_record(whole, tmp_path):
+def test_a_resumed_run_has_the_same_record(whole, tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         train(tmp_path, Fails())
     train(tmp_path)
@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_leaves_the_same_record(whole, tmp_path):
     assert nx.utils.graphs_equal(*graphs)
 
 
-def test_two_processes_leave_the_same_record_but_for_places(whole, tmp_path):
+def test_two_processes_have_the_same_record_except_for_placement(whole, tmp_path):
     run_distributed(train_on_two, 2, tmp_path)
     alone, both = record(whole), record(tmp_path)
     for line in (alone[0], both[0]):

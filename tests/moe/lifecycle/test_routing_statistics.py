@@ -1,4 +1,4 @@
-"""Counting who saw which class and who fired with whom: by hand, by id, on one rank and on two."""
+"""Counts of classes and pairs per expert: by hand, by uid, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_only_training_forwards_of_a_step_are_counted():
     assert count.take()["0"].together_EE.trace() == 20 * 2
 
 
-def test_counts_follow_ids_when_a_seat_changes_hands():
-    net, seating = model(), [(0, 1, 2, 3)]
-    count = RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=lambda layer: seating[-1])  # noqa: ARG005
+def test_counts_follow_uids_when_a_logical_expert_gets_another():
+    net, uids = model(), [(0, 1, 2, 3)]
+    count = RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=lambda layer: uids[-1])  # noqa: ARG005
     x, labels = batch(20, 1)
     for ids in ((0, 1, 2, 3), (0, 1, 9, 3)):
-        seating.append(ids)
+        uids.append(ids)
         count.begin_step([labels])
         net(x)
     counts = count.take()["0"]

@@ -1,4 +1,4 @@
-"""What the lab computes from a trace is what live counters say and what the exchanges did, number by number."""
+"""Metrics from a trace, live metrics and what the all-to-alls sent are the same numbers."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ RANKS_PER_NODE = 2
 CASES = [
     (2, 2, 1, "uneven", "lpt", False),
     (2, 2, 4, "spare", "replicate", True),
-    (4, 4, 1, "copies", "replicate", False),
-    (4, 2, 4, "copies", "replicate", True),
+    (4, 4, 1, "replicas", "replicate", False),
+    (4, 2, 4, "replicas", "replicate", True),
 ]
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
-    """Four experts and two; blocks and an empty slot; or that slot with a copy of expert 0."""
+    """Four experts and two; contiguous with an empty slot; or that slot with a replica of expert 0."""
     if name == "uneven":
         return ExpertPlacement(((2, 3, 4, 5), (0, 1)))
     rows = contiguous(EXPERTS, ranks, slots_per_rank=-(-EXPERTS // ranks)).slots
-    filler = 0 if name == "copies" else EMPTY_ROW
+    filler = 0 if name == "replicas" else EMPTY_ROW
     return ExpertPlacement((*(((*row, EMPTY_ROW)) for row in rows[:1]), *((*row, filler) for row in rows[1:])))
 
 
@@ -217,15 +217,15 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             assert round(sum(line[name] for line in live) * LINE) == sums[name]
         if not recompute:
             assert sums["moe/all_to_all_bytes_per_step"] == sum(sent for sent, *_ in ranks)
-        copies_of_line = 2 * 2 * BATCH * LINE
+        assignments_of_line = 2 * 2 * BATCH * LINE
         deduplicated = [line["moe/cross_node_fraction_deduplicated"] for line in live]
         visits = sum(visits for *_, visits in ranks)
-        assert sum(round(fraction * copies_of_line) for fraction in deduplicated) == visits
-        every_copy = [line["moe/cross_node_fraction"] for line in live]
+        assert sum(round(fraction * assignments_of_line) for fraction in deduplicated) == visits
+        every_assignment = [line["moe/cross_node_fraction"] for line in live]
         if ep_size > RANKS_PER_NODE:
-            assert all(0 < once < each for once, each in zip(deduplicated, every_copy, strict=True))
+            assert all(0 < once < each for once, each in zip(deduplicated, every_assignment, strict=True))
         else:
-            assert deduplicated == every_copy == [0.0] * len(live)
+            assert deduplicated == every_assignment == [0.0] * len(live)
         results = ranks[0][2]
         assert sum(line["moe/migration_bytes"] for line in live) == migrated[1]
         assert live[-1]["moe/migration_bytes_per_step"] == migrated[1] / STEPS
@@ -244,7 +244,7 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
 def test_counts_of_sources_add_up_to_those_of_all():
     rng = np.random.default_rng(0)
     placements = (ExpertPlacement(((0, 2), (1, 2), (3, EMPTY_ROW))), contiguous(4, 3, slots_per_rank=2))
-    sent = rng.integers(0, 9, (5, 2, 6, 4))  # two shard groups of three
+    sent = rng.integers(0, 9, (5, 2, 6, 4))  # two EP groups of three
     whole = count(sent, placements, sources=range(6), world_size=6)
     parts = [count(sent[:, :, [s]], placements, sources=[s], world_size=6).flat() for s in range(6)]
     assert (sum(parts) == whole.flat()).all()
@@ -257,7 +257,7 @@ def test_counts_of_sources_add_up_to_those_of_all():
 
 
 def test_metrics_of_a_window_by_hand():
-    # Two forwards, one layer, two ranks; experts 0 and 1 live on rank 0, expert 2 on rank 1.
+    # Two forwards, one layer, two ranks; experts 0 and 1 are on rank 0, expert 2 on rank 1.
     placement = ExpertPlacement(((0, 1), (2, EMPTY_ROW)))
     sent = np.array([[[[3, 0, 1], [0, 0, 4]]], [[[0, 2, 0], [2, 2, 2]]]])
     window = Window.of(count(sent, [placement], sources=range(2), world_size=2))
@@ -280,9 +280,9 @@ def test_metrics_of_a_window_by_hand():
     assert experts["moe/dead_experts"] == 0
 
 
-def test_replicas_cost_memory_and_bytes_for_each_copy_beyond_the_first():
-    copies = ExpertPlacement(((0, 2), (1, 2), (2, 0)))
-    assert replica_metrics([copies, contiguous(3, 3)], [100, 100]) == {
+def test_each_replica_beyond_the_first_costs_memory_and_traffic():
+    replicated = ExpertPlacement(((0, 2), (1, 2), (2, 0)))
+    assert replica_metrics([replicated, contiguous(3, 3)], [100, 100]) == {
         "moe/replicas": 3,
         "moe/replica_memory_bytes": 600,
         "moe/replica_bytes_per_step": 600,
@@ -317,7 +317,7 @@ def test_an_expert_below_a_tenth_of_its_fair_share_is_dead():
     assert expert_metrics(np.array([[1000] * 49 + [105]]))["moe/dead_experts"] == 0
 
 
-def test_copies_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
+def test_assignments_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
     torch.manual_seed(0)
     layer = make_moe(DIM, 4, EXPERTS, 2, capacity_factor=0.5)
     forwards = ModelForwards(layer)
@@ -327,5 +327,5 @@ def test_copies_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
     assert forwards.may_drop
     assert (sent_FLE.sum(0)[0] + dropped_FLE.sum(0)[0]).tolist() == layer.load_E.tolist()
     assert dropped_FLE.sum(0)[0].tolist() == layer.dropped_E.tolist()
-    assert sent_FLE.max() == 2, "a capacity of half of 24 copies over 6 experts"
+    assert sent_FLE.max() == 2, "a capacity of half of 24 assignments over 6 experts"
     assert dropped_FLE.sum() >= 2 * (24 - 12)

@@ -1,5 +1,4 @@
-"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv 1612.00796): weights that mattered are held where they
-were.
+"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv 1612.00796): a penalty on changes of important weights.
 
 The penalty is strength / 2 * sum_i F_i (w_i - w*_i)^2 (eq. 3 there). F adds up the Fisher information of the tasks so
 far and w* are the weights after the last of them (Huszár 2018, arXiv 1712.03847; Schwarz et al. 2018, arXiv
@@ -85,8 +84,8 @@ def _traced(
 class ElasticWeights:
     """The penalty that holds the weights of `model`; call it for this rank's share, to add to a task's loss.
 
-    What it keeps are buffers of `model`, which travel in checkpoints: make it before the model is prepared. For models
-    of copied linear layers, see `fisher_information`.
+    Its state is in buffers of `model`, which checkpoints save: make it before the model is prepared. For models of
+    replicated linear layers, see `fisher_information`.
     """
 
     def __init__(self, model: nn.Module, strength: float):
@@ -133,7 +132,7 @@ class Consolidation(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if (dense := trainer.run.config.dense_parallel) != "ddp":
-            raise UserError(f"--dense-parallel {dense} cuts weights that elastic weights need whole: use ddp.")
+            raise UserError(f"--dense-parallel {dense} shards weights that elastic weights need whole: use ddp.")
 
     def on_step_end(self, trainer: Trainer) -> None:
         task = self.task_at.get(trainer.state.step)

@@ -1,4 +1,4 @@
-"""Callbacks around a `ReplayMemory`: filling it while training, and replaying what it holds."""
+"""Callbacks of experience replay: filling a `ReplayMemory` while training, and adding its examples to each step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Remember(Callback):
-    """Shows `memory` the rows that were trained on, every `every` steps.
+    """Adds the rows that were trained on to `memory`, every `every` steps.
 
-    Asks the order of the data instead of the batches, so that all ranks remember all ranks' rows.
+    Reads them from the order of the data and not from the batches, so that every rank adds the rows of all ranks.
     """
 
     def __init__(self, memory: ReplayMemory, *, every: int = 10):
@@ -29,7 +29,7 @@ class Remember(Callback):
         self._batches: Iterator[Tensor] | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._batches = None  # made when it is known from which step on training continues
+        self._batches = None  # made in `on_step_end`, when the step that training continues from is known
 
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step
@@ -47,9 +47,9 @@ class Remember(Callback):
 
 class Replay(Callback):
     """Adds `count` remembered examples, over all ranks, to each step (experience replay, Chaudhry et al. 2019,
-    arXiv 1902.10486). Steps at which nothing is remembered yet are left alone.
+    arXiv 1902.10486). Nothing is added while the memory is empty.
 
-    Has no state: what is drawn is a function of the seed, the step and the memory, which `Remember` keeps.
+    Has no state: the draw is a function of the seed, the step and the memory, whose state `Remember` saves.
     """
 
     def __init__(self, memory: ReplayMemory, count: int):

@@ -1,4 +1,4 @@
-"""What is said of a model that learned one task after another, from its accuracy on each task after each."""
+"""Scores of continual learning, from the accuracy on each task after each."""
 
 from __future__ import annotations
 

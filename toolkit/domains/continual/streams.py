@@ -1,7 +1,7 @@
 """Task streams: the same images as several tasks, learned one after another and tested on held-out data of each.
 
 Class-, domain- and task-incremental learning are the three scenarios of van de Ven et al. 2022 (Nature Machine
-Intelligence 4): a task brings new classes, or the same classes in another guise, or is named when it is asked about.
+Intelligence 4): a task brings new classes, or the same classes with transformed inputs, or is identified at test time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def split_stream(
 def permuted_stream(data: ImageData, *, seed: int, num_tasks: int = 5, divided: bool = False) -> TaskStream:
     """Each task has the pixels in another order, the first one in their own (Goodfellow et al. 2013, arXiv 1312.6211).
 
-    `divided` deals the images out over the tasks; else every task has all of them.
+    `divided` partitions the images over the tasks; else every task has all of them.
     """
     pixels = math.prod(data.train.columns["input"].shape[1:])
     orders = [torch.arange(pixels)]
@@ -128,8 +128,8 @@ def _domains(
     def parts(table: TensorTable, split: str) -> list[TensorTable]:
         rows = [torch.arange(len(table))] * num_tasks
         if divided:
-            dealt = torch.randperm(len(table), generator=generator(seed, "deal", split))
-            rows = [piece.sort().values for piece in dealt.tensor_split(num_tasks)]
+            shuffled = torch.randperm(len(table), generator=generator(seed, "deal", split))
+            rows = [piece.sort().values for piece in shuffled.tensor_split(num_tasks)]
         taken: list[Batch] = [table[piece] for piece in rows]
         return [_task_table(transform(one["input"], task), one["label"], task) for task, one in enumerate(taken)]
 
@@ -141,7 +141,7 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
     if degrees == 0:
         return images
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # grid_sample asks where each pixel of the result comes from, with y downwards: the inverse turn.
+    # grid_sample maps pixels of the result to pixels of the input, with y downwards: the inverse rotation.
     affine = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]])
     turned = []
     for some in images.split(ROTATED_AT_ONCE):

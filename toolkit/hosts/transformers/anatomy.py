@@ -1,7 +1,7 @@
-"""Where a transformers model keeps its mixture: its experts modules, and the routers in front of them.
+"""The experts modules of a transformers model, and their routers.
 
-Nothing here names a family. What an experts module is, `toolkit.hosts.foreign` says; its router is the
-sibling with one weight row per expert, which returns (logits, weights, ids).
+No model family is named: an experts module is what `toolkit.hosts.foreign` describes, and its router the sibling with
+one weight row per expert, which returns (logits, weights, ids).
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class RouterWatch:
         """transformers flattens sequences before its routers see them."""
         self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
         """int64: assignments per expert on this rank in the last forward, in training or evaluation."""
-        router.register_forward_hook(self._remember)
+        router.register_forward_hook(self._record)
 
-    def _remember(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
         probs_TE = logits_TE.softmax(-1)

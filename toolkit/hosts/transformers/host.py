@@ -1,4 +1,4 @@
-"""The engine inside transformers' own expert parallelism, for users of its Trainer under FSDP2.
+"""Placement and migration inside transformers' own expert parallelism, for users of its Trainer under FSDP2.
 
     use_toolkit_ep()
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="toolkit")
@@ -127,16 +127,16 @@ class ToolkitEP:
     @torch.no_grad()
     def _to_slots(self, state: dict[str, Any], prefix: str) -> None:
         """Reorder what is loaded from the order of ids: whole tensors, or DTensors with this module's layout."""
-        stack, world = self.stack, dist.get_world_size()
+        stack = self.stack
         loaded = {name: state[prefix + name] for name in stack.parameters if prefix + name in state}
         by_id = contiguous(stack.num_experts, stack.placement.ranks)
         sharded = {name: _clone(value) for name, value in loaded.items() if isinstance(value, DTensor)}
         if sharded and stack.placement != by_id:
             migrate(ShardedStack(_holding(sharded), by_id, stack.groups), stack.placement)
-        here = list(stack.stored(stack.placement).slots[dist.get_rank()]) if world > 1 else []
-        for name, value in loaded.items():
-            if name not in sharded:
-                sharded[name] = _shard_like(stack.parameters[name], value[here])
+        for name in loaded.keys() - sharded.keys():
+            here = list(stack.stored(stack.placement).slots[dist.get_rank()])
+            parameter = stack.parameters[name]
+            sharded[name] = _shard_like(parameter, loaded[name][here].to(parameter.device))
         state.update({prefix + name: value for name, value in sharded.items()})
 
 

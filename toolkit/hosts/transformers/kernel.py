@@ -1,8 +1,8 @@
-"""An experts implementation for transformers that does not sort what is sorted already.
+"""An experts implementation for transformers that does not sort rows which a dispatcher has sorted already.
 
-`experts_implementation="toolkit"` works for any experts module, placed or not, in any floating type. Rows that come
-from a dispatcher arrive slot by slot and carry `rows_per_slot`, so they are multiplied as they are; others are sorted
-first. Gated SiLU experts without biases run as one autograd node.
+`experts_implementation="toolkit"` works for any experts module, sharded or not, in any floating type. Rows from a
+dispatcher are in order of slots and carry `rows_per_slot`, so they are multiplied as they are; others are sorted first.
+Gated SiLU experts without biases run as one autograd node.
 """
 
 from __future__ import annotations

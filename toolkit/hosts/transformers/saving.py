@@ -1,4 +1,4 @@
-"""A placed model as ordinary transformers weights, which any `from_pretrained` reads."""
+"""A model with experts on several ranks, saved as ordinary transformers weights that any `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolkit.moe.stack import ExpertStack, expert_stacks
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Write what `model.save_pretrained(folder, **options)` would, were all experts here. A collective.
+    """`model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
 
-    Rank 0 gathers the experts of one tensor at a time and writes; it needs main memory for the whole model, the others
-    for nothing. Raises UserError on every rank alike where the folder cannot be written.
+    Rank 0 gathers one tensor at a time and writes; it alone needs main memory for the whole model. Raises UserError on
+    every rank alike where the folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
     stacks = [stack for stack in expert_stacks(inner).values() if stack.groups.ep_size > 1 or _moved(stack)]

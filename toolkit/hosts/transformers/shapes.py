@@ -1,4 +1,4 @@
-"""Configurations of small language models: a mixture, or the dense sibling of its architecture."""
+"""Configurations of small language models: a mixture of experts, or the dense model of the same architecture."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def language_model_config(
         "head_dim": dim // heads,
         "max_position_embeddings": context,
         "tie_word_embeddings": False,
-        # The usual 0.02 suits a width of 2,500: in small models experts would hardly answer at first.
+        # The usual 0.02 suits a width of 2,500: in small models the outputs of experts would be close to 0 at first.
         "initializer_range": dim**-0.5,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -72,11 +72,11 @@ def language_model_config(
 
 
 def describe_language_model(model: nn.Module) -> dict[str, Any]:
-    """Facts for a run's record. `active_parameters` are those that one token uses; the experts are still together."""
+    """Facts for a run's record. `active_parameters` are those that one token uses. Call it before sharding."""
     config: Any = model.config
-    asleep = 0.0
+    inactive = 0.0
     for experts in experts_modules(model).values():
         rows = sum(p.numel() for p in experts.parameters(recurse=False))
-        asleep += rows * (1 - config.num_experts_per_tok / int(experts.num_experts))  # type: ignore[arg-type]
+        inactive += rows * (1 - config.num_experts_per_tok / int(experts.num_experts))  # type: ignore[arg-type]
     total = sum(p.numel() for p in model.parameters())
-    return {"model_type": config.model_type, "parameters": total, "active_parameters": total - round(asleep)}
+    return {"model_type": config.model_type, "parameters": total, "active_parameters": total - round(inactive)}

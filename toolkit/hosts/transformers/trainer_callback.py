@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,8 @@ def replan_callback(
     class Replan(TrainerCallback):
         def __init__(self) -> None:
             self.replanner = replanner
+            self._random: dict[str, Any] | None = None
+            """Of the checkpoint that training continues from, until it is restored."""
 
         def on_init_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             for module in trainer["model"].modules():
@@ -78,6 +82,21 @@ def replan_callback(
             scheduler.load_state_dict(saved["scheduler"])
             for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
+            file = _random_file(args, state)
+            self._random = json.loads(file.read_text()) if file.exists() else None  # fewer ranks wrote it
+            self._mid_epoch = abs(state.epoch - round(state.epoch)) > 1e-6
+
+        # Random states are restored where Trainer restores its own: at the start of an epoch, or after the batches of
+        # a begun one were skipped, so that the data loader draws from them as it did.
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            if self._random is not None and not self._mid_epoch:
+                _restore(self._random)
+                self._random = None
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if self._random is not None:
+                _restore(self._random)
+                self._random = None
 
         def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             self.replanner.after_step(state.global_step, trainer["optimizer"])
@@ -86,7 +105,7 @@ def replan_callback(
             content = {"replanner": self.replanner.state_dict(), "scheduler": trainer["lr_scheduler"].state_dict()}
             folder = _folder(args, state)
             save_tensors(folder, trainer["model"], trainer["optimizer"], content)
-            torch.save(_random_states(), folder.parent / f"rng_state_{args.process_index}.pth")
+            _random_file(args, state).write_text(json.dumps(_random_states()))
 
     return Replan()
 
@@ -104,9 +123,26 @@ def _distribute(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             state[prefix + name] = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
+def _random_file(args: Any, state: Any) -> Path:
+    return _folder(args, state).parent / f"random_states-{args.process_index}.json"
+
+
 def _random_states() -> dict[str, Any]:
-    """What Trainer reads from `rng_state_<rank>.pth`, which it does not write with `save_only_model`."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.random.get_rng_state_all()
-    return states
+    """The states of all generators of this process, as JSON values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    devices = torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": [base64.b64encode(bytes(s.tolist())).decode() for s in (torch.random.get_rng_state(), *devices)],
+    }
+
+
+def _restore(states: dict[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    cpu, *devices = [torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8) for s in states["torch"]]
+    torch.random.set_rng_state(cpu)
+    if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
+        torch.cuda.random.set_rng_state_all(devices)

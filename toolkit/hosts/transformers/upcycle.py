@@ -1,8 +1,8 @@
-"""A mixture of experts out of a trained dense model, which computes the same at first (Komatsuzaki et al. 2022,
+"""A mixture of experts from a trained dense model, whose output it has at first (Komatsuzaki et al. 2022,
 arXiv 2212.05055).
 
-`shards=1` copies the dense feed-forward to every expert. `shards=G` cuts its hidden width into G parts and deals
-copies of the parts to the experts; router rows start equal within a set of G, so a token chooses whole sets ("virtual
+`shards=1` copies the dense feed-forward to every expert. `shards=G` splits its hidden width into G parts and assigns
+them to the experts in turn; router rows start equal within a set of G, so a token chooses whole sets ("virtual
 groups", He et al. 2024, arXiv 2410.07524). Either way the weights of a token's experts add up to 1, so the mixture's
 output is the dense one's: bit for bit or up to rounding.
 """

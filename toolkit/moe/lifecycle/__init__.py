@@ -1,1 +1,1 @@
-"""Dynamic experts: they are split, merged and pruned while the model trains."""
+"""Dynamic experts: experts that are split, merged and pruned during training."""

@@ -1,7 +1,7 @@
-"""Whether the experts cover the data: a fraction of samples, and an alarm on it.
+"""Detects that the model no longer covers the data: a reason to grow.
 
-The signal is the fraction of coming samples, not yet trained on, to whose target the model gives a probability below
-0.5. It is 0 for a model that has learned the data and 1 for one that has not, whatever the router's own confidence.
+The signal is the fraction of coming samples, not yet trained on, whose target has a predicted probability below 0.5.
+It is 0 for a model that has learned the data and 1 for one that has not, whatever the router's own confidence.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, Literal
 from toolkit.callbacks.drift import CumulativeSum
 
 HALF_PROBABILITY = 0.6931471805599453
-"""-ln 1/2: a sample whose loss in nats is higher is not covered."""
+"""-ln 0.5: a sample with a higher loss, in nats, is not covered."""
 
 Lack = Literal["shift", "plateau"]
 
 
 class CoverageAlarm:
-    """Tells a lack of coverage from noise. `observe` takes one reading after another.
+    """Tells a lack of coverage from noise; `observe` takes one reading after another.
 
     shift     a `CumulativeSum` detects that the mean has risen
     plateau   its running mean stays above `tolerated` and has found no lower level for `patience` readings
 
-    After an alarm the next `cooldown` readings are ignored, and the running mean begins anew.
+    After an alarm the running mean starts again, after `cooldown` readings that are ignored.
     """
 
     def __init__(self, *, tolerated: float = 0.1, patience: int = 40, cooldown: int = 8):
@@ -39,7 +39,7 @@ class CoverageAlarm:
         """Readings yet to be ignored."""
 
     def observe(self, uncovered: float, samples: int) -> Lack | None:
-        """The lack that `uncovered`, a fraction of `samples`, completes, if any."""
+        """The alarm that the reading `uncovered`, a fraction of `samples`, raises, if any."""
         if self.resting:
             self.resting -= 1
             return None

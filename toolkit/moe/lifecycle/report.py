@@ -1,4 +1,4 @@
-"""The callback that keeps the knowledge graph, and writes down what the pictures of a population are drawn from."""
+"""The callback that keeps the knowledge graphs and writes lifecycle.jsonl, from which pictures are drawn."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from toolkit.callbacks.base import Callback
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
+from toolkit.moe.lifecycle.plans import Pair
 from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingStatistics
 from toolkit.tracking.jsonl import MetricsFile
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from toolkit.trainer import Trainer
 
 
-class Lifecycles(Protocol):
-    """What is asked of whoever changes populations."""
+class HasRosters(Protocol):
+    """What the report reads: the `Lifecycle` callback, or `StaticRosters`."""
 
     @property
     def rosters(self) -> Mapping[str, ExpertRoster]:
@@ -35,13 +36,13 @@ class Lifecycles(Protocol):
     def history(self) -> Sequence[LifecycleEvent]: ...
 
     @property
-    def likeness(self) -> Mapping[str, Mapping[tuple[int, int], tuple[float, float]]]:
-        """By layer, of pairs that the last sleep compared: distance of outputs, similarity of aligned weights."""
+    def similarities(self) -> Mapping[str, Mapping[Pair, Similarity]]:
+        """By layer, of the pairs with similar outputs in the last sleep."""
         ...
 
 
 class StaticRosters:
-    """Layers in which nobody is born and nobody dies: every expert sits on the seat of its own id."""
+    """Rosters of layers whose experts never change: the uid of each expert is its logical id."""
 
     def __init__(self, model: nn.Module):
         self.rosters: Mapping[str, ExpertRoster] = {
@@ -49,15 +50,15 @@ class StaticRosters:
             for name, layer in moe_layers(model).items()
         }
         self.history: Sequence[LifecycleEvent] = ()
-        self.likeness: Mapping[str, Mapping[tuple[int, int], tuple[float, float]]] = {}
+        self.similarities: Mapping[str, Mapping[Pair, Similarity]] = {}
 
 
 class LifecycleReport(Callback):
-    """Each epoch: takes up what was routed where in `graphs`, one `KnowledgeGraph` per layer, equal on all ranks, and
-    writes a line of lifecycle.jsonl and the graphs' JSON and GraphML files. Pictures are drawn when the run ends.
+    """Each epoch: updates one `KnowledgeGraph` per layer (`graphs`, equal on all ranks), appends a line to
+    lifecycle.jsonl and writes the graphs as JSON and GraphML. Pictures are drawn when the run ends.
 
-    `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over living experts
-    weighted by traffic. Ordinary steps pay for a few references; there is one reduction over ranks per epoch.
+    `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over active experts
+    weighted by load. A step keeps references to its routing; there is one reduction over ranks per epoch.
     """
 
     runs_after = (Lifecycle,)
@@ -67,23 +68,23 @@ class LifecycleReport(Callback):
         model: nn.Module,
         *,
         num_classes: int,
-        lifecycle: Lifecycles | None = None,
+        lifecycle: HasRosters | None = None,
         label: str = "label",
         edge_decay: float = 0.99,
         edge_floor: float = 0.1,
     ):
         self.layers, self.label = moe_layers(model), label
-        self.lifecycle: Lifecycles = lifecycle or StaticRosters(model)
+        self.lifecycle: HasRosters = lifecycle or StaticRosters(model)
         self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
         self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
-        self._events_heard = self._events_told = 0
+        self._events_observed = self._events_written = 0
         self._last_step = 0
         self._seconds = 0.0
         self._clock: float | None = None
         self._file: MetricsFile | None = None
 
     def _uids_of_logical(self, layer: str) -> Ids:
-        return self.lifecycle.rosters[layer].uid_at
+        return self.lifecycle.rosters[layer].uids_of_logical
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         self._clock = self._clock or time.perf_counter()
@@ -92,8 +93,8 @@ class LifecycleReport(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.statistics.end_step()
         step = trainer.state.step
-        if len(self.lifecycle.history) != self._events_heard:
-            self._hear(step)
+        if len(self.lifecycle.history) != self._events_observed:
+            self._observe_events(step)
         if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
             self._close_epoch(trainer)
 
@@ -103,19 +104,17 @@ class LifecycleReport(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._close_file()
 
-    def _hear(self, step: int) -> None:
-        """Take up what a sleep found out: it is known until the next one, but not kept in checkpoints."""
-        news = self.lifecycle.history[self._events_heard :]
-        self._events_heard = len(self.lifecycle.history)
-        if any(event.kind == "sleep" for event in news):
-            for name, pairs in self.lifecycle.likeness.items():
+    def _observe_events(self, step: int) -> None:
+        """Add the similarities of a sleep to the graphs; they are not in checkpoints, and overwritten by the next."""
+        new = self.lifecycle.history[self._events_observed :]
+        self._events_observed = len(self.lifecycle.history)
+        if any(event.kind == "sleep" for event in new):
+            for name, pairs in self.lifecycle.similarities.items():
                 self.graphs[name].observe_roster(self.lifecycle.rosters[name], step=step)
-                self.graphs[name].observe_similarity(
-                    {pair: Similarity(weights=weights, outputs=1 - apart) for pair, (apart, weights) in pairs.items()}
-                )
+                self.graphs[name].observe_similarity(pairs)
 
     def observe(self, step: int) -> None:
-        """Have the graphs take up what was routed where since they last did. A collective."""
+        """Update the graphs with what was routed since the last update. A collective."""
         counts = self.statistics.take()
         for name, graph in self.graphs.items():
             observe(graph, self.lifecycle.rosters[name], counts[name], self.layers[name], step=step)
@@ -129,7 +128,7 @@ class LifecycleReport(Callback):
             trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
         if trainer.run.is_main:
             self._write(trainer, seconds)
-        self._events_told, self._last_step = len(self.lifecycle.history), step
+        self._events_written, self._last_step = len(self.lifecycle.history), step
 
     def _write(self, trainer: Trainer, seconds: float) -> None:
         folder, step = trainer.run.folder, trainer.state.step
@@ -148,17 +147,17 @@ class LifecycleReport(Callback):
             step,
             {
                 "epoch": step / trainer.batches.steps_per_epoch,
-                "began": self._last_step,
+                "first_step": self._last_step,
                 "seconds": seconds,
                 "world_size": trainer.run.world_size,
                 "device": trainer.run.device.type,
                 "layers": layers,
-                "events": [asdict(event) for event in self.lifecycle.history[self._events_told :]],
+                "events": [asdict(event) for event in self.lifecycle.history[self._events_written :]],
             },
         )
 
     def _seconds_so_far(self) -> float:
-        """Of this epoch, evaluations left out."""
+        """Of training in this epoch, without evaluations."""
         return self._seconds + (0.0 if self._clock is None else time.perf_counter() - self._clock)
 
     def _close_file(self) -> None:
@@ -171,8 +170,8 @@ class LifecycleReport(Callback):
         return {
             "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
             "statistics": self.statistics.state_dict(),
-            "events_heard": self._events_heard,
-            "events_told": self._events_told,
+            "events_observed": self._events_observed,
+            "events_written": self._events_written,
             "last_step": self._last_step,
             "seconds": self._seconds_so_far(),
         }
@@ -181,20 +180,20 @@ class LifecycleReport(Callback):
         for name, graph in self.graphs.items():
             graph.load_state_dict(state["graphs"][name])
         self.statistics.load_state_dict(state["statistics"])
-        self._events_heard, self._events_told = state["events_heard"], state["events_told"]
+        self._events_observed, self._events_written = state["events_observed"], state["events_written"]
         self._last_step, self._seconds = state["last_step"], state["seconds"]
 
 
 def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: Counts, layer: MoE, *, step: int) -> None:
-    """Let an epoch or the time since the last sleep pass in `graph`, and take up what was counted in it."""
+    """Update `graph` with the counts of an epoch, or since the last sleep."""
     graph.observe_roster(roster, step=step)
     graph.decay()
-    rank_of = {record.id: layer.placement.owner(record.logical_id).rank for record in roster.active}
+    rank_of = {record.uid: layer.placement.owner(record.logical_id).rank for record in roster.active}
     graph.observe_routing(counts.ids, counts.together_EE, counts.classes_EC, rank_of)
 
 
 def mean_specialisation(graph: KnowledgeGraph) -> float:
-    """Over living experts, weighted by their share of traffic."""
+    """Over active experts, weighted by their share of the load."""
     nodes = [node for node in graph.graph.nodes.values() if node["active"]]
     total = sum(node["share"] for node in nodes)
     return sum(node["share"] * node["specialisation"] for node in nodes) / total if total else 0.0

@@ -1,7 +1,8 @@
-"""Who lives in a layer: experts have ids that never return, and sit on seats whose number never changes.
+"""The experts that a layer has and had. Every expert has a uid that is never used again, and a logical expert id.
 
-A seat is what the router, the placement and the dispatcher count: row `logical_id` of the router's weight, and the rows that
-the placement calls expert `logical_id`. In a layer without a lifecycle every expert sits on the seat of its own id.
+The logical id is what router, placement and dispatcher use: row `logical_id` of the router's weight. Logical ids are
+used again after an expert was removed; a logical expert without an active expert is inactive. In a layer without
+dynamic experts uid and logical id are equal.
 """
 
 from __future__ import annotations
@@ -16,117 +17,115 @@ EventKind = Literal["grow", "merge", "prune", "sleep", "undone"]
 
 @dataclass(frozen=True)
 class ExpertRecord:
-    """One expert, from its birth to its end."""
+    """One expert, from its creation to its removal."""
 
-    id: int
+    uid: int
     logical_id: int
-    """Where it sits, or sat."""
+    """The last one, of an expert that was removed."""
     created_at: int = 0
-    """Optimizer steps before its birth."""
+    """Optimizer steps done when it was created."""
     parent: int | None = None
-    """The expert whose tokens it took over half of."""
+    """uid of the expert that it was split from."""
     removed_at: int | None = None
     fate: Fate = "active"
     merged_into: int | None = None
-    """The expert that it was merged into."""
+    """uid of the expert that it was merged into."""
 
 
 @dataclass(frozen=True)
 class LifecycleEvent:
-    """Something that happened to a population, for people and for the knowledge graph."""
+    """A change of a layer's experts, or a sleep (layer ""); written to lifecycle.jsonl."""
 
     step: int
     layer: str
     kind: EventKind
-    ids: tuple[int, ...]
-    """The experts concerned: of a growth the new one, of a merger the heir and then who ended."""
+    uids: tuple[int, ...]
+    """Of the experts concerned: new expert and parent, remaining and removed expert of a merge, pruned expert."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: why, and what was measured."""
+    """JSON values: the reason, and what was measured."""
 
 
 @dataclass(frozen=True)
 class ExpertRoster:
-    """The experts of one layer, alive and gone, on `logical_experts` seats.
+    """All experts of one layer with `logical_experts` logical experts, the removed ones included.
 
-    Immutable: `grow`, `merge` and `prune` return the population after the event. They raise ValueError where it cannot
-    happen.
+    Immutable: `grow`, `merge` and `prune` return the roster after the event, and raise ValueError if it is impossible.
     """
 
     logical_experts: int
     records: tuple[ExpertRecord, ...]
-    """By id: `records[id]`."""
+    """By uid: `records[uid]`."""
 
     @classmethod
-    def initial(cls, experts: int, logical_experts: int, sitting: tuple[int, ...] | None = None) -> ExpertRoster:
-        """Experts 0, 1, ... on the first seats, or on those of `sitting`."""
-        sitting = sitting or tuple(range(experts))
-        return cls(logical_experts, tuple(ExpertRecord(id, logical_id) for id, logical_id in enumerate(sitting)))
+    def initial(cls, experts: int, logical_experts: int) -> ExpertRoster:
+        """Experts with uids 0, 1, ... and the same logical ids."""
+        return cls(logical_experts, tuple(ExpertRecord(uid, uid) for uid in range(experts)))
 
     def __post_init__(self) -> None:
-        taken = [record.logical_id for record in self.active]
-        if len(set(taken)) < len(taken):
-            raise ValueError(f"two living experts on one seat: {sorted(taken)}")
-        if not all(0 <= logical_id < self.logical_experts for logical_id in taken):
-            raise ValueError(f"seats {taken} of a layer that has {self.logical_experts}")
-        if [record.id for record in self.records] != list(range(len(self.records))):
-            raise ValueError("members are listed by id, and ids count from 0")
+        used = [record.logical_id for record in self.active]
+        if len(set(used)) < len(used):
+            raise ValueError(f"two active experts have the same logical id: {sorted(used)}")
+        if not all(0 <= logical_id < self.logical_experts for logical_id in used):
+            raise ValueError(f"logical ids {used} of a layer that has {self.logical_experts}")
+        if [record.uid for record in self.records] != list(range(len(self.records))):
+            raise ValueError("records must be listed by uid, from 0")
 
     @property
     def active(self) -> tuple[ExpertRecord, ...]:
-        """By id."""
+        """By uid."""
         return tuple(record for record in self.records if record.fate == "active")
 
     def older_than(self, age: int, step: int) -> tuple[ExpertRecord, ...]:
-        """The living that are at least `age` steps old at `step`, by id."""
+        """The active experts created at least `age` steps before `step`, by uid."""
         return tuple(record for record in self.active if step - record.created_at >= age)
 
     def __len__(self) -> int:
         return len(self.active)
 
     @property
-    def uid_at(self) -> tuple[int | None, ...]:
-        """The living expert on each seat; None where it is vacant."""
-        ids: list[int | None] = [None] * self.logical_experts
+    def uids_of_logical(self) -> tuple[int | None, ...]:
+        """The uid of each logical expert; None where it is inactive."""
+        uids: list[int | None] = [None] * self.logical_experts
         for record in self.active:
-            ids[record.logical_id] = record.id
-        return tuple(ids)
+            uids[record.logical_id] = record.uid
+        return tuple(uids)
 
     @property
-    def vacant(self) -> tuple[int, ...]:
-        return tuple(logical_id for logical_id, id in enumerate(self.uid_at) if id is None)
+    def inactive(self) -> tuple[int, ...]:
+        """Logical ids."""
+        return tuple(logical_id for logical_id, uid in enumerate(self.uids_of_logical) if uid is None)
 
-    def logical_id_of(self, id: int) -> int:
-        """Raises ValueError for an expert that does not live."""
-        if not 0 <= id < len(self.records) or self.records[id].fate != "active":
-            raise ValueError(f"expert {id} does not live: {[record.id for record in self.active]} do")
-        return self.records[id].logical_id
+    def logical_id_of(self, uid: int) -> int:
+        """Raises ValueError for an expert that is not active."""
+        if not 0 <= uid < len(self.records) or self.records[uid].fate != "active":
+            raise ValueError(f"expert {uid} is not active: {[record.uid for record in self.active]} are")
+        return self.records[uid].logical_id
 
     def grow(self, logical_id: int, *, step: int, parent: int | None = None) -> ExpertRoster:
-        """The next id sits down on `logical_id`."""
-        if logical_id not in self.vacant:
-            raise ValueError(f"seat {logical_id} is not vacant: {list(self.vacant)} are")
+        """Give the inactive `logical_id` to a new expert with the next uid."""
+        if logical_id not in self.inactive:
+            raise ValueError(f"logical expert {logical_id} is not inactive: {list(self.inactive)} are")
         if parent is not None:
             self.logical_id_of(parent)
-        return replace(
-            self, records=(*self.records, ExpertRecord(len(self.records), logical_id, created_at=step, parent=parent))
-        )
+        created = ExpertRecord(len(self.records), logical_id, created_at=step, parent=parent)
+        return replace(self, records=(*self.records, created))
 
-    def merge(self, id: int, *, into: int, step: int) -> ExpertRoster:
-        """Expert `id` ends in `into`."""
-        if id == into:
-            raise ValueError(f"expert {id} cannot be merged into itself")
+    def merge(self, uid: int, *, into: int, step: int) -> ExpertRoster:
+        """Remove expert `uid`, merged into `into`."""
+        if uid == into:
+            raise ValueError(f"expert {uid} cannot be merged into itself")
         self.logical_id_of(into)
-        return self._end(id, removed_at=step, fate="merged", merged_into=into)
+        return self._remove(uid, removed_at=step, fate="merged", merged_into=into)
 
-    def prune(self, id: int, *, step: int) -> ExpertRoster:
-        return self._end(id, removed_at=step, fate="pruned")
+    def prune(self, uid: int, *, step: int) -> ExpertRoster:
+        return self._remove(uid, removed_at=step, fate="pruned")
 
-    def _end(self, id: int, **changes: Any) -> ExpertRoster:
-        self.logical_id_of(id)
+    def _remove(self, uid: int, **changes: Any) -> ExpertRoster:
+        self.logical_id_of(uid)
         if len(self) == 1:
-            raise ValueError(f"expert {id} is the last one")
+            raise ValueError(f"expert {uid} is the last one")
         records = list(self.records)
-        records[id] = replace(records[id], **changes)
+        records[uid] = replace(records[uid], **changes)
         return replace(self, records=tuple(records))
 
     def to_dict(self) -> dict[str, Any]:

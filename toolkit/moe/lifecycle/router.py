@@ -1,123 +1,128 @@
-"""A router with vacant seats, and experts that take turns with the one they were split from."""
+"""A router whose experts can be inactive, and can be restricted to a side of the hyperplanes where they were split."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from toolkit.config.router import RouterOptions
+from toolkit.errors import UserError
 from toolkit.moe.router import TopKRouter
 
-NOBODY = -1
+NO_EXPERT = -1
+
+
+@dataclass(frozen=True)
+class Hyperplane:
+    """In the router's input space: a new expert gets the tokens with `normal_D` . x > `offset`, its parent the rest."""
+
+    normal_D: Tensor
+    offset: float
 
 
 class DynamicRouter(TopKRouter):
-    """Chooses among the experts that live; a row of `weight` for every seat, so that growth changes no shape.
+    """Top-k routing among the active experts. `weight` has a row for every logical expert, so growth changes no shape.
 
-    Where an expert was split, the two halves take turns: a *divider*, a half-space of the router's input, says which of
-    them a token may go to. The other half's logit is minus infinity there, as is that of a vacant seat everywhere. So
-    right after a split each token has one copy of the expert to go to, with the logit that the expert had, and nothing
-    else about its routing changes either. Splits nest: the halves of a half keep to its side.
+    When an expert is split, a hyperplane in the router's input space divides its tokens between it and the new expert:
+    on the other's side an expert's logit is minus infinity, as an inactive expert's is everywhere. The new expert
+    starts with its parent's row, so right after a split each token's logits and weights are what they were. Splits
+    nest: both experts of a split keep the restrictions of the expert that was split.
     """
 
     active_E: Tensor
-    divider_ED: Tensor
-    threshold_E: Tensor
-    turns_EE: Tensor
+    normal_ED: Tensor
+    offset_E: Tensor
+    side_EE: Tensor
     split_from_E: Tensor
 
-    def __init__(self, dim: int, num_experts: int, top_k: int, *, active: int, **options: Any):
-        super().__init__(dim, num_experts, top_k, **options)
-        if self.expert_groups > 1 or self.force_balanced:
-            raise ValueError("a router with vacant seats has no expert_groups and cannot be force_balanced")
+    def __init__(self, dim: int, num_experts: int, top_k: int, options: RouterOptions | None = None, *, active: int):
+        super().__init__(dim, num_experts, top_k, options)
+        if self.options.router_groups > 1 or self.options.force_balanced:
+            raise UserError("dynamic experts have neither router_groups nor force_balanced: leave both out.")
         if not top_k <= active <= num_experts:
-            raise ValueError(f"living={active} must lie between top_k={top_k} and num_experts={num_experts}")
+            raise UserError(f"active={active} must lie between top_k={top_k} and num_experts={num_experts}.")
         with torch.no_grad():
             self.weight[active:] = 0
         self.register_buffer("active_E", torch.arange(num_experts) < active)
-        # A token is beyond divider s where divider_s . x > threshold_s.
-        self.register_buffer("divider_ED", torch.zeros(num_experts, dim))
-        self.register_buffer("threshold_E", torch.zeros(num_experts))
-        # turns[s, e] is 1 where expert e gets only tokens beyond divider s, -1 where only others, 0 where any.
-        self.register_buffer("turns_EE", torch.zeros(num_experts, num_experts))
-        self.register_buffer("split_from_E", torch.full((num_experts,), NOBODY))
-        # Known on the host, so that a forward need not ask: whether any seat is vacant, or any token's turn limited.
-        self.has_vacant = self.has_turns = True
+        # Hyperplane s is that of the split which made expert s: normal_s . x > offset_s on its side.
+        self.register_buffer("normal_ED", torch.zeros(num_experts, dim))
+        self.register_buffer("offset_E", torch.zeros(num_experts))
+        # side_EE[s, e]: 1 where expert e gets only tokens above hyperplane s, -1 only those below it, 0 both.
+        self.register_buffer("side_EE", torch.zeros(num_experts, num_experts))
+        self.register_buffer("split_from_E", torch.full((num_experts,), NO_EXPERT))
+        # Known on the host, so that a forward need not wait for the device: whether there is anything to mask.
+        self.has_inactive = self.has_splits = True
 
     def refresh(self) -> None:
-        """Take note of what the buffers say. Until this is called any seat may be vacant and any turn limited, which
-        is always right and a little slower; who writes to the buffers calls it afterwards. Waits for the device."""
-        self.has_vacant, self.has_turns = not bool(self.active_E.all()), bool(self.turns_EE.any())
+        """Read from the buffers whether there is anything to mask; to be called after they change.
 
-    def scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE, scores_TE = super().scores(x_TD)
-        if not self.has_vacant and not self.has_turns:
-            return logits_TE, scores_TE
-        open_TE = self.open_TE(x_TD) if self.has_turns else self.active_E
-        logits_TE = logits_TE.masked_fill(~open_TE, -torch.inf)
-        return logits_TE, logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
+        Masks are always applied until `refresh`, which is correct and a little slower. Waits for the device.
+        """
+        self.has_inactive, self.has_splits = not bool(self.active_E.all()), bool(self.side_EE.any())
+
+    def masked(self, logits_TE: Tensor, x_TD: Tensor) -> Tensor:
+        if not self.has_inactive and not self.has_splits:
+            return logits_TE
+        allowed_TE = self.allowed_TE(x_TD) if self.has_splits else self.active_E
+        return logits_TE.masked_fill(~allowed_TE, -torch.inf)
 
     @torch.no_grad()
-    def open_TE(self, x_TD: Tensor) -> Tensor:
-        """(T, E) bool: whose turn it is with each token."""
+    def allowed_TE(self, x_TD: Tensor) -> Tensor:
+        """(T, E) bool: True where the expert is active and the token on its side of all hyperplanes."""
         with torch.autocast(x_TD.device.type, enabled=False):
-            side_TE = torch.where(x_TD.to(self.divider_ED.dtype) @ self.divider_ED.T > self.threshold_E, 1.0, -1.0)
-            agrees_TE = side_TE.to(self.turns_EE.dtype) @ self.turns_EE == self.turns_EE.abs().sum(0)
-        return agrees_TE & self.active_E
+            above_TE = torch.where(x_TD.to(self.normal_ED.dtype) @ self.normal_ED.T > self.offset_E, 1.0, -1.0)
+            inside_TE = above_TE.to(self.side_EE.dtype) @ self.side_EE == self.side_EE.abs().sum(0)
+        return inside_TE & self.active_E
 
     def choose(self, scores_TE: Tensor) -> Tensor:
-        # A bias could lift what is closed, whose score is zero, above what is open.
+        # Masked experts have a score of 0, which a bias could lift above that of an allowed one.
         return super().choose(scores_TE.masked_fill(scores_TE == 0, -torch.inf))
 
     @property
     def num_choices(self) -> Tensor:
-        """int64 scalar: the experts that live."""
+        """int64 scalar: the number of active experts."""
         return self.active_E.sum()
 
-    # --- what the lifecycle does, between two steps -----------------------------------------------------------
+    # --- changes, between two optimizer steps -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def logical_id(self, logical_id: int, *, beside: int | None = None) -> None:
-        """Let an expert sit down on the vacant `logical_id`, with the row of `beside` or a row of zeros."""
-        self.active_E[logical_id] = True
-        self.weight[logical_id] = 0 if beside is None else self.weight[beside]
+    def split(self, parent: int, new: int, plane: Hyperplane) -> None:
+        """Activate logical expert `new` with the row of `parent`, and divide the parent's tokens at `plane`."""
+        self.active_E[new] = True
+        self.weight[new] = self.weight[parent]
         if self.bias is not None:
-            self.bias[logical_id] = 0 if beside is None else self.bias[beside]
+            self.bias[new] = self.bias[parent]
+        self.normal_ED[new], self.offset_E[new] = plane.normal_D.to(self.normal_ED), plane.offset
+        self.side_EE[:, new] = self.side_EE[:, parent]
+        self.side_EE[new, new], self.side_EE[new, parent] = 1, -1
+        self.split_from_E[new] = parent
         self.refresh()
 
     @torch.no_grad()
-    def divide(self, logical_id: int, beside: int, divider_D: Tensor, threshold: float) -> None:
-        """Have the new expert on `logical_id` take over from the one on `beside` what lies beyond the divider."""
-        self.divider_ED[logical_id], self.threshold_E[logical_id] = divider_D.to(self.divider_ED), threshold
-        self.turns_EE[:, logical_id] = self.turns_EE[:, beside]
-        self.turns_EE[logical_id, logical_id], self.turns_EE[logical_id, beside] = 1, -1
-        self.split_from_E[logical_id] = beside
+    def deactivate(self, expert: int) -> None:
+        """Clear logical expert `expert`.
+
+        Its tokens go to the expert that was split from it last, else to the one that it was split from, where these are
+        active, and otherwise to the next best expert of each token.
+        """
+        children = self.children_of(expert)
+        if children:
+            heir = children[-1]
+            self.split_from_E[children] = heir
+            self.split_from_E[heir] = self.split_from_E[expert]
+            self.normal_ED[heir], self.offset_E[heir] = self.normal_ED[expert], self.offset_E[expert]
+            self.side_EE[heir] = self.side_EE[expert]
+        self.side_EE[expert], self.normal_ED[expert], self.offset_E[expert] = 0, 0, 0
+        self.side_EE[:, expert] = 0
+        self.split_from_E[expert] = NO_EXPERT
+        self.active_E[expert] = False
+        self.weight[expert] = 0
         self.refresh()
 
-    @torch.no_grad()
-    def vacate(self, logical_id: int) -> None:
-        """Clear `logical_id`. Its tokens fall to the last expert that was split from it, else to the one it was split from,
-        where these live, and to whichever comes next in a token's order of preference otherwise."""
-        halves = self.halves_of(logical_id)
-        if halves:
-            merged_into = halves[-1]
-            self.split_from_E[halves] = merged_into
-            self.split_from_E[merged_into] = self.split_from_E[logical_id]
-            self.divider_ED[merged_into], self.threshold_E[merged_into] = (
-                self.divider_ED[logical_id],
-                self.threshold_E[logical_id],
-            )
-            self.turns_EE[merged_into] = self.turns_EE[logical_id]
-        self.turns_EE[logical_id], self.divider_ED[logical_id], self.threshold_E[logical_id] = 0, 0, 0
-        self.turns_EE[:, logical_id] = 0
-        self.split_from_E[logical_id] = NOBODY
-        self.active_E[logical_id] = False
-        self.weight[logical_id] = 0
-        self.refresh()
-
-    def halves_of(self, logical_id: int) -> list[int]:
-        """The seats that were split from `logical_id` and still take turns with it, in the order of these splits."""
-        halves = (self.split_from_E == logical_id).nonzero().flatten().tolist()
-        # A later half keeps to the side that the earlier ones left.
-        return sorted(halves, key=lambda half: int((self.turns_EE[halves, half] == -1).sum()))
+    def children_of(self, expert: int) -> list[int]:
+        """The active logical experts that were split from `expert`, earliest first."""
+        children = (self.split_from_E == expert).nonzero().flatten().tolist()
+        # A later child is also below the hyperplanes of the earlier ones.
+        return sorted(children, key=lambda child: int((self.side_EE[children, child] == -1).sum()))

@@ -1,4 +1,4 @@
-"""Rows of one expert, wherever it lives: fetched to every rank of the shard group, and written where it lives."""
+"""The rows of one expert in the stacked tensors, read on every rank and written on the rank that holds the expert."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from toolkit.moe.stack import ExpertStack
 
 
 class ExpertRows:
-    """The weights and optimizer rows of a layer's experts, by seat. `fetch` is a collective of each shard group.
+    """Weights and optimizer states of a layer's experts, by logical id. `fetch` is a collective of each EP group.
 
-    An expert's rows are broadcast whole, which is cheap beside the steps between two events of its life. Layers whose
-    experts have copies are refused with ValueError.
+    A fetch broadcasts the whole expert, which is cheap as changes are rare. Raises ValueError for a layer with
+    replicated experts.
     """
 
     def __init__(self, stack: ExpertStack, optimizer: Optimizer | None):
         if stack.placement.has_replicas:
-            raise ValueError("experts that have copies neither grow nor end: use a planner that makes none")
+            raise ValueError("replicated experts can neither grow nor be removed: use a planner without replicas")
         self.stack = stack
         self._tensors = rows_of_weights(stack) | rows_of_states(stack, optimizer)
 
     @torch.no_grad()
     def fetch(self, logical_id: int) -> dict[str, Tensor]:
-        """Copies of the expert's rows: of weights by name (`up`), of optimizer states behind it (`up.exp_avg`)."""
-        place, groups = self.stack.placement.owner(logical_id), self.stack.groups
-        here = place.rank == groups.ep_rank
-        rows = {n: t[place.slot].clone() if here else torch.empty_like(t[0]) for n, t in self._tensors.items()}
+        """The expert's rows, cloned: weights by name (`up`), optimizer states by both names (`up.exp_avg`)."""
+        owner, groups = self.stack.placement.owner(logical_id), self.stack.groups
+        here = owner.rank == groups.ep_rank
+        rows = {n: t[owner.slot].clone() if here else torch.empty_like(t[0]) for n, t in self._tensors.items()}
         if groups.ep_group is not None:
             for row in rows.values():
-                dist.broadcast(row, group=groups.ep_group, group_src=place.rank)
+                dist.broadcast(row, group=groups.ep_group, group_src=owner.rank)
         return rows
 
     @torch.no_grad()
-    def write(self, logical_id: int, rows: Mapping[str, Tensor] | None) -> None:
-        """Put `rows` where the expert on `logical_id` lives, on the ranks that have it; zeros for what is not in `rows`."""
-        place = self.stack.placement.owner(logical_id)
-        if place.rank != self.stack.groups.ep_rank:
+    def write(self, logical_id: int, rows: Mapping[str, Tensor]) -> None:
+        """Overwrite the expert's rows on the ranks that hold it; with zeros where `rows` has no tensor of that name."""
+        owner = self.stack.placement.owner(logical_id)
+        if owner.rank != self.stack.groups.ep_rank:
             return
         for name, tensor in self._tensors.items():
-            if rows is not None and name in rows:
-                tensor[place.slot].copy_(rows[name])
+            if name in rows:
+                tensor[owner.slot].copy_(rows[name])
             else:
-                tensor[place.slot].zero_()
+                tensor[owner.slot].zero_()

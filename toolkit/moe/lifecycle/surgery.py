@@ -1,13 +1,11 @@
-"""Carrying out plans: weights, optimizer rows, router rows and the population change together, in place.
+"""Carries out plans: changes weights, optimizer states, router and roster together, in place.
 
-Collectives: all ranks carry out the same plan between the same two steps. Parameters keep their shapes and storages,
-so DDP, the optimizer and whoever refers to them notice nothing. Adam's count of steps belongs to the stack and is
-shared by its experts; a newborn's moments are its parent's, or zeros.
+All of it is collective: all ranks carry out the same plan between the same two steps. Parameters keep their shapes and
+storages, so DDP and the optimizer need not know. Adam's step count belongs to the stacked parameter and is shared by
+its experts; a new expert starts with its parent's moments, or with zeros where it is fresh.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,95 +13,76 @@ from torch.optim import Optimizer
 
 from toolkit.moe.experts import GroupedExperts
 from toolkit.moe.layer import MoE
-from toolkit.moe.lifecycle.alignment import alignment, reordered
-from toolkit.moe.lifecycle.plans import Grow, Merge, Plan, Prune
+from toolkit.moe.lifecycle.plans import Grow, Merge, Plan
 from toolkit.moe.lifecycle.roster import ExpertRoster
-from toolkit.moe.lifecycle.router import DynamicRouter
+from toolkit.moe.lifecycle.router import DynamicRouter, Hyperplane
 from toolkit.moe.lifecycle.rows import ExpertRows
+from toolkit.moe.lifecycle.similarity import alignment, reordered
 from toolkit.parallel.unwrapping import unwrapped
 
 
-@dataclass(frozen=True)
-class Divider:
-    """The half-space of the router's input that a newborn takes over: where `direction_D` . x > `threshold`."""
-
-    direction_D: Tensor
-    threshold: float
-
-
 class Surgeon:
-    """Changes the population of one layer."""
+    """Changes the experts of one layer. Raises ValueError for a layer without dynamic experts."""
 
     def __init__(self, layer: MoE, roster: ExpertRoster, optimizer: Optimizer | None, *, seed: int = 0):
         if not isinstance(layer.router, DynamicRouter):
-            raise ValueError("this layer's router has no seats to fill: make it with `active`")
+            raise ValueError("this layer has no dynamic experts: make it with make_dynamic_moe")
         self.layer, self.router, self.roster, self.seed = layer, layer.router, roster, seed
         self.optimizer = optimizer
 
-    def carry_out(self, plan: Plan, *, step: int, divider: Divider | None = None) -> ExpertRoster:
-        """The population afterwards, also kept here. A `Grow` needs a `divider`."""
+    def carry_out(self, plan: Plan, *, step: int, plane: Hyperplane | None = None) -> ExpertRoster:
+        """Returns the roster afterwards, which `roster` is then too. A `Grow` needs a `plane`."""
+        rows = ExpertRows(self.layer.expert_stack, self.optimizer)
         if isinstance(plan, Grow):
-            self._grow(plan, step, divider)
-        elif isinstance(plan, Merge):
-            self._merge(plan, step)
+            assert plane is not None, "a split needs a hyperplane"
+            self._grow(rows, plan, step, plane)
         else:
-            self._prune(plan, step)
+            removed = self.roster.logical_id_of(plan.uid)
+            if isinstance(plan, Merge):
+                self._average(rows, self.roster.logical_id_of(plan.into), removed, plan.share)
+                self.roster = self.roster.merge(plan.uid, into=plan.into, step=step)
+            else:
+                self.roster = self.roster.prune(plan.uid, step=step)
+            rows.write(removed, {})
+            self.router.deactivate(removed)
+            self._copy_router_states(removed, None)
         for parameter in (*self.layer.expert_stack.parameters.values(), self.router.weight):
             parameter.grad = None
         return self.roster
 
-    def _grow(self, plan: Grow, step: int, divider: Divider | None) -> None:
-        assert divider is not None, "a newborn needs a divider to take turns with its parent"
-        rows = ExpertRows(self.layer.expert_stack, self.optimizer)
-        beside = self.roster.logical_id_of(plan.parent)
-        created_at = self.roster.grow(plan.logical_id, step=step, parent=plan.parent)
-        rows.write(plan.logical_id, self._fresh(created_at.records[-1].id) if plan.fresh else rows.fetch(beside))
-        self.router.logical_id(plan.logical_id, beside=beside)
-        self.router.divide(plan.logical_id, beside, divider.direction_D, divider.threshold)
-        self._router_states(plan.logical_id, beside)
-        self.roster = created_at
+    def _grow(self, rows: ExpertRows, plan: Grow, step: int, plane: Hyperplane) -> None:
+        parent = self.roster.logical_id_of(plan.parent)
+        self.roster = self.roster.grow(plan.logical_id, step=step, parent=plan.parent)
+        rows.write(plan.logical_id, self._fresh(self.roster.records[-1].uid) if plan.fresh else rows.fetch(parent))
+        self.router.split(parent, plan.logical_id, plane)
+        self._copy_router_states(plan.logical_id, parent)
 
-    def _fresh(self, id: int) -> dict[str, Tensor]:
-        """Weights as an expert of this id would have had them from the start."""
+    def _fresh(self, uid: int) -> dict[str, Tensor]:
+        """The initial weights of an expert with this uid."""
         experts = self.layer.experts
         drawn = GroupedExperts(
             experts.up.shape[2],
             experts.down.shape[1],
-            expert_ids=[id],
+            expert_ids=[uid],
             activation=experts.activation,
             seed=self.seed,
         )
         return {"up": drawn.up.data[0], "down": drawn.down.data[0]}
 
-    def _merge(self, plan: Merge, step: int) -> None:
-        rows = ExpertRows(self.layer.expert_stack, self.optimizer)
-        merged_into, logical_id = self.roster.logical_id_of(plan.into), self.roster.logical_id_of(plan.id)
-        mine, other = rows.fetch(merged_into), rows.fetch(logical_id)
+    @torch.no_grad()
+    def _average(self, rows: ExpertRows, remains: int, removed: int, share: float) -> None:
+        """Weights, moments and router row of `remains` become the mean of both experts', after alignment."""
+        mine, other = rows.fetch(remains), rows.fetch(removed)
         other = reordered(other, alignment(mine, other))
-        rows.write(merged_into, {name: torch.lerp(other[name], row, plan.share) for name, row in mine.items()})
-        rows.write(logical_id, None)
-        with torch.no_grad():
-            self.router.weight[merged_into] = torch.lerp(
-                self.router.weight[logical_id], self.router.weight[merged_into], plan.share
-            )
-        self._leave(logical_id)
-        self.roster = self.roster.merge(plan.id, into=plan.into, step=step)
-
-    def _prune(self, plan: Prune, step: int) -> None:
-        logical_id = self.roster.logical_id_of(plan.id)
-        ExpertRows(self.layer.expert_stack, self.optimizer).write(logical_id, None)
-        self._leave(logical_id)
-        self.roster = self.roster.prune(plan.id, step=step)
-
-    def _leave(self, logical_id: int) -> None:
-        self.router.vacate(logical_id)
-        self._router_states(logical_id, None)
+        rows.write(remains, {name: torch.lerp(other[name], row, share) for name, row in mine.items()})
+        weight = self.router.weight
+        weight[remains] = torch.lerp(weight[removed], weight[remains], share)
 
     @torch.no_grad()
-    def _router_states(self, logical_id: int, beside: int | None) -> None:
-        """Optimizer rows of the router: as those of another seat, or zeros."""
+    def _copy_router_states(self, logical_id: int, source: int | None) -> None:
+        """Copy the optimizer states of the router's row `source`; None sets zeros."""
         if self.optimizer is None:
             return
         for value in unwrapped(self.optimizer).state.get(self.router.weight, {}).values():
             if isinstance(value, Tensor) and value.shape == self.router.weight.shape:
-                value[logical_id] = 0 if beside is None else value[beside]
+                value[logical_id] = 0 if source is None else value[source]

@@ -16,6 +16,7 @@ A pure function: the same on every rank that calls it with the same load. Ties a
 """
 
 PLANNERS: dict[str, Planner] = {}
+"""The planners by the name that `--planner` takes; `register_planner` adds one."""
 
 P = TypeVar("P", bound=Planner)
 

@@ -1,40 +1,35 @@
-"""Processes: starting those that were asked for, refusing a world that is not what was asked, leaving with a code.
+"""Starting the ranks of a run, refusing a launch whose world size is not what was asked for, leaving with a code.
 
 `--num-processes` starts its ranks here and not through a launcher, because launchers turn every exit code into 1 and a
-line of explanation into 13 to 42. `accelerate launch` and `torchrun` work as well; what they get silently wrong is
-refused by `check_world`. Torch is imported only inside functions: bad input is answered before it would be loaded.
+line of explanation into 13 to 42. `accelerate launch` and `torchrun` work as well; what they get wrong without a
+message is refused by `check_world`. Torch is imported only inside functions: bad input is refused before it is loaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from toolkit.launch.children import GRACE_S, STOP_SIGNALS, Children
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Save at the next step and leave with `EXIT_PREEMPTED`. What a scheduler sends before it takes the machine."""
-GRACE_S = {EXIT_PREEMPTED: 60.0}
-DEFAULT_GRACE_S = 5.0
-"""How long the other ranks may go on once one has left with a code other than 0, in seconds."""
+PREEMPTED_GRACE_S = 60.0
+"""How long the other ranks may go on saving once one was preempted, in seconds; after any other failure `GRACE_S`."""
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
-"""The file descriptor on which ranks hand `report` lines to the process that started them."""
-PR_SET_PDEATHSIG = 1
+"""The file descriptor on which ranks send `report` lines to the process that started them."""
 
 
-# --- the world that is, and the world that was asked for ---------------------------------------------------------
+# --- the world size ----------------------------------------------------------------------------------------------
 
 
 def launched_world() -> int | None:
@@ -53,13 +48,13 @@ def must_start_processes(num_processes: int | None) -> bool:
 
 
 def check_world(config: RunConfig) -> None:
-    """Raise UserError unless the processes that run are those that were asked for, and will find each other."""
+    """Raise UserError unless as many processes run as were asked for, and they will find each other."""
     world, asked = launched_world(), config.num_processes
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if _is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
-                f"this launch asks for {plugin}, which would take experts for copies: "
-                "use accelerate_configs/ddp.yaml, with --dense-parallel fsdp2 to cut the other parameters into pieces."
+                f"this launch asks for {plugin}, which would treat experts as replicated: "
+                "use accelerate_configs/ddp.yaml, with --dense-parallel fsdp2 to shard the other parameters."
             )
     if world is None:
         told, _ = _accelerate_launch_orders()
@@ -88,7 +83,7 @@ def _check_devices(world: int, cpu: bool) -> None:
     devices = torch.accelerator.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if devices == 0 and (REPORT_PIPE in os.environ or _accelerate_launch_orders()[1]):
-        # `use_cpu: true` beside MULTI_GPU reaches the launcher but not the ranks, which then run as solo copies.
+        # `use_cpu: true` beside MULTI_GPU reaches the launcher but not the ranks, which then train without each other.
         os.environ["ACCELERATE_USE_CPU"] = "true"
     elif devices < here or "LOCAL_RANK" not in os.environ:
         has = "none" if devices == 0 else f"only {devices}"
@@ -135,10 +130,9 @@ def _accelerate_launch_orders() -> tuple[int, bool]:
 
 
 def start_processes(config: RunConfig) -> int:
-    """Run `config.num_processes` copies of this command as the ranks of one world; returns the exit code they mean.
+    """Run this command as each of `config.num_processes` ranks of one world; returns the exit code for this process.
 
-    Signals go to every rank. When a rank fails the others get a few seconds and are then ended; when this process
-    is killed the kernel ends them all (on Linux).
+    Signals are forwarded to every rank. When a rank fails, the others get a few seconds and are then killed.
     """
     count = config.num_processes or 1
     inbox, outbox = os.pipe()
@@ -154,84 +148,44 @@ def start_processes(config: RunConfig) -> int:
     }
     if config.cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
-    ranks: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        for rank in ranks:
-            rank.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else number)
-
-    before = {number: signal.signal(number, forward) for number in (*STOP_SIGNALS, signal.SIGINT)}
-    die_with_parent = _die_with_parent()
     try:
-        for rank in range(count):
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, *sys.orig_argv[1:]],
-                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(outbox,),
-                    process_group=0,  # Ctrl-C reaches this process only, which passes it on once
-                    preexec_fn=die_with_parent,
-                )
-            )
-            for number in received:
-                ranks[-1].send_signal(number)
-        code, cause = _wait(ranks, received)
+        with Children() as ranks:
+            for rank in range(count):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.start([sys.executable, *sys.orig_argv[1:]], env=environment | place, pass_fds=(outbox,))
+            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks))
+            code, cause = _meaning(failed, ranks)
     finally:
-        for rank_process in ranks:
-            if rank_process.poll() is None:
-                os.killpg(rank_process.pid, signal.SIGKILL)
-                rank_process.wait()
         reserved.close()
         os.close(outbox)
         lines = _drain(inbox)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    # Ranks that fail alike say the same line: it is shown once.
+    # Ranks that fail alike report the same line: it is shown once.
     for line in dict.fromkeys([*lines, *cause]):
         sys.stderr.write(line + "\n")
     return code
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> tuple[int, list[str]]:
-    """Wait for all ranks, or for the grace that follows a failure; the first failure's code, and a line about it."""
-    code, cause, deadline = EXIT_DONE, list[str](), float("inf")
-    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
-        if code == EXIT_DONE:
-            code, cause = _first_failure(ranks, received)
-            deadline = time.monotonic() + GRACE_S.get(code, DEFAULT_GRACE_S) if code else deadline
-        time.sleep(0.05)
-    return (code, cause) if code else _first_failure(ranks, received)
+def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
+    return PREEMPTED_GRACE_S if _meaning(failed, ranks)[0] == EXIT_PREEMPTED else GRACE_S
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> tuple[int, list[str]]:
-    """The exit code that the ended ranks mean together, and a line about it where they could not say it themselves."""
-    codes = {rank.returncode: place for place, rank in reversed(list(enumerate(ranks))) if rank.returncode}
+def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:
+    """The exit code of this process, given those of the ranks that failed first, and a line where they wrote none."""
     for code in (EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED):
-        if code in codes:
+        if code in failed.values():
             return code, []
-    for code, place in codes.items():
-        if code < 0 and -code in received:  # it had not come far enough to handle the signal
+    for rank, code in failed.items():
+        if code < 0 and -code in ranks.received:  # it had not installed its own handler yet
             return (EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED), []
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (by the system, if memory ran out)" if name == "SIGKILL" else ""
-            return EXIT_BUG, [f"error: rank {place} of {len(ranks)} was ended by {name}{hint}."]
-    return max(codes, default=EXIT_DONE), []
-
-
-def _die_with_parent() -> Callable[[], object] | None:
-    """A function for the child between fork and exec: the kernel kills it when its parent dies (Linux only)."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            return EXIT_BUG, [f"error: rank {rank} of {len(ranks.processes)} was ended by {name}{hint}."]
+    return max(failed.values(), default=EXIT_DONE), []
 
 
 def reserve_port() -> socket.socket:
-    """A socket whose port nobody else is given until it is closed, but on which a rank may listen: `bound_port`.
+    """A socket whose port (`bound_port`) no other process is given until it is closed, but on which a rank may listen.
 
     Two sockets may be bound to one port where both allow it and at most one listens; torch's store allows it.
     """
@@ -259,17 +213,17 @@ def _drain(inbox: int) -> list[str]:
 
 
 def report(message: str, label: str = "error: ") -> None:
-    """One line on stderr, however many ranks say it."""
+    """Write one line to stderr, however many ranks call this."""
     line = label + " ".join(message.split()) + "\n"
     _on_stop_signals(signal.SIG_IGN)  # this process is leaving already
     with contextlib.suppress(KeyError, OSError):
         os.write(int(os.environ[REPORT_PIPE]), line.encode())
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Another launcher ends all ranks as soon as one leaves: let the first one speak. If this one still runs after
-        # that time, then it alone has something to say.
+        # Another launcher ends all ranks as soon as one leaves: let rank 0 write. If this rank still runs after that
+        # time, then it alone has something to report.
         _on_stop_signals(signal.SIG_DFL)
-        time.sleep(DEFAULT_GRACE_S)
+        time.sleep(GRACE_S)
     sys.stderr.write(line)
     sys.stderr.flush()
 
@@ -285,7 +239,7 @@ def stop_before_training(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`. With an error it does not wait for ranks that may be gone."""
+    """End this process with `code`; with an error, without waiting for ranks that may be gone."""
     _on_stop_signals(signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

@@ -1,11 +1,11 @@
-"""Hidden units are matched before experts are compared or averaged."""
+"""Hidden units are aligned before experts are compared or averaged."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from toolkit.moe.lifecycle.alignment import alignment, reordered, similarity
+from toolkit.moe.lifecycle.similarity import alignment, reordered, weight_similarity
 
 
 def an_expert(seed: int, *, gated: bool = False) -> dict[str, torch.Tensor]:
@@ -15,22 +15,22 @@ def an_expert(seed: int, *, gated: bool = False) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_permuted_expert_is_recognised_and_put_back_in_order(gated: bool) -> None:
+def test_a_permuted_expert_is_recognised_and_reordered(gated: bool) -> None:
     expert, order = an_expert(0, gated=gated), torch.randperm(12, generator=torch.Generator().manual_seed(1))
     other = reordered(expert, order)
     assert not torch.equal(other["up"], expert["up"])
     back = reordered(other, alignment(expert, other))
     for name, rows in expert.items():
         assert torch.equal(back[name], rows), name
-    assert similarity(expert, other) == pytest.approx(1)
+    assert weight_similarity(expert, other) == pytest.approx(1)
 
 
-def test_the_scale_of_a_unit_may_sit_on_either_side() -> None:
+def test_similarity_ignores_how_scale_is_split_between_up_and_down() -> None:
     expert = an_expert(0)
     factors = torch.rand(12, 1, generator=torch.Generator().manual_seed(2)) + 0.5
     other = {"up": expert["up"] * factors, "down": expert["down"] / factors}
-    assert similarity(expert, other) == pytest.approx(1)
+    assert weight_similarity(expert, other) == pytest.approx(1)
 
 
-def test_strangers_are_not_alike() -> None:
-    assert similarity(an_expert(0), an_expert(1)) < 0.5
+def test_independent_experts_are_not_similar() -> None:
+    assert weight_similarity(an_expert(0), an_expert(1)) < 0.5

@@ -19,9 +19,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed import TCPStore
 
 from tests.helpers import ROOT, free_port
-from toolkit import launch
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
+from toolkit.launch import world as launch
 
 CONFIGS = ROOT / "accelerate_configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]

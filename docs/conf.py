@@ -1,0 +1,114 @@
+"""How `make docs` builds the site: the pages where they stand, and the reference from the docstrings.
+
+The source folder is the repository's root, so links between pages lead to the same places on the site as on a code
+host. Everything is read anew each time and every warning is an error: a dead link, a page that CONTENTS lacks, a public
+name without a docstring.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
+
+# The table of contents: captions, and below each its pages in the order in which they are read.
+CONTENTS = {
+    "Start": ["docs/index", "docs/tour", "docs/recipes", "docs/config", "recipes/README"],
+    "Train": [
+        "docs/accelerate",
+        "docs/checkpoints_and_tracking",
+        "docs/sweeps",
+        "docs/doctor",
+        "accelerate_configs/README",
+        "slurm/README",
+    ],
+    "Mixtures of experts": [
+        "docs/moe",
+        "docs/placement",
+        "docs/lifecycle",
+        "docs/knowledge_graph",
+        "docs/transformers",
+        "toolkit/moe/README",
+    ],
+    "Subjects": ["docs/language_model", "docs/speech", "docs/har", "docs/vae", "docs/continual_learning"],
+    "Coming from a guide": [
+        "docs/migration/README",
+        "docs/migration/training",
+        "docs/migration/morph",
+        "docs/migration/lmu",
+        "docs/migration/har",
+        "docs/migration/vae",
+    ],
+    "Results and history": ["docs/results", "docs/log", "CHANGELOG", "CONTRIBUTING"],
+}
+
+project = "toolkit"
+html_title = "toolkit"
+root_doc = "README"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "markdown_docstrings", "source_pages"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["build", "runs", "tests", "**/.*", ".*", "**/site-packages"]
+
+myst_heading_anchors = 4  # named as code hosts name them
+highlight_language = "none"
+smartquotes = False  # `--flag` keeps its dashes
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_inherit_docstrings = False
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+add_module_names = False
+# A reference to a name that is not documented is an error too, but for types in signatures: most are of torch and of
+# Python, whose lists of names would have to come from the network.
+nitpicky = True
+nitpick_ignore_regex = [("py:class", ".*")]
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_domain_indices = False
+templates_path: list[str] = []
+
+
+def write_reference(app: Sphinx, _config: object) -> None:
+    """The pages of docs/api, and a warning, so an error, for each public name without a docstring."""
+    from public_names import public_names, write_pages
+    from sphinx.util import logging
+
+    rooms = write_pages("toolkit", ROOT / "docs" / "api")
+    app.config.contents = {**CONTENTS, "API reference": [f"docs/api/{room}" for room in rooms]}
+    for public in public_names("toolkit"):
+        if not public.doc:
+            logging.getLogger(__name__).warning("%s has no docstring", public.home)
+
+
+def add_contents(app: Sphinx, page: str, text: list[str]) -> None:
+    """The table of contents belongs to the first page, and code hosts should not show it there."""
+    if page == root_doc:
+        for caption, pages in app.config.contents.items():
+            lines = "\n".join(f"/{page}" for page in pages)
+            text[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}\n```\n"
+
+
+def lead_to_first_page(app: Sphinx, error: Exception | None) -> None:
+    if error is None:
+        refresh = f'<!doctype html><meta http-equiv="refresh" content="0; url={root_doc}.html">'
+        (Path(app.outdir) / "index.html").write_text(refresh)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("config-inited", write_reference)
+    app.connect("source-read", add_contents)
+    app.connect("build-finished", lead_to_first_page)

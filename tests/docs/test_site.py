@@ -1,0 +1,137 @@
+"""What `make docs` would refuse, found without building the site; and the build itself, which refuses a dead link."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT
+
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
+OURS = REFERENCE["public_names"]("toolkit")
+
+
+def contents() -> list[str]:
+    listed: dict[str, list[str]] = runpy.run_path(str(ROOT / "docs" / "conf.py"))["CONTENTS"]
+    return [page for pages in listed.values() for page in pages]
+
+
+def pages() -> set[str]:
+    """All pages of the repository, but for the first one, which holds the table of contents."""
+    aside = {"tests", "build", "runs", "site-packages"}
+    found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+    kept = (path for path in found if not any(part in aside or part.startswith(".") for part in path.parts))
+    return {path.with_suffix("").as_posix() for path in kept} - {"README"}
+
+
+def test_the_table_of_contents_lists_every_page_once():
+    assert sorted(contents()) == sorted(pages())
+
+
+def test_every_public_name_has_a_docstring():
+    assert [public.home for public in OURS if not public.doc] == []
+
+
+def test_the_reference_has_every_name_that_toolkit_lists(tmp_path: Path):
+    import toolkit
+
+    rooms = REFERENCE["write_pages"]("toolkit", tmp_path / "api")
+    text = "".join((tmp_path / "api" / f"{room}.rst").read_text() for room in rooms)
+    shown = set(re.findall(r"\{py:obj\}`toolkit\.(\w+)`", text))
+    modules = {name for name in toolkit.__all__ if type(getattr(toolkit, name)) is type(sys)}
+    assert shown == {name for name in toolkit.__all__ if not name.startswith("__")} - modules
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package with public names of each kind, some without a docstring."""
+    (tmp_path / "made_up_package").mkdir()
+    names = ["Said", "Silent", "Made", "say", "hush", "NUMBER", "SECRET", "__version__"]
+    (tmp_path / "made_up_package" / "__init__.py").write_text(
+        f"from made_up_package.things import *\n__version__ = '1'\n__all__ = {names}\n"
+    )
+    (tmp_path / "made_up_package" / "things.py").write_text(
+        "from dataclasses import dataclass\n"
+        "class Said:\n    'A thing.'\n"
+        "class Silent(Said):\n    pass\n"
+        "@dataclass\nclass Made:\n    x: int = 0\n"
+        "def say():\n    'Says e.g. a word. Then another.'\n"
+        "def hush():\n    pass\n"
+        "NUMBER = dict[str, int]\n'Its words.'\n"
+        "SECRET: int = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield {
+        public.path.removeprefix("made_up_package."): public for public in REFERENCE["public_names"]("made_up_package")
+    }
+    for name in ("made_up_package", "made_up_package.things"):
+        sys.modules.pop(name, None)
+
+
+def test_a_name_without_a_docstring_of_its_own_is_found(made_up: Any):
+    assert {name for name, public in made_up.items() if not public.doc} == {"Silent", "Made", "hush", "SECRET"}
+    assert set(made_up) == {"Said", "Silent", "Made", "say", "hush", "NUMBER", "SECRET"}
+
+
+def test_where_a_name_stands_and_what_it_says(made_up: Any):
+    assert made_up["NUMBER"][1:6] == (
+        "made_up_package",
+        "data",
+        "Its words.",
+        "dict[str, int]",
+        "made_up_package.things.NUMBER",
+    )
+    assert REFERENCE["first_sentence"](made_up["say"].doc) == "Says e.g. a word."
+
+
+def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command of `make docs`, into other folders."""
+    flags = ["--fail-on-warning", "--keep-going", "--quiet", "--fresh-env"]
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", *flags, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "docs" / "extensions")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+LINKS = {
+    "a page": ("[x](other.md)", "[x](gone.md)"),
+    "a heading": ("[x](other.md#a-heading)", "[x](other.md#no-heading)"),
+    "a file": ("[x](code.py)", "[x](gone.py)"),
+    "a picture": ("![x](picture.png)", "![x](gone.png)"),
+}
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_dead_link_fails_the_build(lives: bool, tmp_path: Path):
+    (tmp_path / "index.md").write_text(
+        "# First\n\n```{toctree}\nother\n```\n\n" + "\n\n".join(pair[not lives] for pair in LINKS.values()) + "\n"
+    )
+    (tmp_path / "other.md").write_text("# Other\n\n## A heading\n")
+    (tmp_path / "code.py").write_text("print()\n")
+    (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "loss.png").read_bytes())
+    settings = ["--isolated", "-D", "extensions=myst_parser,source_pages", "-D", "myst_heading_anchors=4"]
+    done = sphinx(*settings, tmp_path, tmp_path / "built")
+    assert done.returncode == (0 if lives else 1), done.stderr
+    for name in [] if lives else ["gone.md", "no-heading", "gone.py", "gone.png"]:
+        assert name in done.stderr
+    assert (tmp_path / "built" / "source" / "code.py.html").exists() == lives
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path):
+    done = sphinx("--conf-dir", ROOT / "docs", "--doctree-dir", tmp_path / "doctrees", ROOT, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    built = list((tmp_path / "site").rglob("*.html"))
+    assert {f"{page}.html" for page in contents()} <= {file.relative_to(tmp_path / "site").as_posix() for file in built}
+    for file in built:
+        loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:https?:)?//[^>]*>", file.read_text())
+        assert loaded == [], file

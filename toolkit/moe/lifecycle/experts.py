@@ -1,0 +1,85 @@
+"""The dynamic experts of a model: its layers, which experts they have, and the changes so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from toolkit.moe.layer import MoE
+from toolkit.moe.lifecycle.layer import dynamic_layers
+from toolkit.moe.lifecycle.plans import Grow, Merge, Plan
+from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
+from toolkit.moe.lifecycle.router import DynamicRouter, Hyperplane
+from toolkit.moe.lifecycle.sleep import Snapshot
+from toolkit.moe.lifecycle.surgery import Surgeon
+
+
+class DynamicExperts:
+    """Carries out plans on the layers of `model` with dynamic experts and records them; can undo what it did.
+
+    `seed` is that of the layers' initial weights: a fresh expert's depend on it and its uid.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int = 0):
+        self.model, self.seed = model, seed
+        self.layers: dict[str, MoE] = dynamic_layers(model)
+        self.rosters = {
+            name: ExpertRoster.initial(int(_router(layer).active_E.sum()), layer.placement.num_experts)
+            for name, layer in self.layers.items()
+        }
+        self.history: list[LifecycleEvent] = []
+
+    def most_active(self) -> int:
+        """Active experts of the layer that has the most; 1 without layers."""
+        return max((len(roster) for roster in self.rosters.values()), default=1)
+
+    def carry_out(
+        self, layer: str, plan: Plan, optimizer: Optimizer, *, step: int, plane: Hyperplane | None = None, **detail: Any
+    ) -> None:
+        """Change the experts of `layer`, and record it with `detail` and the plan's reason. A collective."""
+        surgeon = Surgeon(self.layers[layer], self.rosters[layer], optimizer, seed=self.seed)
+        self.rosters[layer] = surgeon.carry_out(plan, step=step, plane=plane)
+        if isinstance(plan, Grow):
+            uids: tuple[int, ...] = (self.rosters[layer].records[-1].uid, plan.parent)
+            detail["rank"] = self.layers[layer].placement.owner(plan.logical_id).rank
+        else:
+            uids = (plan.into, plan.uid) if isinstance(plan, Merge) else (plan.uid,)
+        kind = type(plan).__name__.lower()
+        self.history.append(LifecycleEvent(step, layer, kind, uids, {**detail, **plan.why}))  # type: ignore[arg-type]
+
+    def undo_point(self, optimizer: Optimizer) -> Callable[[], list[LifecycleEvent]]:
+        """A function that restores model, optimizer, rosters and history as they are now; returns what it undid."""
+        snapshot, rosters, events = Snapshot(self.model, optimizer), dict(self.rosters), len(self.history)
+
+        def undo() -> list[LifecycleEvent]:
+            snapshot.restore()
+            self.refresh_routers()
+            self.rosters, undone = rosters, self.history[events:]
+            del self.history[events:]
+            return undone
+
+        return undo
+
+    def refresh_routers(self) -> None:
+        for layer in self.layers.values():
+            _router(layer).refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
+            "history": [asdict(event) for event in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rosters = {name: ExpertRoster.from_dict(saved) for name, saved in state["rosters"].items()}
+        self.history = [LifecycleEvent(**{**event, "uids": tuple(event["uids"])}) for event in state["history"]]
+
+
+def _router(layer: MoE) -> DynamicRouter:
+    assert isinstance(layer.router, DynamicRouter)
+    return layer.router

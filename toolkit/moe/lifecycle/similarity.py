@@ -1,0 +1,72 @@
+"""How similar two experts are: by their outputs on the same tokens, and by their weights after alignment.
+
+An expert is a sum over hidden units, so a permutation of its units changes its weights and not its function. Units are
+matched before weights are compared or averaged ("Git Re-Basin", Ainsworth et al. 2022, arXiv 2209.04836, section 3.2),
+by the assignment with the highest total similarity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from toolkit.moe.layer import MoE
+from toolkit.parallel.groups import sum_over_ranks
+
+Rows = Mapping[str, Tensor]
+"""One expert's rows of the stacked parameters, by name: `up` (F or 2F, D) and `down` (F, D)."""
+
+
+def units(rows: Rows) -> Tensor:
+    """(F, P): the weights of each hidden unit, concatenated: its rows of `up` (with swiglu the gate's too) and `down`.
+
+    Input and output weights of a unit are scaled to equal norms, as relu(c x) / c = relu(x).
+    """
+    down = rows["down"]
+    up = torch.cat(rows["up"].chunk(len(rows["up"]) // len(down)), dim=1)
+    up_norm, down_norm = up.norm(dim=1, keepdim=True), down.norm(dim=1, keepdim=True)
+    norm = (up_norm * down_norm).sqrt()
+    return torch.cat([up * (norm / up_norm.clamp(min=1e-12)), down * (norm / down_norm.clamp(min=1e-12))], dim=1)
+
+
+def alignment(rows: Rows, other: Rows) -> Tensor:
+    """int64 (F): `other`'s unit for each unit of `rows`."""
+    similarity_FF = units(rows) @ units(other).T
+    _, matched = linear_sum_assignment(similarity_FF.double().cpu().numpy(), maximize=True)
+    return torch.from_numpy(matched)
+
+
+def reordered(rows: Rows, order_F: Tensor) -> dict[str, Tensor]:
+    """The same expert with its units in the order of `order_F`; works on optimizer states alike."""
+    hidden = len(order_F)
+    return {
+        name: torch.cat([part[order_F.to(part.device)] for part in value.split(hidden)]) for name, value in rows.items()
+    }
+
+
+def weight_similarity(rows: Rows, other: Rows) -> float:
+    """Cosine of two experts' weights after alignment: 1 for the same function, about 0 for independent experts."""
+    mine, theirs = units(rows), units(other)[alignment(rows, other)]
+    return float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp(min=1e-12))
+
+
+@torch.no_grad()
+def output_distances(layer: MoE, x_TD: Tensor, logical_ids: Sequence[int]) -> Tensor:
+    """float64 (L, L): normalised distance of the outputs of experts `logical_ids` on all ranks' tokens. A collective.
+
+    |f - g| / sqrt(|f|^2 + |g|^2), with norms over tokens: 0 for equal outputs, 1 for orthogonal ones.
+    """
+    dispatcher, outputs = layer.expert_stack.dispatcher, []
+    for logical_id in logical_ids:
+        ids_T1 = torch.full((len(x_TD), 1), logical_id, device=x_TD.device)
+        rows, plan = dispatcher.dispatch(x_TD, ids_T1)
+        rows = layer.experts(rows, plan.rows_per_slot)
+        outputs.append(dispatcher.combine(rows, plan, x_TD.new_ones(len(x_TD), 1)).double().flatten())
+    outputs_LN = torch.stack(outputs)
+    products_LL = sum_over_ranks(outputs_LN @ outputs_LN.T)
+    size_L = products_LL.diagonal()
+    both_LL = size_L.unsqueeze(0) + size_L.unsqueeze(1)
+    return ((both_LL - 2 * products_LL).clamp(min=0) / both_LL.clamp(min=1e-30)).sqrt()
