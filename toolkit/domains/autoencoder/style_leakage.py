@@ -17,7 +17,7 @@ BATCH = 1000
 
 
 class StyleLeakage(Callback):
-    """Adds `toolkit.domains.autoencoder.leakage` of `table` to the results; for a model that gives "style" and "logits" when asked."""
+    """Adds `measure_leakage` of `table` to the results, for a model whose output has "style" and "logits"."""
 
     def __init__(self, table: TensorTable):
         self.table = table
