@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,12 @@ if TYPE_CHECKING:
 
 
 def moe_from_config(
-    config: DynamicRunConfig, dim: int, *, groups: ExpertGroups, shared_expert: nn.Module | None = None
+    config: MoERunConfig, dim: int, *, groups: ExpertGroups, shared_expert: nn.Module | None = None
 ) -> MoE:
     """The layer that the flags describe, of width `dim`: with dynamic experts where `config` has `max_experts`."""
-    make = (
-        partial(make_moe, placement=config.initial_placement, spare_slots=config.spare_slots)
-        if config.max_experts is None
-        else partial(make_dynamic_moe, max_experts=config.max_experts)
-    )
+    make: Callable[..., MoE] = partial(make_moe, placement=config.initial_placement, spare_slots=config.spare_slots)
+    if isinstance(config, DynamicRunConfig) and config.max_experts is not None:
+        make = partial(make_dynamic_moe, max_experts=config.max_experts)
     return make(
         dim,
         config.expert_hidden_size,
