@@ -109,7 +109,7 @@ for step in range(10):
     optimizer.step()
     optimizer.zero_grad()
     if fault != "refresh":
-        refresh_replicas(owned)
+        refresh_replicas(rows)
     if step == 1 and world == 2:
         if fault == "dropped":
             stack.place(AFTER)
