@@ -374,6 +374,107 @@ def test_a_file_that_would_run_code_is_not_even_opened(two_checkpoints, tmp_path
     assert not (tmp_path / "owned").exists()
 
 
+# --- manifests that somebody has edited -----------------------------------------------------------------------------
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the manifest in `folder`, and give it the digest that fits."""
+    about = manifest.read_manifest(folder)
+    about = change(about) or about
+    manifest.write_json(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
+
+
+def seal_of(size: int) -> dict[str, Any]:
+    return {"bytes": size, "sha256": "0" * 64}
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no files": lambda about: about.pop("files") and None,
+    "files in a list": lambda about: about.update(files=["model.safetensors"]),
+    "a file without a size": lambda about: about["files"]["state.json"].pop("bytes") and None,
+    "a size in words": lambda about: about["files"]["state.json"].update(bytes="many"),
+    "a seal that is a number": lambda about: about["files"].update({"state.json": 3}),
+    "no state": lambda about: about["files"].pop("state.json") and None,
+    "no step": lambda about: about.pop("step") and None,
+    "a step in words": lambda about: about.update(step="seven"),
+    "no format": lambda about: about.pop("format") and None,
+    "rows in a list": lambda about: about.update(rows=[1, 2]),
+    "rows of a file in words": lambda about: about["rows"].update({"experts-00000.safetensors": "all"}),
+    "placement in words": lambda about: about.update(placement="contiguous"),
+    "slots in words": lambda about: about["placement"].update({"moe.experts.up": {"slots": "0 1 2 3"}}),
+    "no slots": lambda about: about["placement"].update({"moe.experts.up": {}}),
+    "slots of other experts": lambda about: about["placement"].update({"moe.experts.up": {"slots": [[0, 1, 2, 9]]}}),
+    "a file of another folder": lambda about: about["files"].update(
+        {"../step-00000003/model.safetensors": about["files"]["model.safetensors"]}
+    ),
+    "an absolute path": lambda about: about["files"].update({"/dev/zero": seal_of(0)}),
+    "a name with a null byte": lambda about: about["files"].update({"model\0.safetensors": seal_of(0)}),
+    "a folder": lambda about: about["files"].update({".": seal_of(4096)}),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_manifest_of_another_shape_is_passed_over_in_one_line(forgery, two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    forge(folder / "step-00000007", FORGERIES[forgery])
+    run = OneRank()
+    assert find_checkpoint(folder, run) == folder / "step-00000003"
+    assert len(run.said) == 1
+    assert run.said[0].startswith("warning: checkpoint step-00000007 is passed over: ")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "null\n", "[]\n", '"text"\n', "7\n"])
+def test_a_manifest_that_is_no_object_is_passed_over(content, two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    (folder / "step-00000007" / manifest.NAME).write_text(content)
+    run = OneRank()
+    assert find_checkpoint(folder, run) == folder / "step-00000003"
+    assert len(run.said) == 1
+
+
+@pytest.mark.parametrize("state", ["null", "{}", '{"config": {}, "optimizer": {}, "training": {"step": 7}}'])
+def test_a_state_of_another_shape_is_passed_over(state, two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    file = folder / "step-00000007" / "state.json"
+    manifest.write_json(file, json.loads(state))
+    forge(file.parent, lambda about: about["files"].update({"state.json": manifest.seal(file)}))
+    run = OneRank()
+    assert find_checkpoint(folder, run) == folder / "step-00000003"
+    assert run.said == ["warning: checkpoint step-00000007 is passed over: state.json lacks what a checkpoint holds."]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("what", ["link to the same bytes", "link to /dev/zero", "named pipe"])
+def test_a_file_that_is_a_link_or_a_device_is_not_opened(what, name, two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    file = folder / "step-00000007" / name
+    elsewhere = file.rename(tmp_path / name)
+    if what == "named pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(elsewhere if what == "link to the same bytes" else Path("/dev/zero"))
+    run = OneRank()
+    assert find_checkpoint(folder, run) == folder / "step-00000003"
+    assert len(run.said) == 1
+    assert run.said[0].startswith(
+        f"warning: checkpoint step-00000007 is passed over: {name} cannot be read (it is a link"
+    )
+
+
+def test_a_huge_manifest_is_not_read(two_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    os.truncate(folder / "step-00000007" / manifest.NAME, 2**40)  # a sparse file
+    run = OneRank()
+    assert find_checkpoint(folder, run) == folder / "step-00000003"
+    assert len(run.said) == 1
+    assert "manifest.json cannot be read (it has 1,099,511,627,776 bytes)" in run.said[0]
+
+
 # --- the machine fails in mid-save --------------------------------------------------------------------------------
 
 
@@ -517,6 +618,50 @@ def test_too_little_room_is_noticed_before_anything_is_written(tmp_path, monkeyp
     assert "the disk is full" in run.said[0]
     assert "1,000 free" in run.said[0]
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def free_up_to(capacity: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the disk of `folder` take `capacity` bytes of checkpoints."""
+
+    def usage(_: Path) -> Any:
+        used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        return shutil._ntuple_diskusage(capacity, used, capacity - used)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+
+def test_where_two_verify_and_a_third_has_no_room_the_older_makes_room(two_checkpoints, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    size = sum(file.stat().st_size for file in (folder / "step-00000007").iterdir())
+    free_up_to(size * 5 // 2, folder, monkeypatch)
+    run = OneRank()
+    assert save(folder, trained(steps=3), 9, run=run) == folder / "step-00000009"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000007", "step-00000009"]
+    assert run.said == ["warning: the disk is full: step-00000003 was deleted to make room for step 9."]
+
+
+def test_the_last_that_verifies_is_never_deleted_to_make_room(two_checkpoints, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    size = sum(file.stat().st_size for file in (folder / "step-00000007").iterdir())
+    flip(folder / "step-00000007" / "model.safetensors", 0)
+    free_up_to(size * 5 // 2, folder, monkeypatch)
+    run = OneRank()
+    assert save(folder, trained(steps=3), 9, run=run) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000007"]
+    assert len(run.said) == 1
+
+
+def test_none_is_deleted_where_that_would_not_make_enough_room(two_checkpoints, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    size = sum(file.stat().st_size for file in (folder / "step-00000007").iterdir())
+    free_up_to(size * 3 // 2, folder, monkeypatch)
+    run = OneRank()
+    assert save(folder, trained(steps=3), 9, run=run) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000007"]
+    assert len(run.said) == 1
 
 
 def fail_on_rank_one(folder: Path) -> None:

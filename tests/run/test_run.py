@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,61 @@ def test_a_finished_run_is_not_run_again(tmp_path):
             start_run("toy", config(run_dir=tmp_path, resume=resume))
 
 
+def test_a_run_that_is_killed_before_its_pictures_are_drawn_is_completed_by_the_same_command(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        run.draw_at_finish(die)
+        with pytest.raises(Killed):
+            run.finish({"steps": 1})
+    assert (tmp_path / "results.json").exists()
+    drawn = []
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        assert run.continues
+        run.draw_at_finish(lambda _, results: drawn.append(results["steps"]) or {})
+        run.finish({"steps": 1})
+    assert drawn == [1]
+    with pytest.raises(UserError, match="holds a finished run"):
+        start_run("toy", config(run_dir=tmp_path))
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_written_again_at_the_end(tmp_path, capsys):
+    folder = tmp_path / "run"
+    with start_run("toy", config(run_dir=folder)) as run:
+        run.log({"train/loss": 1.0}, 10)
+        shutil.rmtree(folder)
+        run.log({"train/loss": 0.5}, 20)
+        run.finish({"steps": 20})
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [10, 20]
+    assert {"config.json", "code.txt", "results.json", "summary.txt"} <= {path.name for path in folder.iterdir()}
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(said) == 2, said
+
+
+def test_results_that_find_no_room_are_one_line_and_not_a_traceback(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        monkeypatch.setattr("toolkit.run.run.write_json", full)
+        with pytest.raises(UserError, match=r"\(No space left on device\): make room, and run the same command again"):
+            run.finish({"steps": 20})
+
+
+def test_a_console_log_on_a_full_disk_does_not_end_the_run(monkeypatch):
+    class Full:
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    with start_run("toy", config()) as run, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", Full())
+        run.print("a line")
+
+
 def test_resume_no_refuses_a_used_folder(tmp_path):
     start_run("toy", config(run_dir=tmp_path, resume="no")).close()
     with pytest.raises(UserError, match="--resume no"):
@@ -215,10 +271,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         start_run("toy", config(run_dir=tmp_path / "file" / "run"))
 
 
-def test_a_folder_with_a_broken_config_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json cannot be read"):
-        start_run("toy", config(run_dir=tmp_path))
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "\0" * 100])
+def test_a_damaged_config_is_written_anew_and_said(damaged, tmp_path, capsys):
+    start_run("toy", config(run_dir=tmp_path)).close()
+    (tmp_path / "config.json").write_text(damaged)
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        assert run.continues
+    assert f"warning: {tmp_path / 'config.json'} is damaged and is written anew" in capsys.readouterr().out
+    assert json.loads((tmp_path / "config.json").read_text())["recipe"] == "toy"
 
 
 def test_fp16_on_a_cpu_is_refused():

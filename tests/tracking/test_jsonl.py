@@ -9,7 +9,7 @@ from toolkit.tracking.jsonl import MetricsFile, read_metrics
 
 
 def test_numbers_that_json_has_no_words_for_become_null(tmp_path):
-    metrics = MetricsFile(tmp_path / "m.jsonl")
+    metrics = MetricsFile(tmp_path / "m.jsonl", print)
     metrics.append(1, {"a": float("nan"), "b": [1.0, float("inf")], "c": 2})
     text = (tmp_path / "m.jsonl").read_text()
     assert text == '{"step": 1, "a": null, "b": [1.0, null], "c": 2}\n'
@@ -34,3 +34,86 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_json(tmp_path / "r.json", {"a": 2})
     assert json.loads((tmp_path / "r.json").read_text()) == {"a": 1}
+
+
+class FullDisk:
+    """In place of a file: takes `room` bytes, and then none until there is more."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(28, "No space left on device")
+        taken = data[: self.room]
+        self.room -= len(taken)
+        return self.file.write(taken)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path):
+    said = []
+    metrics = MetricsFile(tmp_path / "m.jsonl", said.append)
+    metrics._file = FullDisk(metrics._file, room=20)  # one line and a half
+    for step in (1, 2, 3):
+        metrics.append(step, {})
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    metrics._file.room = 10_000
+    metrics.append(4, {})
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
+    metrics.close()
+    assert len(said) == 1
+
+
+def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path):
+    said = []
+    metrics = MetricsFile(tmp_path / "m.jsonl", said.append)
+    metrics._file = FullDisk(metrics._file, room=20)
+    for step in (1, 2, 3):
+        metrics.append(step, {})
+    metrics.close()
+    assert said[-1] == f"warning: the last 2 line(s) of {tmp_path / 'm.jsonl'} are lost: there is no room for them."
+
+
+@pytest.mark.parametrize("damage", ["{{{", '{"step": "two"}', "\x00\x00"])
+def test_a_damaged_line_is_named_and_those_around_it_are_kept(damage, tmp_path):
+    path, said = tmp_path / "m.jsonl", []
+    path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 3}}\n{{"step": 4}}\n{{"step": 5')
+    metrics = MetricsFile(path, said.append)
+    metrics.truncate(3)
+    metrics.append(4, {"anew": 1})
+    metrics.close()
+    assert list(read_metrics(path)) == [{"step": 1}, {"step": 3}, {"step": 4, "anew": 1}]
+    assert said == [f"warning: {path}: line 2 cannot be read; tables and plots leave it out."]
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_file_that_is_removed_in_mid_run_is_written_again(how, tmp_path):
+    path, said = tmp_path / "run" / "m.jsonl", []
+    path.parent.mkdir()
+    metrics = MetricsFile(path, said.append)
+    metrics.append(1, {})
+    path.unlink()
+    if how == "removed":
+        path.parent.rmdir()
+    else:
+        path.write_text("something else")
+    metrics.append(2, {})
+    metrics.append(3, {})
+    metrics.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+    assert said == [f"warning: {path} was removed or replaced: it is written again when the run ends."]
+
+
+@pytest.mark.parametrize("place", ["r.json", ".r.json.partial"])
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(place, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / place).symlink_to(tmp_path / "precious")
+    write_json(tmp_path / "r.json", {"a": 1})
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads((tmp_path / "r.json").read_text()) == {"a": 1}
+    assert not (tmp_path / "r.json").is_symlink()

@@ -45,6 +45,13 @@ def test_ordinary_fields_are_left_alone(values):
         "--api-key 0123456789abcdef0123",
         "+password: 'hunter2hunter2hunter2'",
         "https://user:hunter2@example.com/x",
+        "+password = 'hunter2'",
+        '+    "db_password": "hunter2",',
+        "+DB_PASSWORD=hunter2",
+        "+auth_token: hunter2",
+        '+secret: str = "hunter2"',
+        "+passphrase='hunter2 and more'",
+        "login --password hunter2 --verbose",
     ],
 )
 def test_secrets_in_commands_and_code_are_masked(text):
@@ -54,7 +61,19 @@ def test_secrets_in_commands_and_code_are_masked(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["python recipes/mnist_moe.py --lr 1e-3", "for key in dictionary_of_all_values:", "commit 0123abcd"]
+    "text",
+    [
+        "python recipes/mnist_moe.py --lr 1e-3",
+        "for key in dictionary_of_all_values:",
+        "commit 0123abcd",
+        "    next_token = logits.argmax(-1)",
+        "    ordered = sorted(names, key=lambda name: name.lower())",
+        "    token = tokens[0]",
+        "    num_tokens = 3",
+        "    key_size: int = 64",
+        "    monkey = 3",
+        "--tokens 3",
+    ],
 )
 def test_ordinary_text_is_left_alone(text):
     assert mask_text(text) == text

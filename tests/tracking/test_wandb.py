@@ -85,7 +85,7 @@ def offline_folder(folder: Path) -> Path:
 def test_a_run_without_a_key_is_recorded_offline_and_says_how_to_upload_it(offline_run):
     folder, done = offline_run
     assert_ended_well(done, folder)
-    assert f"wandb sync {offline_folder(folder)}" in done.stdout
+    assert f"W&B is offline (no API key: wandb login); wandb sync {offline_folder(folder)}" in done.stdout
 
 
 def test_an_offline_run_read_back_has_config_facts_and_every_group_of_metrics_with_its_values(offline_run):
@@ -132,36 +132,50 @@ def test_no_file_of_a_run_holds_a_secret_that_was_in_its_facts_or_its_command_li
 
 def test_a_server_that_is_down_leaves_a_run_offline_and_complete(tmp_path):
     folder = tmp_path / "run"
-    done = run_program(
-        "train(config)", folder, WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=f"http://127.0.0.1:{free_port()}"
-    )
+    url = f"http://127.0.0.1:{free_port()}"
+    done = run_program("train(config)", folder, WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=url)
     assert_ended_well(done, folder)
-    assert offline_folder(folder).exists()
+    assert f"W&B is offline ({url} does not answer); wandb sync {offline_folder(folder)}" in done.stdout
 
 
-def test_a_server_that_answers_nonsense_leaves_a_run_offline_and_complete(tmp_path):
-    folder = tmp_path / "run"
-    program = """
-    import http.server, threading
+FAILING_SERVER = """
+    import http.server, os, threading, time
 
-    class Nonsense(http.server.BaseHTTPRequestHandler):
+    answer = {answer}
+
+    class Failing(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
             self.end_headers()
         def do_POST(self):
-            self.send_response(403)
+            if answer is None:
+                time.sleep(60)
+            self.send_response(answer)
             self.end_headers()
         def log_message(self, *args): ...
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nonsense)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Failing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    import os
-    os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
-    train(config)
-    """
-    done = run_program(program, folder, WANDB_API_KEY=FAKE_KEY)
+    os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{{server.server_port}}"
+
+    class Wait(Callback):  # for W&B to have given up, on its own thread
+        def on_fit_start(self, trainer):
+            while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
+                time.sleep(0.05)
+
+    train(config, Wait())
+"""
+
+
+@pytest.mark.parametrize("answer", [401, 403, 500, None])
+def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer, tmp_path):
+    folder = tmp_path / "run"
+    done = run_program(FAILING_SERVER.format(answer=answer), folder, WANDB_API_KEY=FAKE_KEY)
     assert_ended_well(done, folder)
-    assert "W&B is offline (" in done.stdout or "W&B is off for this run (" in done.stdout
+    assert "W&B is offline (" in done.stdout
+    assert f"wandb sync {offline_folder(folder)} uploads the run." in done.stdout
+    records = inspect(offline_folder(folder))
+    assert sum("train/loss" in record["history"]["item"] for record in records if record["type"] == "history") == 10
 
 
 @pytest.mark.parametrize("action", ["kill", "suspend"])

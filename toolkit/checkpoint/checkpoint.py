@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +71,8 @@ def save_checkpoint(
         return final
     try:
         on_main(lambda: manifest.sweep(folder))
-        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step)
+        drop = partial(_drop_older, folder, step, run)
+        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step, drop_older=drop)
     except OSError as error:
         run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
         return None
@@ -108,15 +111,19 @@ def _save(
     state: dict[str, Any],
     config: dict[str, Any],
     step: int | None,
+    drop_older: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank."""
+    """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank.
+
+    `drop_older` is called on the main process with the number of bytes that the disk lacks.
+    """
     writing = final.with_name(manifest.WRITING + final.name)
     placement = describe_places(model)
     files = files_to_write(model, optimizer)
     content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
     try:
-        on_main(lambda: _make_room(writing, needed))
+        on_main(lambda: _make_room(writing, needed, drop_older))
         reports = together(lambda: _write(writing, files, content if is_main() else None))
         about = {
             "format": FORMAT,
@@ -147,12 +154,28 @@ def _write(
     return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
 
 
-def _make_room(writing: Path, needed: int) -> None:
+def _make_room(writing: Path, needed: int, drop_older: Callable[[int], None]) -> None:
     writing.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(writing, ignore_errors=True)
+    if (missing := needed - _free(writing.parent)) > 0:
+        drop_older(missing)
     if needed > _free(writing.parent):
         raise OSError("the disk is full")
     writing.mkdir()
+
+
+def _drop_older(folder: Path, step: int, run: Run, missing: int) -> None:
+    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, but keep the newest that verifies.
+
+    Deletes none where that does not free enough.
+    """
+    verified = [p for p in _newest_first(folder) if step_of(p) < step and manifest.find_damage(p) is None]
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in verified[1:]}
+    while sizes and sum(sizes.values()) >= missing > 0:
+        path, size = sizes.popitem()
+        manifest.remove(path)
+        missing -= size
+        run.print(f"warning: the disk is full: {path.name} was deleted to make room for step {step}.")
 
 
 def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
@@ -172,15 +195,26 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
 
     def newest() -> Path | None:
         for path in _newest_first(folder):
-            damage = manifest.find_damage(path)
-            if damage is None and (step := manifest.read_manifest(path)["step"]) != step_of(path):
-                damage = f"its files are those of step {step}"
-            if damage is None:
+            if (damage := manifest.find_damage(path) or _strangeness(path)) is None:
                 return path
             run.print(f"warning: checkpoint {path.name} is passed over: {damage}.")
         return None
 
     return run.on_main_and_share(newest)
+
+
+def _strangeness(path: Path) -> str | None:
+    """Why undamaged files in `path` are not those of its step, or None. Raises UserError for another format."""
+    if STATE not in manifest.read_manifest(path)["files"]:
+        return f"{STATE} is not in its manifest"
+    about, saved = _read(path)
+    if about["step"] != step_of(path):
+        return f"its files are those of step {about['step']}"
+    try:
+        is_state = saved["training"]["step"] == about["step"] and {"name", "scaler"} <= saved["optimizer"].keys()
+    except (LookupError, TypeError, AttributeError):
+        is_state = False
+    return None if is_state and isinstance(saved["config"], dict) else f"{STATE} lacks what a checkpoint holds"
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -274,7 +308,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"checkpoint {path} has format {about['format']} and this version reads format {FORMAT}: "
             "use the version that wrote it, or another folder."
         )
-    return about, manifest.read_json(path / STATE)
+    try:
+        return about, manifest.read_json(path / STATE)
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {path} cannot be loaded: {STATE} cannot be read ({error}): use another.") from None
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

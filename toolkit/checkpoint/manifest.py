@@ -6,7 +6,7 @@
 
 A process may be killed, or a machine lose power, between any two operations. Hence their order: the files and their
 fsyncs, the manifest and its fsync, the folder's fsync, the rename, the parent's fsync. Nothing that verifies is deleted
-before something newer verifies.
+before something newer verifies; on a full disk, all but the newest of several that verify.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"
+LARGEST_MANIFEST = 2**28
+"""Bytes. A larger file is not read."""
 
 
 def seal(file: Path) -> dict[str, Any]:
@@ -37,7 +40,10 @@ def write_json(file: Path, value: Any) -> None:
 def read_json(file: Path) -> Any:
     """What `write_json` wrote. Raises ValueError where the text is not exactly that."""
     text = file.read_text(encoding="utf-8")
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if _canonical(value) != text:
         raise ValueError("it was altered")
     return value
@@ -62,24 +68,55 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises ValueError or OSError where it is damaged or missing."""
+    """The manifest of `folder`. Raises ValueError or OSError where it is missing or damaged, or of another shape.
+
+    Of what it returns every file lies in `folder` itself, and `rows` and `placement`, if any, name the same rows.
+    """
+    if (size := _size(folder / NAME)) > LARGEST_MANIFEST:
+        raise ValueError(f"it has {size:,} bytes")
     manifest = read_json(folder / NAME)
-    if manifest.pop("digest", None) != digest(manifest):
+    if not isinstance(manifest, dict) or manifest.pop("digest", None) != digest(manifest):
         raise ValueError("it does not match its own digest")
+    try:
+        _check_shape(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no manifest of a checkpoint: {error}") from None
     return manifest
 
 
+def _check_shape(manifest: dict[str, Any]) -> None:
+    """Raise an exception unless `manifest` has the fields of a checkpoint's manifest, of their types."""
+    if not isinstance(manifest["format"], int) or not isinstance(manifest["step"], int | None):
+        raise TypeError("its format or step is no number")
+    for name, wanted in manifest["files"].items():
+        if Path(name).name != name or name == ".." or "\0" in name:
+            raise ValueError(f"{name!r} is no file of this folder")
+        if not isinstance(wanted["bytes"], int) or not isinstance(wanted["sha256"], str):
+            raise TypeError(f"the size or digest of {name!r} is of another type")
+    written: dict[str, set[int]] = {}
+    for by_parameter in manifest["rows"].values():
+        for parameter, row_ids in by_parameter.items():
+            written.setdefault(parameter, set()).update(row_ids)
+    if "placement" in manifest:
+        slots = {name: place["slots"] for name, place in manifest["placement"].items()}
+        if not all(rows <= {row for rank in slots[name] for row in rank} for name, rows in written.items()):
+            raise ValueError("its placement lacks rows that its files hold")
+
+
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with `folder`, as "<file> <what>", or None where every byte is as it was written."""
+    """What is wrong with `folder`, as "<file> <what>", or None where every byte is as it was written.
+
+    Only regular files are opened, and only where their size is right.
+    """
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
         return f"{NAME} is missing"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{NAME} cannot be read ({error})"
     for name, wanted in manifest["files"].items():
         try:
-            size = (folder / name).stat().st_size
+            size = _size(folder / name)
             if size != wanted["bytes"]:
                 return f"{name} has {size} bytes instead of {wanted['bytes']}"
             with (folder / name).open("rb") as file:
@@ -88,8 +125,16 @@ def find_damage(folder: Path) -> str | None:
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            return f"{name} cannot be read ({error.strerror or error})"
     return None
+
+
+def _size(file: Path) -> int:
+    """Bytes of `file`. Raises OSError for a link or a device, of which the size says nothing, without opening it."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("it is a link or a device, not a regular file")
+    return status.st_size
 
 
 def remove(folder: Path) -> None:

@@ -4,8 +4,9 @@ config.json     the configuration and the recipe's name; a folder with this file
 code.txt        command line, versions, git revision and difference, once per start
 metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
-results.json    final numbers; a run is finished when it is there
+results.json    final numbers
 summary.txt     the same in words, and *.png
+.finishing      from before results.json until the pictures are drawn; see `is_finished`
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,18 @@ from toolkit.tracking.jsonl import to_json
 from toolkit.tracking.secrets import mask
 
 RUNS = Path("runs")
+FINISHING = ".finishing"
 
 
-def open_folder(name: str, config: RunConfig) -> tuple[Path, FileLock, bool]:
+def is_finished(folder: Path) -> bool:
+    """Whether the run in `folder` has its results, summary and pictures."""
+    return (folder / "results.json").exists() and not (folder / FINISHING).exists()
+
+
+def open_folder(name: str, config: RunConfig, say: Callable[[str], None]) -> tuple[Path, FileLock, bool]:
     """The folder that `config` asks for, locked, and whether it holds a run to continue. Call on the main process only.
 
+    `say` is told where config.json is damaged and cannot show whether the settings are the same as before.
     Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
     nothing to resume, or that cannot be written.
     """
@@ -50,7 +58,7 @@ def open_folder(name: str, config: RunConfig) -> tuple[Path, FileLock, bool]:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--run-dir {folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
     try:
-        return folder, lock, _holds_run_to_continue(folder, name, config)
+        return folder, lock, _holds_run_to_continue(folder, name, config, say)
     except BaseException:
         lock.release()
         raise
@@ -62,9 +70,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` atomically: a kill leaves the old file or the new one."""
+    """Replace `path` by `text` atomically: a kill leaves the old file or the new one.
+
+    A link in the place of `path` or of the unfinished file is replaced, not followed.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    partial.unlink(missing_ok=True)
+    with partial.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -96,20 +108,24 @@ def _newest(name: str) -> Path | None:
     return configs[-1].parent if configs else None
 
 
-def _holds_run_to_continue(folder: Path, name: str, config: RunConfig) -> bool:
+def _holds_run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[str], None]) -> bool:
     path = folder / "config.json"
     if not path.exists():
         return False
     if config.resume == "no":
         raise UserError(f"--run-dir {folder}: holds a run, and --resume no was given: choose another folder.")
-    if (folder / "results.json").exists():
+    if is_finished(folder):
         raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder.")
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = None
     if not isinstance(before, dict):
-        raise UserError(f"--run-dir {folder}: its config.json cannot be read: choose another folder.")
+        say(
+            f"warning: {path} is damaged and is written anew with the settings of this command; "
+            "those in a checkpoint still have to be the same."
+        )
+        return True
     now = recorded_config(name, config)
     if before.get("recipe") != name:
         raise UserError(f"--run-dir {folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")

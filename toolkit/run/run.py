@@ -9,6 +9,7 @@ with start_run("mnist_moe", config) as run:
 
 from __future__ import annotations
 
+import errno
 import random
 import sys
 import time
@@ -28,7 +29,7 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.run.folder import open_folder, recorded_config, write_json, write_text
+from toolkit.run.folder import FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
@@ -88,13 +89,13 @@ class Run:
     def on_main_and_share(self, decide: Callable[[], T]) -> T:
         """Run `decide` on the main process only; its result, or its UserError, reaches every rank. A collective."""
         answer: list[Any] = [None, None, None]
-        failure: Exception | None = None
+        failure: BaseException | None = None
         if self.is_main:
             try:
                 answer[0] = decide()
             except UserError as error:
                 answer[1] = str(error)
-            except Exception as error:
+            except (Exception, Preempted) as error:
                 failure, answer[2] = error, f"{type(error).__name__}: {error}"
         if dist.is_initialized():
             dist.broadcast_object_list(answer, src=0)
@@ -125,10 +126,15 @@ class Run:
             self.print(facts["dataset_notice"])
 
     def print(self, text: str) -> None:
-        """Print `text` on the main process, and flush."""
-        if self.is_main:
+        """Print `text` on the main process, and flush. A full disk or a closed terminal does not end the run."""
+        if not self.is_main:
+            return
+        try:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
 
     def add_sink(self, sink: Sink) -> None:
         """Have `sink.log` called with every line of metrics, on the main process."""
@@ -163,15 +169,27 @@ class Run:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Write results.json, summary.txt and pictures; returns the results. A collective. The run is then finished."""
+        """Write results.json, summary.txt and pictures; returns the results. A collective. The run is then finished.
+
+        One that is killed before its pictures are complete is not: the same command continues and completes it. Raises
+        UserError where the folder cannot be written.
+        """
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
-            text = summarise(numbers, self.folder)
-            write_text(self.folder / "summary.txt", text)
             for draw in self._draws:
                 self._draw(draw, numbers)
-            self.print("\n" + text.rstrip())
+            (self.folder / FINISHING).unlink(missing_ok=True)
+            self.print("\n" + (self.folder / "summary.txt").read_text(encoding="utf-8").rstrip())
         return numbers
+
+    def _restore_folder(self) -> None:
+        """Write again what was removed from the folder since the start, but for checkpoints."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / "config.json").exists():
+            self.print(f"warning: files of {self.folder} were removed while the run went on: they are written again.")
+            _describe_start(self, self.folder)
+        if self._metrics is not None:
+            self._metrics.restore()
 
     def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
@@ -195,7 +213,16 @@ class Run:
             "git_revision": git_revision(),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        write_json(self.folder / "results.json", numbers)
+        try:
+            self._restore_folder()
+            (self.folder / FINISHING).touch()
+            write_json(self.folder / "results.json", numbers)
+            write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
+        except OSError as error:
+            raise UserError(
+                f"the results could not be written to {self.folder} ({error.strerror}): "
+                "make room, and run the same command again."
+            ) from None
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
@@ -248,15 +275,20 @@ def start_run(name: str, config: RunConfig) -> Run:
 
 def _open(run: Run) -> tuple[Path, bool]:
     """Choose and lock the folder, and write the config and the code into it. On the main process only."""
-    folder, run._lock, continues = open_folder(run.name, run.config)
+    folder, run._lock, continues = open_folder(run.name, run.config, run.print)
     try:
-        write_json(folder / "config.json", recorded_config(run.name, run.config))
-        with (folder / "code.txt").open("a", encoding="utf-8") as code:
-            code.write(code_snapshot())
-        run._metrics = MetricsFile(folder / "metrics.jsonl")
+        _describe_start(run, folder)
+        run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
         raise UserError(f"--run-dir {folder}: cannot be written ({error.strerror}): choose another.") from None
     return folder, continues
+
+
+def _describe_start(run: Run, folder: Path) -> None:
+    """Write config.json, and add this start to code.txt."""
+    write_json(folder / "config.json", recorded_config(run.name, run.config))
+    with (folder / "code.txt").open("a", encoding="utf-8") as code:
+        code.write(code_snapshot())
 
 
 def _build_accelerator(config: RunConfig) -> Accelerator:

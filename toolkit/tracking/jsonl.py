@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,92 @@ from typing import Any
 class MetricsFile:
     """Appends lines, each flushed, so that a kill costs at most the line that was being written.
 
-    Steps ascend. A run that resumes from an earlier step removes the lines after it first.
+    Steps ascend. A run that resumes from an earlier step removes the lines after it first. While the disk is full,
+    lines are kept in memory and written once there is room. A file that is deleted is written again by `restore`. Of
+    each, and of lines that cannot be read, `say` is told once.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = path.open("ab")
+    def __init__(self, path: Path, say: Callable[[str], None]):
+        self.path, self._say = path, say
+        self._file = path.open("a+b", buffering=0)
+        self._unwritten = b""
+        self._told: set[str] = set()
         self._cut_before_append = path.stat().st_size > 0
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. The first one after a restart removes what an earlier process wrote from this step on."""
         if self._cut_before_append:
             self.truncate(step - 1)
-        self._file.write(to_json({"step": step, **values}).encode() + b"\n")
-        self._file.flush()
+        self._unwritten += to_json({"step": step, **values}).encode() + b"\n"
+        self._write()
+        if not self._is_in_place():
+            self._tell(f"warning: {self.path} was removed or replaced: it is written again when the run ends.")
 
     def truncate(self, step: int) -> None:
         """Remove the lines after `step`, and a last line that a kill left incomplete."""
         self._cut_before_append = False
-        end = 0
+        end = place = 0
+        damaged = []
         with self.path.open("rb") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, start=1):
+                place += len(line)
                 record = _parse(line)
-                if record is None or record["step"] > step:
+                if record is None:
+                    damaged.append(number)
+                elif record["step"] > step:
                     break
-                end += len(line)
+                else:
+                    end, last = place, number
+        if inside := [str(number) for number in damaged if end and number < last]:
+            self._tell(f"warning: {self.path}: line {', '.join(inside)} cannot be read; tables and plots leave it out.")
         os.truncate(self.path, end)
 
-    def close(self) -> None:
+    def restore(self) -> None:
+        """Write the file again where it was removed."""
+        if self._is_in_place():
+            return
+        self._file.seek(0)
+        content = self._file.read()
         self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w+b", buffering=0)
+        self._unwritten = content + self._unwritten
+        self._write()
+
+    def close(self) -> None:
+        """Write what is left, as far as the disk takes it."""
+        try:
+            self.restore()
+            self._write()
+            if self._unwritten:
+                lines = self._unwritten.count(b"\n")
+                self._say(f"warning: the last {lines} line(s) of {self.path} are lost: there is no room for them.")
+        except OSError as error:
+            self._say(f"warning: {self.path} is incomplete: {error}.")
+        self._file.close()
+
+    def _write(self) -> None:
+        """Write as much as fits; the rest, from the middle of a line perhaps, goes first the next time."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            self._tell(
+                f"warning: {self.path} cannot be written ({error.strerror}): training goes on, and lines are kept in "
+                "memory until there is room."
+            )
+
+    def _is_in_place(self) -> bool:
+        """Whether the open file is the one under its name."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _tell(self, warning: str) -> None:
+        if warning not in self._told:
+            self._told.add(warning)
+            self._say(warning)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

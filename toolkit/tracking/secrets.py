@@ -27,11 +27,18 @@ _SECRET_VALUE = re.compile(
     re.VERBOSE,
 )
 _ASSIGNMENT = re.compile(
-    r"""(?P<name>\b[A-Za-z_-]*(?:key|token|secret|password|passwd))(?P<middle>["']?\s*[=:]\s*["']?|\s+)"""
-    r"""(?P<value>[A-Za-z0-9+/_.-]{16,})""",
-    re.IGNORECASE,
+    r"""
+    (?P<name>\b[\w-]*(?:key|token|secret|password|passwd|passphrase|credentials?|auth|pat)\b)
+    (?P<middle>["']?\s*(?::\s*\w+\s*)?[=:]\s*)      # =, : or an annotated assignment, the name quoted or not
+    (?P<value>"[^"\n]*"|'[^'\n]*'|[^\s"',;()\[\]{}]+(?=["',;)\]}\s]|\Z))
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
-"""`WANDB_API_KEY=0123...` and the like: the name of a secret beside a long value."""
+"""`WANDB_API_KEY=0123`, `password: "x"`: the name of a secret beside a value of any length, but not beside a call."""
+_CODE = {"str", "int", "float", "bool", "bytes", "Tensor", "None", "True", "False", "lambda", "self"}
+"""Values beside such names in programs, which are no secrets."""
+_FLAG = re.compile(r"(?P<flag>--?[\w-]*(?:key|token|secret|password|passwd|passphrase)\s+)[^\s-]\S*", re.IGNORECASE)
+"""`--api-key 0123`."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -43,7 +50,14 @@ def is_secret_name(name: str) -> bool:
 def mask_text(text: str) -> str:
     """`text` with everything that looks like a secret replaced."""
     text = _SECRET_VALUE.sub(MASK, text)
-    return _ASSIGNMENT.sub(lambda m: m["name"] + m["middle"] + MASK if re.search(r"\d", m["value"]) else m[0], text)
+    text = _FLAG.sub(lambda m: m["flag"] + MASK, text)
+    return _ASSIGNMENT.sub(_mask_assignment, text)
+
+
+def _mask_assignment(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    is_code = value in _CODE or (name.lower() == "key" and not re.search(r"\d", value))
+    return match[0] if is_code or not is_secret_name(name) else name + match["middle"] + MASK
 
 
 def mask(value: Any, name: str = "") -> Any:

@@ -62,16 +62,19 @@ class WandB:
     def start(self) -> str | None:
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        if _wandb_answers():
+        reason = _why_offline()
+        if reason is None:
             try:
-                run = self._init("online")
-                return f"W&B: {run.url}"
+                return f"W&B: {self._init('online').url}"
             except Exception as error:
-                reason = mask_text(str(error).strip().splitlines()[0][:200]) if str(error) else type(error).__name__
-                self._init("offline")
-                return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(self._run_folder()))} uploads the run."
+                first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+                reason = mask_text(first_line[:200])
+                self._id_file.unlink()  # its service does not start a second run of one id
         self._init("offline")
-        return f"W&B is offline; wandb sync {shlex.quote(str(self._run_folder()))} uploads the run."
+        folder = self._run_folder()
+        if not folder.is_relative_to(self.folder):  # which W&B leaves when it cannot write there
+            return f"W&B is offline ({reason}), and {self.folder} takes no files of it; metrics.jsonl has every line."
+        return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(folder))} uploads the run."
 
     def _init(self, mode: str) -> Any:
         """A W&B run with its metric groups and their common step axis."""
@@ -100,9 +103,13 @@ class WandB:
             run.define_metric(f"{group}/*", step_metric="step")
         return run
 
+    @property
+    def _id_file(self) -> Path:
+        return self.folder / "wandb" / "id"
+
     def _id(self) -> str:
         """Stays with the folder, so that a run that is continued goes on in the same place."""
-        path = self.folder / "wandb" / "id"
+        path = self._id_file
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             path.write_text(secrets.token_hex(4))
@@ -165,18 +172,20 @@ class TensorBoard:
     def kill(self) -> None: ...
 
 
-def _wandb_answers() -> bool:
-    """Whether there is a key, and a server that answers. The key itself is neither kept nor shown."""
+def _why_offline() -> str | None:
+    """Why W&B cannot be online; None with a key and a server that answers. The key itself is neither kept nor shown."""
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not _has_key(url):
-        return False
+    if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):
+        return f"WANDB_MODE={mode}"
+    if not _has_key(url):
+        return "no API key: wandb login"
     try:
         urllib.request.urlopen(url, timeout=PROBE_S).close()
     except urllib.error.HTTPError as answer:
-        return answer.code < 500
+        return None if answer.code < 500 else f"{mask_text(url)} answers {answer.code}"
     except (OSError, ValueError):
-        return False
-    return True
+        return f"{mask_text(url)} does not answer"
+    return None
 
 
 def _has_key(url: str) -> bool:

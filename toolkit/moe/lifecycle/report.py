@@ -133,7 +133,7 @@ class LifecycleReport(Callback):
     def _write(self, trainer: Trainer, seconds: float) -> None:
         folder, step = trainer.run.folder, trainer.state.step
         if self._file is None:
-            self._file = MetricsFile(folder / LIFECYCLE_FILE)
+            self._file = MetricsFile(folder / LIFECYCLE_FILE, trainer.run.print)
         layers = {}
         for name, graph in self.graphs.items():
             placement = self.layers[name].placement
