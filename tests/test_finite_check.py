@@ -113,12 +113,10 @@ class LossWithoutGradient:
 
 
 def test_a_mean_loss_that_is_not_finite_stops_at_the_next_line_of_metrics(tmp_path: Path):
-    with (
-        pytest.raises(UserError, match="step 3: train/loss is nan"),
-        small_trainer(small_config(tmp_path, log_every=3)) as trainer,
-    ):
+    with small_trainer(small_config(tmp_path, log_every=3)) as trainer:
         trainer.task = LossWithoutGradient(trainer.task)
-        trainer.fit()
+        with pytest.raises(UserError, match="step 3: train/loss is nan"):
+            trainer.fit()
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ class MigrationGuard:
             patience,
             margin,
         )
+        self.refused = 0
+        """Plans that `accepts` has refused, in this process."""
+        self.reason = ""
+        """Why it refused the last one."""
         self._windows: list[NDArray[np.float64]] = []
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
         """Former placements, latest last, with what each would have saved in the last windows."""
@@ -93,8 +97,13 @@ class MigrationGuard:
 
     def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
         """Whether `plan` pays for its migration within `steps`, the steps until the next plan. An accepted plan is
-        taken for carried out."""
-        if plan == current or not self._pays(self.promise(current, plan), current, plan, steps):
+        taken for carried out; of a refused one, `refused` and `reason` take note."""
+        if plan == current:
+            return False
+        promise = self.promise(current, plan)
+        if not self._pays(promise, current, plan, steps):
+            self.refused += 1
+            self.reason = self._explain(promise * steps, self.cost_model.migration_seconds(current, plan))
             return False
         formers = [*(former for former, _ in self._replaced), current][-self.patience :]
         self._replaced = [(former, []) for former in formers]
@@ -115,6 +124,16 @@ class MigrationGuard:
 
     def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:
         return gain * steps > self.margin * self.cost_model.migration_seconds(current, plan)
+
+    def _explain(self, saved: float, migration: float) -> str:
+        if len(self._windows) < FEWEST_WINDOWS:
+            return f"a gain is judged by {FEWEST_WINDOWS} windows of loads or more"
+        if saved <= 0:
+            return "its gain cannot be told from how the loads change between windows"
+        return (
+            f"until the next plan it saves {1e3 * saved:.3g} ms, which is less than {self.margin:g} times "
+            f"the {1e3 * migration:.3g} ms of the migration"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
