@@ -29,7 +29,7 @@ toolkit.moe.lifecycle
 toolkit.moe
 toolkit.trainer
 toolkit.callbacks
-toolkit.sweep  toolkit.batch_size
+toolkit.sweep  toolkit.batch_size  toolkit.finite_check
 toolkit.checkpoint
 toolkit.run
 toolkit.pictures

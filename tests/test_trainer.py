@@ -308,8 +308,8 @@ def test_evaluation_counts_each_sample_once_on_any_number_of_processes(world_siz
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
 """What makes the host wait for the device."""
-FREE_ON_A_CPU = ("__bool__ in clip_grad_norm_ ",)
-"""The factor of clipping is read behind a question for `device.type == "cpu"`."""
+FREE_ON_A_CPU = ("__bool__ in clip_grad_norm_ ", "tolist in read ")
+"""The factor of clipping and the norm are read behind a question for `device.type == "cpu"`."""
 
 
 class ReadCounter(Callback):

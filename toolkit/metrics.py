@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence[Any] | Tensor, Any]:
+    """The count of each micro-batch over all ranks, and their sum, which divides every loss. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return counts, sum(counts)
+    reduced = torch.tensor(counts, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced)
+    return reduced, reduced.sum()
 
 
 class MetricSums:

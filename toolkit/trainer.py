@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
-from toolkit.metrics import MetricSums
+from toolkit.finite_check import FiniteCheck
+from toolkit.metrics import MetricSums, global_counts
 from toolkit.optim import Schedule
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.parallel.ownership import owned
@@ -64,6 +64,7 @@ class Trainer:
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.owned_parameters = owned(self.parameters)
+        self.finite = FiniteCheck(model, run.device, scaled=run.accelerator.scaler is not None)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -78,7 +79,10 @@ class Trainer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
-        """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`."""
+        """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`.
+
+        Raises UserError on every rank where the loss, a gradient or a weight is not finite, at most a few steps later.
+        """
         try:
             self.run.begin_tracking()
             self.hooks("on_fit_start")
@@ -89,6 +93,7 @@ class Trainer:
                 self.hooks("on_step_end")
                 if self.at_log_step or self._line_is_due:
                     self.emit()
+            self.finite.read()
             self.hooks("on_fit_end")
         except BaseException as error:
             self.hooks("on_exception", error)
@@ -110,11 +115,12 @@ class Trainer:
         """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
         counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
         accelerator = self.run.accelerator
-        counts, total = self.global_counts(micro_batches)
+        counts, total = global_counts([self.task.count(batch) for batch in micro_batches], self.run.device)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * multiplier
         # DDP averages over ranks and Accelerate divides by the accumulation steps: undo both, divide by the count.
         scale = self.run.world_size * len(micro_batches) / total
+        losses: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
             self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
@@ -122,11 +128,13 @@ class Trainer:
                     loss = self.task.loss(self.model, batch)
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
+            losses.append(value.detach())
             if record:
                 self.record_sums(loss, counts[index])
         accelerator.unscale_gradients()
         average_owned_gradients(self.owned_parameters, self.run.world_size)
-        norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
+        norm = clip_grad_norm_(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
+        self.finite.add(self.state.step + 1, norm, losses)
         self.hooks("on_before_optimizer_step")
         self.update()
         refresh_replicas(self.owned_parameters)
@@ -137,15 +145,6 @@ class Trainer:
     def seed_micro_batch(self, index: int) -> None:
         """Seed the device for the next forward pass by (seed, step, micro-batch, rank)."""
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
-
-    def global_counts(self, micro_batches: list[Batch]) -> tuple[Sequence[Any] | Tensor, Any]:
-        """The count of each micro-batch over all ranks, and their sum, which divides every loss."""
-        counts = [self.task.count(batch) for batch in micro_batches]
-        if self.run.world_size == 1:
-            return counts, sum(counts)
-        reduced = torch.tensor(counts, dtype=torch.float64, device=self.run.device)
-        dist.all_reduce(reduced)
-        return reduced, reduced.sum()
 
     @torch.no_grad()
     def evaluate(self, batches: EvalBatches, name: str = "eval") -> dict[str, float]:
@@ -198,6 +197,7 @@ class Trainer:
         """Write one line of metrics: means since the last line, and what `record` was given."""
         refuse_late_parameters(self.raw_model, self.parameters)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
+        self.finite.check_line(self.state.step, means)
         self.sums.reset()
         recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False
         epoch = self.state.step / self.batches.steps_per_epoch
@@ -208,7 +208,9 @@ class Trainer:
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
-        to be called between two steps: from `on_step_start`, or after training."""
+        to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
+        deletes nothing, where weights are not finite."""
+        self.finite.check_weights(self.state.step)
         folder = checkpoint.save_checkpoint(
             self.run.checkpoints,
             model=self.raw_model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.moe.replan import Replanner, wanted_statistics
+from toolkit.moe.replan import Replan, Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.guard import CostModel
@@ -141,3 +142,32 @@ def test_a_planner_that_wants_what_nobody_counts_is_refused_in_one_sentence() ->
         assert wanted_statistics("wishful", {"weather": "fine"}) == set()
     finally:
         del PLANNERS["wishful"]
+
+
+def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
+    """`moe/plans_refused` at each log step, and the results, where a plan costs hours and each window has one."""
+    layer, optimizer = a_layer(1), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    swapped = ExpertPlacement.from_slot_of_expert((1, 0, 2, 3), 1)
+
+    def swap(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
+        return swapped
+
+    replan = Replan(layer, planner=swap, every=every, link_gbytes_per_second=1e-15)
+    lines: list[Any] = []
+    trainer: Any = SimpleNamespace(optimizer=optimizer, results={}, state=SimpleNamespace(step=0))
+    trainer.record = lambda name, value: lines.append(value) if name == "moe/plans_refused" else None
+    for number in range(1, 9):
+        step(layer, number)
+        trainer.state.step, trainer.at_log_step = number, number % 4 == 0
+        replan.on_step_end(trainer)
+    return lines, trainer.results
+
+
+def test_plans_that_the_guard_refuses_are_counted_and_the_first_is_explained(capsys: pytest.CaptureFixture[str]):
+    lines, results = plans_that_do_not_pay(2)
+    assert lines == [2, 2]
+    assert results["plans_refused"] == 4
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2: the guard refuses a plan for ")
+    assert "a gain is judged by 3 windows of loads or more" in first
+    assert second.startswith("step 6: the guard refuses a plan for ")

@@ -62,6 +62,25 @@ def test_a_plan_must_pay_for_its_bytes_until_the_next():
     assert trusting(margin=3.1).accepts(NOW, PLAN, steps=2)
 
 
+@pytest.mark.parametrize(
+    ("judge", "reason"),
+    [
+        (seen(UNEVEN), "a gain is judged by 3 windows of loads or more"),
+        (seen(UNEVEN, 2 * UNEVEN, UNEVEN), "its gain cannot be told from how the loads change between windows"),
+        (
+            trusting(margin=3.1),
+            "until the next plan it saves 3e+03 ms, which is less than 3.1 times the 1e+03 ms of the migration",
+        ),
+    ],
+)
+def test_a_refused_plan_is_counted_with_the_reason(judge: MigrationGuard, reason: str):
+    judge.accepts(NOW, NOW, steps=1)
+    assert judge.refused == 0
+    for refused in (1, 2):
+        assert not judge.accepts(NOW, PLAN, steps=1)
+        assert (judge.refused, judge.reason) == (refused, reason)
+
+
 def test_a_burst_is_no_reason_to_move():
     calm = np.full(4, 2.5)
     for quiet in range(6):

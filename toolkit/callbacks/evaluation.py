@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from toolkit.callbacks.base import Callback
@@ -16,7 +17,7 @@ class Evaluation(Callback):
     """Evaluates on `batches` every `every_steps` (None: at the end of each epoch), and after the last step.
 
     The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...: the
-    highest accuracy or F1, the lowest of all others. A metric that is a list has no best.
+    highest accuracy or F1, the lowest of all others; NaN is the worst. A metric that is a list has no best.
     """
 
     runs_after = (Throughput,)
@@ -25,7 +26,7 @@ class Evaluation(Callback):
     def __init__(self, batches: EvalBatches, every_steps: int | None = None):
         self.batches, self.every_steps = batches, every_steps
         self._last_step = -1
-        self._results: dict[str, float] = {}
+        self._results: dict[str, Any] = {}
 
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step
@@ -42,11 +43,16 @@ class Evaluation(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         self._last_step = trainer.state.step
         for name, value in trainer.evaluate(self.batches).items():
-            name = f"test_{name.partition('/')[2]}"
-            self._results[name] = value
-            if not isinstance(value, list):
-                better = max if "accuracy" in name or "f1" in name else min
-                self._results[f"best_{name}"] = better(value, self._results.get(f"best_{name}", value))
+            self._note(f"test_{name.partition('/')[2]}", value)
+
+    def _note(self, name: str, value: float | list[float]) -> None:
+        self._results[name] = value
+        if isinstance(value, list):
+            return
+        best = self._results.get(f"best_{name}", math.nan)
+        better = value > best if "accuracy" in name or "f1" in name else value < best
+        if better or math.isnan(best):
+            self._results[f"best_{name}"] = value
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self._last_step, "results": self._results}

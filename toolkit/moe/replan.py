@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
+from toolkit.checkpoint.collectives import is_main
 from toolkit.errors import UserError
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
@@ -80,7 +83,8 @@ class Replanner:
 
     The loads of the window are summed over all ranks, so all make the same plans. `guarded` has a guard for each layer,
     which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement that proved
-    better; without it every plan is carried out. `options` are the planner's.
+    better; without it every plan is carried out. The first refusal for each reason is printed. `options` are the
+    planner's.
 
     The guard measures the time of a step and counts bytes. Two of its numbers are assumptions, for you to correct:
     `link_gbytes_per_second`, at which one rank sends and receives (10 is a 100 Gbit/s network card; None measures it at
@@ -116,6 +120,8 @@ class Replanner:
         """Those of this process."""
         self.planner_seconds = 0.0
         """Spent on planning by this process."""
+        self._explained: set[str] = set()
+        """Reasons of the guard that were printed, without their numbers."""
         self.watch(stacks)
 
     def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
@@ -142,6 +148,8 @@ class Replanner:
             began = time.perf_counter()
             new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **known, **self.options)
             self.planner_seconds += time.perf_counter() - began
+            if guard is not None and guard.refused:
+                self._explain(step, name, guard.reason)
             if new is None:
                 continue
             report = migrate(stack, new, optimizer)
@@ -150,6 +158,20 @@ class Replanner:
             )
         self.migrations += done
         return done
+
+    @property
+    def plans_refused(self) -> int:
+        """Plans that the guards refused, in this process."""
+        return sum(guard.refused for guard in self.guards.values())
+
+    def _explain(self, step: int, layer: str, reason: str) -> None:
+        """Print a reason of the guard to refuse a plan, the first time that it occurs."""
+        kind = re.sub(r"[\d.e+-]+", "", reason)
+        if kind not in self._explained and is_main():
+            text = f"step {step:,}: the guard refuses a plan for {layer}: {reason} (moe/plans_refused).\n"
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        self._explained.add(kind)
 
     def _statistics(self) -> list[dict[str, Any]]:
         """The planner's required arguments for each layer besides its load. A collective."""
@@ -232,16 +254,19 @@ class Replan(Callback):
 
     `options` are those of `Replanner`; `from_config` takes all from a recipe's config.
 
-    Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, each since the
-    last line; `moe/migration_bytes_per_step` over the whole run; `moe/predicted_imbalance`, what the current plans
-    predicted, mean over layers that have one, to compare with `moe/rank_imbalance_of_sum`; and of this rank
-    `perf/planner_ms` and `perf/migration_ms` since the last line. The run's sums are in its results.
+    Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, and
+    `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
+    `moe/predicted_imbalance`, what the current plans predicted, mean over layers that have one, to compare with
+    `moe/rank_imbalance_of_sum`; and of this rank `perf/planner_ms` and `perf/migration_ms` since the last line. The
+    run's sums are in its results.
     """
 
     def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
         stacks = expert_stacks(model) if planner else {}
         self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
         self._experts = self._bytes = self._optimizer_bytes = 0
+        self._refused = self._refused_before = 0
+        """Plans refused since the last line, and those of this process up to the last step."""
         self._predicted: dict[str, float] = {}
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
@@ -262,6 +287,8 @@ class Replan(Callback):
         if not self.replanner.stacks:
             return
         moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
+        self._refused += self.replanner.plans_refused - self._refused_before
+        self._refused_before = self.replanner.plans_refused
         self._experts += sum(migration.report.cost.experts for migration in moved)
         self._bytes += sum(migration.report.cost.bytes for migration in moved)
         self._optimizer_bytes += sum(migration.report.cost.optimizer_bytes for migration in moved)
@@ -270,6 +297,7 @@ class Replan(Callback):
             trainer.record("moe/migrated_experts", self._experts)
             trainer.record("moe/migration_bytes", self._bytes)
             trainer.record("moe/migration_optimizer_bytes", self._optimizer_bytes)
+            trainer.record("moe/plans_refused", self._refused)
             if self._predicted:
                 trainer.record("moe/predicted_imbalance", fmean(self._predicted.values()))
             before = self._seconds
@@ -279,11 +307,12 @@ class Replan(Callback):
             )
             trainer.record("perf/planner_ms", 1e3 * (self._seconds[0] - before[0]))
             trainer.record("perf/migration_ms", 1e3 * (self._seconds[1] - before[1]))
-            for name, value in (("migrated_experts", self._experts), ("migration_bytes", self._bytes)):
+            sums = {"migrated_experts": self._experts, "migration_bytes": self._bytes, "plans_refused": self._refused}
+            for name, value in sums.items():
                 trainer.results[name] = trainer.results.get(name, 0) + value
             amortised = trainer.results["migration_bytes"] / trainer.state.step
             trainer.record("moe/migration_bytes_per_step", amortised)
-            self._experts = self._bytes = self._optimizer_bytes = 0
+            self._experts = self._bytes = self._optimizer_bytes = self._refused = 0
 
     def state_dict(self) -> dict[str, Any]:
         if not self.replanner.stacks:
@@ -293,6 +322,7 @@ class Replan(Callback):
             "experts": self._experts,
             "bytes": self._bytes,
             "optimizer_bytes": self._optimizer_bytes,
+            "refused": self._refused,
             "predicted": self._predicted,
         }
 
@@ -300,3 +330,4 @@ class Replan(Callback):
         self.replanner.load_state_dict(state["replanner"])
         self._experts, self._bytes = state["experts"], state["bytes"]
         self._optimizer_bytes, self._predicted = state["optimizer_bytes"], dict(state["predicted"])
+        self._refused = state["refused"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -80,11 +80,17 @@ def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Float[Tensor, ""]:
+def clip_grad_norm_(
+    parameters: Sequence[Tensor],
+    max_norm: float | None,
+    *,
+    take_norms: Callable[[Sequence[Tensor], Tensor], None] | None = None,
+) -> Float[Tensor, ""]:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
 
     Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over its mesh, so
     every rank gets the same norm and applies the same factor. With `max_norm` None the norm is only measured.
+    `take_norms` is called with parameters and the norm of each one's gradient on this rank.
     """
     replicated: list[Tensor] = []
     rows: list[Tensor] = []
@@ -92,14 +98,17 @@ def clip_grad_norm_(parameters: Sequence[Tensor], max_norm: float | None) -> Flo
     mesh: DeviceMesh | None = None
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
-            shards.append(parameter.grad.to_local())
+            shards.append(parameter)
             mesh = parameter.grad.device_mesh
         elif parameter.grad is not None:
-            (rows if is_owned(parameter) else replicated).append(parameter.grad)
-    grads = replicated + rows + shards
+            (rows if is_owned(parameter) else replicated).append(parameter)
+    listed = replicated + rows + shards
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in listed if p.grad is not None]
     if not grads:
         return torch.zeros(())
     norms = norm_of_each(grads)
+    if take_norms is not None:
+        take_norms(listed, norms)
     if rows or mesh is not None:
         of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
         squared_rows, squared_shards = of_rows.sum(), of_shards.sum()

@@ -68,6 +68,10 @@ class MigrationGuard:
             patience,
             margin,
         )
+        self.refused = 0
+        """Plans that `accepts` has refused, in this process."""
+        self.reason = ""
+        """Why it refused the last one."""
         self._windows: list[NDArray[np.float64]] = []
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
         """Earlier placements, latest last, with the seconds per step that each would have saved in the last windows."""
@@ -94,8 +98,13 @@ class MigrationGuard:
 
     def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
         """Whether `plan` saves more than its migration costs within `steps`, the steps until the next plan. The caller
-        must apply an accepted plan."""
-        if plan == current or not self._pays(self.promise(current, plan), current, plan, steps):
+        must apply an accepted plan; of a refused one, `refused` counts and `reason` says why."""
+        if plan == current:
+            return False
+        promise = self.promise(current, plan)
+        if not self._pays(promise, current, plan, steps):
+            self.refused += 1
+            self.reason = self._explain(promise * steps, self.cost_model.migration_seconds(current, plan))
             return False
         formers = [*(former for former, _ in self._replaced), current][-self.patience :]
         self._replaced = [(former, []) for former in formers]
@@ -116,6 +125,16 @@ class MigrationGuard:
 
     def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:
         return gain * steps > self.margin * self.cost_model.migration_seconds(current, plan)
+
+    def _explain(self, saved: float, migration: float) -> str:
+        if len(self._windows) < FEWEST_WINDOWS:
+            return f"a gain is judged by {FEWEST_WINDOWS} windows of loads or more"
+        if saved <= 0:
+            return "its gain cannot be told from how the loads change between windows"
+        return (
+            f"until the next plan it saves {1e3 * saved:.3g} ms, which is less than {self.margin:g} times "
+            f"the {1e3 * migration:.3g} ms of the migration"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from toolkit.callbacks.base import Callback
-from toolkit.config.experts import DynamicRunConfig, MoERunConfig
+from toolkit.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.replay import Remember
+from toolkit.errors import UserError
 from toolkit.lab.traces import TraceRecorder
 from toolkit.moe.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.layer import MoE, make_moe
@@ -22,7 +23,12 @@ from toolkit.moe.lifecycle.report import LifecycleReport
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
+from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.groups import ExpertGroups
+from toolkit.run.run import Run
+from toolkit.task import Task
+from toolkit.tasks.classification import Classification
+from toolkit.tasks.language_modeling import LanguageModeling
 
 if TYPE_CHECKING:
     from toolkit.data.table import TensorTable
@@ -59,6 +65,52 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
         TraceRecorder(model, enabled=config.record_traces),
         Replan.from_config(model, config),
     ]
+
+
+def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks that `run.config` asks for and `callbacks` lack: of `--planner` and `--record-traces`.
+
+    Prints one line for each setting that does nothing in this run. Raises UserError where `model` has all experts on
+    every process, or no spare slots, and the config says otherwise.
+    """
+    config, stacks = run.config, list(expert_stacks(model).values())
+    if run.world_size == 1 and config.dense_parallel != "ddp":
+        run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
+    if not isinstance(config, ExpertRunConfig) or not stacks:
+        return []
+    wanted, built = config.ep_size_in(run.world_size), stacks[0].groups.ep_size
+    if built < wanted:
+        raise UserError(
+            f"--parallel-strategy {config.parallel_strategy}: experts should be on {wanted} processes, and the model "
+            f"was built for {built}: build it with groups=tk.make_expert_groups({wanted}), or use data_parallel."
+        )
+    if built > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):
+        raise UserError(
+            f"--spare-slots {config.spare_slots}: the model has none: build it with tk.moe_from_config, or leave the "
+            "flag out."
+        )
+    for name in ("planner", "spare_slots"):
+        if built == 1 and getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")
+    unbalanced = isinstance(config, MoERunConfig) and config.balance == "loss" and config.balance_weight > 0
+    if unbalanced and isinstance(task, (Classification, LanguageModeling)) and task.penalty is None:
+        run.print(f"--balance-weight {config.balance_weight:g}: no effect, because the task has no tk.RouterPenalty.")
+
+    def lacks(kind: type[Callback]) -> bool:
+        return not any(isinstance(callback, kind) for callback in callbacks)
+
+    if isinstance(config, DynamicRunConfig) and config.max_experts is not None and lacks(Lifecycle):
+        raise UserError(
+            f"--max-experts {config.max_experts}: nothing in this recipe changes experts: add tk.lifecycle_callbacks "
+            "to its callbacks, or leave the flag out."
+        )
+    missing: list[Callback] = []
+    if config.record_traces and lacks(TraceRecorder):
+        missing.append(TraceRecorder(model))
+    if config.planner and lacks(Replan):
+        missing.append(Replan.from_config(model, config))
+    return missing
 
 
 def lifecycle_callbacks(

@@ -21,6 +21,7 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
+from toolkit.standard.experts import missing_expert_callbacks
 from toolkit.task import Task
 from toolkit.trainer import Trainer
 
@@ -47,9 +48,10 @@ def standard_trainer(
     `augment` changes training batches, see `toolkit.data.BlankPixels`. `order` replaces the random permutation of each
     epoch, and `max_steps` the config's number of epochs. `evaluation` is a callback in place of `test`, such as
     `toolkit.domains.continual.TaskEvaluation`. `callbacks` run before the usual ones, so that what they record is on
-    the line of metrics that is printed.
+    the line of metrics that is printed. Those that `--planner` and `--record-traces` ask for are added where missing.
 
-    Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test`.
+    Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
+    for settings of experts that the model was not built with.
     """
     config, stopping = run.config, run.config.early_stopping
     if (test is None) == (evaluation is None):
@@ -58,6 +60,7 @@ def standard_trainer(
         raise UserError(
             f"--early-stopping.patience {stopping.patience}: this run has no single test set, leave it out."
         )
+    missing = missing_expert_callbacks(run, model, task, callbacks)
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
     make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
     source = train if augment is None else AugmentedTable(train, augment)
@@ -98,6 +101,7 @@ def standard_trainer(
         callbacks=[
             BarrierWait(),
             *callbacks,
+            *missing,
             Throughput(),
             evaluation,
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),

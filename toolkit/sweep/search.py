@@ -51,8 +51,9 @@ def search(
         if outcome.stopped or outcome.elsewhere:
             total.stopped, total.elsewhere = outcome.stopped, outcome.elsewhere
             return total
-        value = (runner.results(cell) or {}).get(metric)
-        if outcome.failed:
+        results = runner.results(cell) or {}
+        value = results.get(metric)
+        if outcome.failed or (metric in results and value is None):  # JSON has no NaN
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         elif not isinstance(value, (int, float)):
             raise UserError(f"--metric {metric}: the runs have no such number: see results.json of one of them.")

@@ -1,0 +1,130 @@
+"""A loss, gradient or weight that is not finite stops training in one line, and never gets into a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import toolkit as tk
+from tests.helpers import run_distributed
+from tests.small_run import small_config, small_trainer
+from toolkit.callbacks.evaluation import Evaluation
+from toolkit.checkpoint import manifest
+from toolkit.config.run import CheckpointConfig
+from toolkit.errors import UserError
+
+BAD_STEP = 8
+WHERE = {
+    "loss": f"step {BAD_STEP}: the loss is not finite",
+    "gradient": f"step {BAD_STEP}: the gradient of head.weight is not finite",
+    "weight": f"step {BAD_STEP}: stem.bias is not finite",
+}
+
+
+class Poison(tk.Callback):
+    """Makes something NaN in step `BAD_STEP`, on `rank`."""
+
+    def __init__(self, what: str, read_every: int = 1, rank: int = 0):
+        self.what, self.read_every, self.rank = what, read_every, rank
+
+    def on_fit_start(self, trainer: tk.Trainer) -> None:
+        trainer.finite.read_every = self.read_every
+
+    def on_step_start(self, trainer: tk.Trainer, micro_batches: list[dict[str, Tensor]]) -> None:
+        if trainer.state.step != BAD_STEP - 1 or trainer.run.rank != self.rank:
+            return
+        if self.what == "loss":
+            micro_batches[0]["input"].fill_(math.inf)
+        elif self.what == "gradient":
+            trainer.raw_model.head.weight.register_hook(lambda gradient: gradient * math.nan)
+        else:
+            trainer.raw_model.stem.bias.data[3] = math.inf
+
+
+def poisoned(folder: Path, what: str, read_every: int = 1, rank: int = 0) -> tuple[str, list[str]]:
+    """The error of a run of 20 steps that saves every second one, and the checkpoints that it leaves."""
+    config = small_config(folder, log_every=20, checkpoint=CheckpointConfig(every_steps=2, keep=1))
+    with (
+        pytest.raises(UserError) as error,
+        small_trainer(config, callbacks=[Poison(what, read_every, rank)]) as trainer,
+    ):
+        trainer.fit()
+    return str(error.value), sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
+def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, what: str):
+    message, checkpoints = poisoned(tmp_path, what)
+    assert message.startswith(WHERE[what])
+    assert "\n" not in message
+    assert checkpoints == ["step-00000006"]
+    assert manifest.find_damage(tmp_path / "checkpoints" / checkpoints[0]) is None
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_steps_that_are_read_late_are_named_as_well(tmp_path: Path, what: str):
+    message, checkpoints = poisoned(tmp_path, what, read_every=8)
+    assert message.startswith(WHERE[what])
+    assert checkpoints == ["step-00000006"]
+
+
+def poisoned_on_one_rank(folder: Path) -> tuple[str, list[str]]:
+    return poisoned(folder, "loss", rank=1)
+
+
+def test_every_rank_stops_with_the_same_line(tmp_path: Path):
+    first, second = run_distributed(poisoned_on_one_rank, 2, tmp_path)
+    assert first == second
+    assert first[0].startswith(f"{WHERE['loss']} on rank 1:")
+    assert first[1] == ["step-00000006"]
+
+
+def test_weights_that_overflow_in_an_update_are_never_saved(tmp_path: Path):
+    """The gradients of the step before were finite, and no later step tells."""
+
+    class Overflow(tk.Callback):
+        def on_step_end(self, trainer: tk.Trainer) -> None:
+            if trainer.state.step == 4:
+                trainer.raw_model.moe.experts.up.data.mul_(math.inf)
+
+    config = small_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2, keep=1))
+    with (
+        pytest.raises(UserError, match=r"after step 4: moe\.experts\.up is not finite"),
+        small_trainer(config, callbacks=[Overflow()]) as trainer,
+    ):
+        trainer.fit()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+class LossWithoutGradient:
+    """A loss that is NaN from a step on while all gradients are finite."""
+
+    def __init__(self, task: Any):
+        self.task, self.count, self.evaluate = task, task.count, task.evaluate
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, Tensor]) -> tk.Loss:
+        loss = self.task.loss(model, batch)
+        return tk.Loss(loss.sum + torch.tensor(math.nan), loss.count, None, {})
+
+
+def test_a_mean_loss_that_is_not_finite_stops_at_the_next_line_of_metrics(tmp_path: Path):
+    with small_trainer(small_config(tmp_path, log_every=3)) as trainer:
+        trainer.task = LossWithoutGradient(trainer.task)
+        with pytest.raises(UserError, match="step 3: train/loss is nan"):
+            trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("values", "best"), [([math.nan, 2.0, 1.0, 3.0], 1.0), ([2.0, math.nan], 2.0), ([math.nan], math.nan)]
+)
+def test_nan_is_the_worst_of_all_evaluations(values: list[float], best: float):
+    evaluation = Evaluation(batches=None)
+    for value in values:
+        evaluation._note("test_loss", value)
+    assert evaluation._results["best_test_loss"] == pytest.approx(best, nan_ok=True)
+    assert evaluation._results["test_loss"] == pytest.approx(values[-1], nan_ok=True)
