@@ -43,7 +43,7 @@ from toolkit.hosts.transformers.kernel import experts_forward
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import contiguous
-from toolkit.run.run import keep_freed_memory
+from toolkit.run.cpu import keep_freed_memory
 
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
 TOKENS, LENGTH = 2048, 128

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from toolkit.moe.experts import Activation
 from toolkit.moe.layer import MoE, make_moe
-from toolkit.run.run import keep_freed_memory
+from toolkit.run.cpu import keep_freed_memory
 
 DIM, TOP_K = 256, 2
 MOST_TIMES_DENSE = {8: 1.15, 16: 1.15, 64: 1.5}

@@ -41,7 +41,7 @@ from toolkit.placement.planners.replicas import replicas_for
 from toolkit.placement.replay import replay
 from toolkit.placement.traffic import Traffic, rows_between_ranks
 from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
-from toolkit.run.run import flushes_denormals
+from toolkit.run.cpu import flushes_denormals
 
 Case = tuple[ExpertPlacement, list[float]]
 ROUNDING = 1 + 1e-6

@@ -49,15 +49,23 @@ def make_expert_groups(ep_size: int) -> ExpertGroups:
     ep_group = expert_dp_group = None
     for first in range(0, world, ep_size):
         ranks = list(range(first, first + ep_size))
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if rank in ranks and ep_size > 1:
             ep_group = group
     for place in range(ep_size):
         ranks = list(range(place, world, ep_size))
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if rank in ranks and len(ranks) > 1:
             expert_dp_group = group
     return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
+
+
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """`dist.new_group` with the time-out of the world's group; torch's own default is 30 minutes. A collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = world._get_backend(world._device_types[0]).options._timeout
+    return dist.new_group(ranks, timeout=timeout, backend=backend)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ with start_run("mnist_moe", config) as run:
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from filelock import FileLock
 
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
+from toolkit.run.cpu import flushes_denormals, prepare_cpu
 from toolkit.run.folder import FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
@@ -267,13 +268,7 @@ def start_run(name: str, config: RunConfig) -> Run:
         raise
     _seed(config.seed)
     if run.device.type == "cpu":
-        keep_freed_memory()
-        # numpy probes subnormals on first use, and before 2.4 warns where they are flushed to zero.
-        for kind in (np.float32, np.float64):
-            str(np.finfo(kind))
-        # Optimizer moments of units that are never active decay to subnormal numbers, below 1e-38, with which a CPU is
-        # ten times slower: after an epoch of MNIST, an optimizer step takes three times as long.
-        torch.set_flush_denormal(True)
+        prepare_cpu()
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 
@@ -305,6 +300,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
             ),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout))],
         )
     except ValueError as error:
         _forget_accelerator()
@@ -329,23 +325,3 @@ def _seed(seed: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
-
-
-def flushes_denormals() -> bool:
-    """Whether this thread flushes subnormal numbers to zero."""
-    return sys.float_info.min / 2 == 0
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed gradient buffers instead of returning them to the kernel.
-
-    By default each large buffer is unmapped when it is freed, and zeroed and faulted in again, page by page, in the
-    next step: 75 instead of 54 ms per step for a layer of 64 experts. Does nothing where the C library is another.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, 2**31 - 1)
