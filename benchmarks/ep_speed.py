@@ -34,6 +34,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+
 from benchmarks.report import write_report
 from tests.helpers import run_distributed
 from toolkit.hosts.engine import ExpertParallel

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+
 from benchmarks.report import write_report
 from toolkit.moe.experts import Activation
 from toolkit.moe.layer import MoE, make_moe

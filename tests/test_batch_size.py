@@ -130,6 +130,20 @@ def test_memory_for_less_than_one_sample_is_an_error_of_one_sentence(tmp_path, m
         choose(tmp_path, monkeypatch, 0)
 
 
+class Greedy(tk.Classification):
+    """A task for which more than five samples take all memory that there is."""
+
+    def loss(self, model, batch):
+        if len(batch["input"]) > 5:
+            torch.empty(2**50)
+        return super().loss(model, batch)
+
+
+def test_a_size_that_the_allocator_of_a_cpu_refuses_is_too_large(tmp_path):
+    with tk.start_run("small", config(tmp_path, batch_size=24)) as run:
+        assert accumulation_steps(run, Greedy(), nn.Linear(4, 2), table(), optimizer) == 24 // 4
+
+
 def ranks_disagree(folder) -> int:
     """Rank 1 has a third of rank 0's memory; the layer's experts are spread over both."""
     with tk.start_run("small", config(folder, batch_size=24)) as run:

@@ -268,6 +268,15 @@ def test_a_registered_ep_implementation_is_found_by_its_name():
         assert interface()["canary"] is Canary
 
 
+def world_timeout() -> float:
+    return compat.timeout_of_world().total_seconds()
+
+
+def test_a_process_group_knows_its_time_out():
+    with relying_on("torch", "ProcessGroup._get_backend, options._timeout"):
+        assert set(run_distributed(world_timeout, 2)) == {1800.0}
+
+
 # --- datasets and wandb ------------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,33 @@ def test_the_warning_reaches_the_run_and_only_a_saved_one_is_queued_anew(code, r
     assert ("scontrol requeue 7" in done.stdout) == requeued
 
 
+@pytest.mark.parametrize("when", ["before the functions are known", "before the run can handle it"])
+def test_a_warning_before_the_run_has_begun_queues_the_job_anew(when, tmp_path):
+    (tmp_path / "run.py").write_text("import time; time.sleep(30)")  # without a handler
+    (tmp_path / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    (first_line,) = {line for path in TEMPLATES for line in path.read_text().splitlines() if line.startswith("trap")}
+    signal_at_once, signal_later = ("kill -USR1 $$", ":") if when.endswith("known") else (":", "kill -USR1 $$")
+    script = f"{first_line}\n{signal_at_once}; . {ROOT}/slurm/common.sh; (sleep 1; {signal_later}) & "
+    script += f"run_and_requeue python3 {tmp_path}/run.py"
+    done = subprocess.run(
+        ["bash", "-uc", script],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    assert done.returncode == 75, done.stderr
+    assert "scontrol requeue 7" in done.stdout
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_the_trap_is_the_first_command_of_a_template(path: Path):
+    first, *_ = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert first.startswith("trap 'stopped=1' USR1 TERM")
+
+
 def test_the_code_of_a_run_is_the_code_of_the_job():
     script = f". {ROOT}/slurm/common.sh; run_and_requeue bash -c 'exit 2'"
     assert subprocess.run(["bash", "-c", script], check=False).returncode == 2

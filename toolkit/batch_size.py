@@ -24,7 +24,7 @@ from torch import nn
 
 from toolkit.data.batches import AugmentedTable
 from toolkit.data.table import TensorTable
-from toolkit.errors import UserError
+from toolkit.errors import UserError, is_out_of_memory
 from toolkit.parallel.ownership import is_owned, ownership_of
 from toolkit.run.folder import write_json
 from toolkit.run.run import Run
@@ -170,8 +170,9 @@ class Probe:
                     (loss.sum if loss.penalty is None else loss.sum + loss.penalty).backward()
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-        except torch.OutOfMemoryError:
-            if self.run.world_size > 1:  # the others wait in a collective, for a rank that cannot come
+        except (RuntimeError, MemoryError) as error:
+            # Of several ranks the others wait in a collective, for one that cannot come.
+            if self.run.world_size > 1 or not is_out_of_memory(error):
                 raise
             return sys.maxsize
         return peak_bytes(device) + self.buckets_bytes - self.copy_bytes

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import io
 import re
-import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,16 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 from toolkit.config import foreign_flags
 from toolkit.config.flags import help_text, value_types
 from toolkit.config.run import RunConfig
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from toolkit.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
+    Preempted,
+    UserError,
+    is_out_of_memory,
+)
 from toolkit.launch import world
 
 C = TypeVar("C", bound=RunConfig)
@@ -29,11 +37,11 @@ C = TypeVar("C", bound=RunConfig)
 def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None = None) -> None:
     """Parse the command line, start the processes of --num-processes, run `main` and exit: the last line of a recipe.
 
-    Exit codes: 0 done, 1 a bug (with traceback), 2 bad input (one line), 75 preempted after a checkpoint, 130 Ctrl-C.
+    Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
+    checkpoint, or before training, 130 Ctrl-C.
     """
     try:
-        for number in world.STOP_SIGNALS:
-            signal.signal(number, world.stop_before_training)
+        world.begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
         world.check_world(config)
         if world.must_start_processes(config.num_processes):
@@ -48,8 +56,15 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     except KeyboardInterrupt:
         world.report("stopped by Ctrl-C.", label="")
         world.leave(EXIT_INTERRUPTED)
-    except Exception:
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:
+        if is_out_of_memory(error):
+            remedy = "--auto-batch-size, more --gradient-accumulation-steps, more processes, or a smaller model"
+            world.report(f"out of memory: use {remedy}.")
+            world.leave(EXIT_USER_ERROR)
+        elif world.is_timeout(error):
+            world.report("another process did not answer within --process-timeout: it hangs or is gone.")
+        else:
+            sys.excepthook(*sys.exc_info())
         world.leave(EXIT_BUG)
     world.leave(EXIT_DONE)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,3 +160,10 @@ def wandb_privacy(*, has_secrets: bool) -> Mapping[str, Any]:
 def is_wandb_service(process_name: str) -> bool:
     """Whether a child process of this name is wandb's service."""
     return process_name.startswith("wandb-core")
+
+
+def timeout_of_world() -> timedelta:
+    """How long a collective of the world's process group waits before it fails."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(world._device_types[0]).options._timeout

@@ -1,5 +1,7 @@
 """Errors that users see, and exit codes."""
 
+import errno
+
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -17,5 +19,18 @@ class UserError(ValueError):
     """
 
 
-class Preempted(Exception):
-    """The run was asked to stop, and left a verified checkpoint: `EXIT_PREEMPTED`."""
+class Preempted(BaseException):
+    """The run was asked to stop, and left a verified checkpoint if it was training: `EXIT_PREEMPTED`.
+
+    No Exception, because a signal handler raises it anywhere: in an import, or in a `try` around reading a file.
+    """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, the system, torch's CPU allocator or a GPU found no memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's is a RuntimeError
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

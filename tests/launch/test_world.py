@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,25 @@ def main(config):
 def fail(error):
     raise error
 
+def wait_for_a_stopped_rank(config):
+    import signal
+    from toolkit.run.run import start_run
+    with start_run("toy", config):
+        from toolkit.parallel.groups import make_expert_groups, sum_over_ranks
+        import torch, torch.distributed as dist
+        group = make_expert_groups(2).ep_group
+        dist.barrier()
+        pathlib.Path(f"waits{dist.get_rank()}").touch()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1), group=group)
+
+def stop_while_reading():
+    try:
+        os.kill(os.getpid(), 15)
+    except Exception:
+        pass
+
 if __name__ == "__main__":
     tk.run_recipe(main, {"full": full}, __doc__)
 '''
@@ -70,9 +90,9 @@ def environment(**more: str) -> dict[str, str]:
     return clean | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | more
 
 
-def start(toy: Path, *lines: str, num_processes: int = 2) -> subprocess.Popen[str]:
+def start(toy: Path, *lines: str, num_processes: int = 2, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
     """The toy on several processes: all of them run `lines`, or one rank does, as in "1:line"."""
-    command = [sys.executable, str(toy), "--cpu", "--batch-size", "60"]
+    command = [sys.executable, str(toy), "--cpu", "--batch-size", "60", *flags]
     command += ["--num-processes", str(num_processes), "--lines", "0:0", *lines]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=toy.parent, env=environment(), **pipes)
@@ -163,7 +183,63 @@ def test_a_rank_that_is_done_early_does_not_end_the_others(toy: Path):
     assert (toy.parent / "late").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("num_processes", "line"), [(1, "__import__('torch').empty(2**50)"), (2, "bytearray(2**60)")])
+def test_memory_that_ran_out_is_one_line_with_the_remedy(num_processes: int, line: str, toy: Path):
+    code, err = outcome(toy, line, num_processes=num_processes)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: out of memory: use --auto-batch-size")
+
+
+def test_a_stop_is_not_taken_for_a_file_that_cannot_be_read(toy: Path):
+    code, err = outcome(toy, "stop_while_reading()")
+    assert (code, err.count("\n")) == (75, 1)
+    assert err.startswith("stopped by SIGTERM")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_a_signal_while_ranks_import_is_one_line(number: signal.Signals, code: int, toy: Path):
+    importing = "import pathlib, os, time\nif rank := os.environ.get('RANK'):\n"
+    importing += "    pathlib.Path(f'importing{rank}').touch()\n    time.sleep(1)\n"
+    toy.write_text(importing + TOY)
+    process = start(toy, "time.sleep(60)")
+    while len(list(toy.parent.glob("importing*"))) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err.count("\n")) == (code, 1)
+    assert err.startswith("stopped by ")
+
+
+def test_a_hangup_that_nohup_had_ignored_stays_ignored(toy: Path):
+    process = subprocess.Popen(
+        ["nohup", sys.executable, toy, "--lines", "os.kill(os.getpid(), 1)", "pathlib.Path('done').touch()"],
+        cwd=toy.parent,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert (toy.parent / "done").exists()
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout_and_is_named(terminated: bool, toy: Path):
+    limit = ("--tracker", "none", "--run-dir", "run", "--process-timeout", "0.05")
+    process = start(toy, "wait_for_a_stopped_rank(config)", flags=limit)
+    while terminated and not (toy.parent / "waits0").exists() and process.poll() is None:
+        time.sleep(0.05)
+    if terminated:
+        process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert "error: rank 1 of 2 was stopped (SIGSTOP) and did not end." in err.splitlines()
+    assert "Traceback" not in err
+    assert process.returncode == (75 if terminated else 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_reaches_every_rank(number: signal.Signals, code: int, toy: Path):
     process = start(toy, "time.sleep(60)")
     pids = [rank_facts(toy, rank)["pid"] for rank in range(2)]

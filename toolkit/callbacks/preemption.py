@@ -1,4 +1,4 @@
-"""Stopping on SIGTERM, or on the SIGUSR1 that a scheduler sends before it preempts a job."""
+"""Stopping on SIGTERM, on the SIGUSR1 of a scheduler that preempts a job, or on the SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
-from toolkit.checkpoint.checkpoint import find_checkpoint, step_of
+from toolkit.checkpoint.checkpoint import find_checkpoint
+from toolkit.checkpoint.retention import step_of
 from toolkit.errors import Preempted, UserError
-from toolkit.launch.children import STOP_SIGNALS
+from toolkit.launch.children import STOP_SIGNALS, handle_signals
+from toolkit.parallel.groups import new_group
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -23,7 +25,7 @@ STOP_NAMES = {number.name for number in STOP_SIGNALS}
 
 
 class Preemption(Callback):
-    """On SIGTERM or SIGUSR1 to any rank, all ranks end the same step, and raise `Preempted` (exit code 75).
+    """On SIGTERM, SIGUSR1 or SIGHUP to any rank, all ranks end the same step, and raise `Preempted` (exit code 75).
 
     `Checkpointing` does the saving, so the list of callbacks must have it, before this one.
 
@@ -45,9 +47,9 @@ class Preemption(Callback):
             raise ValueError("Preemption needs Checkpointing in the list of callbacks, which saves before it stops")
         self._received, self._pending = 0, None
         if trainer.run.world_size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._store) for number in STOP_SIGNALS}
+            self._handlers = handle_signals(self._store)
 
     def _store(self, number: int, _frame: FrameType | None) -> None:
         self._received = number

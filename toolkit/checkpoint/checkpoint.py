@@ -12,7 +12,6 @@ executes no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; othe
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +24,7 @@ from torch import nn
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.collectives import is_main, on_main, together
+from toolkit.checkpoint.retention import drop_older, newest_first, prune, step_of
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
@@ -71,13 +71,13 @@ def save_checkpoint(
         return final
     try:
         on_main(lambda: manifest.sweep(folder))
-        drop = partial(_drop_older, folder, step, run)
-        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step, drop_older=drop)
+        free = partial(drop_older, folder, step, run.print)
+        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step, make_free=free)
     except OSError as error:
         run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
         return None
     if run.is_main:
-        _prune(folder, step, keep, run)
+        prune(folder, step, keep, run.print)
     return final
 
 
@@ -111,11 +111,11 @@ def _save(
     state: dict[str, Any],
     config: dict[str, Any],
     step: int | None,
-    drop_older: Callable[[int], None] = lambda _: None,
+    make_free: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank.
 
-    `drop_older` is called on the main process with the number of bytes that the disk lacks.
+    `make_free` is called on the main process with the number of bytes that the disk lacks.
     """
     writing = final.with_name(manifest.WRITING + final.name)
     placement = describe_places(model)
@@ -123,7 +123,7 @@ def _save(
     content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
     try:
-        on_main(lambda: _make_room(writing, needed, drop_older))
+        on_main(lambda: _make_room(writing, needed, make_free))
         reports = together(lambda: _write(writing, files, content if is_main() else None))
         about = {
             "format": FORMAT,
@@ -154,37 +154,14 @@ def _write(
     return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
 
 
-def _make_room(writing: Path, needed: int, drop_older: Callable[[int], None]) -> None:
+def _make_room(writing: Path, needed: int, make_free: Callable[[int], None]) -> None:
     writing.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(writing, ignore_errors=True)
     if (missing := needed - _free(writing.parent)) > 0:
-        drop_older(missing)
+        make_free(missing)
     if needed > _free(writing.parent):
         raise OSError("the disk is full")
     writing.mkdir()
-
-
-def _drop_older(folder: Path, step: int, run: Run, missing: int) -> None:
-    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, but keep the newest that verifies.
-
-    Deletes none where that does not free enough.
-    """
-    verified = [p for p in _newest_first(folder) if step_of(p) < step and manifest.find_damage(p) is None]
-    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in verified[1:]}
-    while sizes and sum(sizes.values()) >= missing > 0:
-        path, size = sizes.popitem()
-        manifest.remove(path)
-        missing -= size
-        run.print(f"warning: the disk is full: {path.name} was deleted to make room for step {step}.")
-
-
-def _prune(folder: Path, step: int, keep: int, run: Run) -> None:
-    """Delete all but the newest `keep` up to `step`, which verifies. Later ones did not verify, or do not exist."""
-    try:
-        for path in [path for path in _newest_first(folder) if step_of(path) <= step][keep:]:
-            manifest.remove(path)
-    except OSError as error:
-        run.print(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -194,7 +171,7 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
     """The newest checkpoint under `folder` that verifies, or None; warns of those that do not. A collective."""
 
     def newest() -> Path | None:
-        for path in _newest_first(folder):
+        for path in newest_first(folder):
             if (damage := manifest.find_damage(path) or _strangeness(path)) is None:
                 return path
             run.print(f"warning: checkpoint {path.name} is passed over: {damage}.")
@@ -215,15 +192,6 @@ def _strangeness(path: Path) -> str | None:
     except (LookupError, TypeError, AttributeError):
         is_state = False
     return None if is_state and isinstance(saved["config"], dict) else f"{STATE} lacks what a checkpoint holds"
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """The step that the checkpoint `path` is of."""
-    return int(path.name.removeprefix("step-"))
 
 
 # --- loading -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint import reshard as rewrite
+from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.placement.placement import ExpertPlacement, contiguous
@@ -66,9 +67,8 @@ def find_folder(given: Path) -> Path:
     if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
         return given
     for parent in (given / "checkpoints", given):
-        steps = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-        if steps:
-            return max(steps, key=lambda path: int(path.name.removeprefix("step-")))
+        if steps := newest_first(parent):
+            return steps[0]
     what = "holds no checkpoint" if given.exists() else "does not exist"
     raise UserError(f"{given} {what}: give a folder step-<number>, or the run folder above it.")
 

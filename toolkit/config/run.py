@@ -133,6 +133,8 @@ class RunConfig:
     """Train on the CPU even if there is a GPU."""
     num_processes: int | None = None
     """Processes to start on this machine; none: those of the launcher."""
+    process_timeout: float = 10.0
+    """Minutes that a process waits for the others before all end with an error."""
     num_workers: int = 0
     """Worker processes that load batches; 0 loads in the training process."""
     dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
@@ -171,6 +173,7 @@ class RunConfig:
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
+        require(0 < self.process_timeout < math.inf, "process_timeout", self.process_timeout, "take minutes above 0")
         fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
         require(0 < fraction <= 1, "memory_fraction", fraction, remedy)
         pieces = (self.num_processes or 1) * self.gradient_accumulation_steps
@@ -200,6 +203,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "tracker",
         "num_workers",
         "num_processes",
+        "process_timeout",
         "memory_fraction",
         "cpu",
         "log_every",

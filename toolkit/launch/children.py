@@ -13,18 +13,27 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Save at the next step and leave with `EXIT_PREEMPTED`. What a scheduler sends before it takes the machine."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Save at the next step and leave with `EXIT_PREEMPTED`. What a scheduler sends before it takes the machine, and what a
+terminal sends when it is closed."""
 GRACE_S = 5.0
 """How long the other children may go on once one has failed, in seconds."""
 POLL_S = 0.05
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def handle_signals(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals] = STOP_SIGNALS
+) -> dict[signal.Signals, Any]:
+    """Install `handler`, but not for signals that this process was started to ignore; returns the former handlers."""
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    return {number: signal.signal(number, handler) for number in heard}
+
+
 class Children:
     """Starts child processes within a `with` statement, at whose end all that still run are killed.
 
-    Until then SIGTERM, SIGUSR1 and SIGINT are passed on to each child, and listed in `received`. Each child leads a
+    Until then SIGINT and the `STOP_SIGNALS` are passed on to each child, and listed in `received`. Each child leads a
     process group of its own, so that Ctrl-C in a terminal reaches this process only: the first one sends `interrupt` to
     the children, a second one kills them. When this process is killed, the kernel kills the children (on Linux).
     """
@@ -78,7 +87,7 @@ class Children:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {n: signal.signal(n, self._forward) for n in (*STOP_SIGNALS, signal.SIGINT)}
+            self._handlers = handle_signals(self._forward, (*STOP_SIGNALS, signal.SIGINT))
         return self
 
     def __exit__(

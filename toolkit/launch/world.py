@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,11 +21,13 @@ from typing import NoReturn
 
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
-from toolkit.launch.children import GRACE_S, STOP_SIGNALS, Children
+from toolkit.launch.children import GRACE_S, STOP_SIGNALS, Children, handle_signals
 
 PREEMPTED_GRACE_S = 60.0
 """How long the other ranks may go on saving once one was preempted, in seconds; after any other failure `GRACE_S`."""
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
+"""Signals that ranks are started with blocked, so that none comes while they import and cannot handle it yet."""
 REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
 """The file descriptor on which ranks send `report` lines to the process that started them."""
 
@@ -150,11 +153,16 @@ def start_processes(config: RunConfig) -> int:
         environment["ACCELERATE_USE_CPU"] = "true"
     try:
         with Children() as ranks:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
             for rank in range(count):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.start([sys.executable, *sys.orig_argv[1:]], env=environment | place, pass_fds=(outbox,))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks))
             code, cause = _meaning(failed, ranks)
+            cause += [
+                f"error: rank {rank} of {count} was stopped (SIGSTOP) and did not end." for rank in _stopped(ranks)
+            ]
     finally:
         reserved.close()
         os.close(outbox)
@@ -166,7 +174,8 @@ def start_processes(config: RunConfig) -> int:
 
 
 def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
-    return PREEMPTED_GRACE_S if _meaning(failed, ranks)[0] == EXIT_PREEMPTED else GRACE_S
+    is_saving = _meaning(failed, ranks)[0] == EXIT_PREEMPTED and not _stopped(ranks)
+    return PREEMPTED_GRACE_S if is_saving else GRACE_S
 
 
 def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:
@@ -182,6 +191,18 @@ def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]
             hint = " (by the system, if memory ran out)" if name == "SIGKILL" else ""
             return EXIT_BUG, [f"error: rank {rank} of {len(ranks.processes)} was ended by {name}{hint}."]
     return max(failed.values(), default=EXIT_DONE), []
+
+
+def _stopped(ranks: Children) -> list[int]:
+    """The ranks that have not ended because they are stopped, as by SIGSTOP or a debugger."""
+    import psutil
+
+    stopped = []
+    for rank, process in enumerate(ranks.processes):
+        with contextlib.suppress(psutil.Error):
+            if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                stopped.append(rank)
+    return stopped
 
 
 def reserve_port() -> socket.socket:
@@ -224,8 +245,9 @@ def report(message: str, label: str = "error: ") -> None:
         # time, then it alone has something to report.
         _on_stop_signals(signal.SIG_DFL)
         time.sleep(GRACE_S)
-    sys.stderr.write(line)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 def _on_stop_signals(handler: signal.Handlers) -> None:
@@ -238,10 +260,22 @@ def stop_before_training(number: int, _frame: FrameType | None) -> NoReturn:
     raise Preempted(f"stopped by {signal.Signals(number).name} outside training: run the same command again.")
 
 
+def begin_handling_signals() -> None:
+    """Leave in one line when a signal comes from now on, or came while `start_processes` had it blocked."""
+    handle_signals(stop_before_training)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether `error` says that a collective waited in vain: gloo's and NCCL's words for it."""
+    waited = re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE)
+    return isinstance(error, RuntimeError) and waited is not None
+
+
 def leave(code: int) -> NoReturn:
     """End this process with `code`; with an error, without waiting for ranks that may be gone."""
     _on_stop_signals(signal.SIG_IGN)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     distributed = sys.modules.get("torch.distributed")

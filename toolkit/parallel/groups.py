@@ -8,6 +8,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 
+from toolkit.compat import timeout_of_world
 from toolkit.errors import UserError
 
 
@@ -50,15 +51,20 @@ def make_expert_groups(ep_size: int) -> ExpertGroups:
     ep_group = expert_dp_group = None
     for first in range(0, world, ep_size):
         ranks = list(range(first, first + ep_size))
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if rank in ranks and ep_size > 1:
             ep_group = group
     for place in range(ep_size):
         ranks = list(range(place, world, ep_size))
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if rank in ranks and len(ranks) > 1:
             expert_dp_group = group
     return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
+
+
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """`dist.new_group` with the time-out of the world's group; torch's own default is 30 minutes. A collective."""
+    return dist.new_group(ranks, timeout=timeout_of_world(), backend=backend)
 
 
 def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from filelock import FileLock
 
 from toolkit.compat import reset_accelerator_state
@@ -300,6 +301,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
             ),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout))],
         )
     except ValueError as error:
         reset_accelerator_state()

@@ -1,0 +1,42 @@
+"""Which checkpoints of a run there are, and which are deleted: by number, or because the disk is full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from toolkit.checkpoint import manifest
+
+
+def step_of(path: Path) -> int:
+    """The step that the checkpoint `path` is of."""
+    return int(path.name.removeprefix("step-"))
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, damaged ones too."""
+    return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=step_of, reverse=True)
+
+
+def prune(folder: Path, step: int, keep: int, say: Callable[[str], None]) -> None:
+    """Delete all but the newest `keep` up to `step`, which verifies. Later ones did not verify, or do not exist."""
+    try:
+        for path in [path for path in newest_first(folder) if step_of(path) <= step][keep:]:
+            manifest.remove(path)
+    except OSError as error:
+        say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
+
+
+def drop_older(folder: Path, step: int, say: Callable[[str], None], missing: int) -> None:
+    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, but keep the newest that verifies.
+
+    Deletes none where that does not free enough.
+    """
+    verified = [p for p in newest_first(folder) if step_of(p) < step and manifest.find_damage(p) is None]
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in verified[1:]}
+    while sizes and sum(sizes.values()) >= missing > 0:
+        path, size = sizes.popitem()
+        manifest.remove(path)
+        missing -= size
+        say(f"warning: the disk is full: {path.name} was deleted to make room for step {step}.")
