@@ -21,17 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 # --- torch: many tensors at once ---------------------------------------------------------------------------------
 
 
-def divide_each_(tensors: Sequence[Tensor], divisor: float) -> None:
+def divide_each_(tensors: list[Tensor], divisor: float) -> None:
     """Divide all tensors in place, in few kernels on a GPU."""
     torch._foreach_div_(list(tensors), divisor)
 
 
-def multiply_each_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors in place by a scalar tensor, in few kernels and without a host sync on a GPU."""
     torch._foreach_mul_(list(tensors), factor)
 
 
-def norm_of_each(tensors: Sequence[Tensor]) -> Tensor:
+def norm_of_each(tensors: list[Tensor]) -> Tensor:
     """(len(tensors)): the 2-norm of each, in few kernels on a GPU. All are on one device."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 

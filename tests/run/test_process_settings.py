@@ -14,16 +14,25 @@ from toolkit.run.process_settings import flushes_subnormals, process_settings
 
 has_glibc = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 MAPPED_AGAIN = """
-import contextlib, resource
-import torch
+import ctypes, resource
 from toolkit.run.process_settings import process_settings
 
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+SIZE = 64 * 2**20  # glibc maps buffers above 32 MiB by themselves, whatever it has learned
+
+def use_buffer():
+    buffer = libc.malloc(SIZE)
+    ctypes.memset(buffer, 1, SIZE)
+    libc.free(buffer)
+
 def faults():
-    '''Pages that the kernel mapped while a large buffer was allocated and freed ten times.'''
-    torch.ones(32 * 2**20, dtype=torch.uint8)
+    "The pages that the kernel mapped while a large buffer was allocated, written and freed ten times."
+    use_buffer()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        torch.ones(32 * 2**20, dtype=torch.uint8)
+        use_buffer()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 print(faults())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,6 +46,6 @@ class Classification:
         return F.cross_entropy(model(batch["input"]), batch["label"], reduction="none")
 
 
-def correct(logits: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Int[Tensor, ""]:
+def correct(logits: Float[Tensor, "N C"], labels: Integer[Tensor, " N"]) -> Int[Tensor, ""]:
     """How many rows of `logits` have their maximum at the label."""
     return (logits.argmax(-1) == labels).sum()

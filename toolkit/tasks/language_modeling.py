@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,7 +38,7 @@ class LanguageModeling:
         nats = self._nats(model, batch["tokens"])
         return Loss(nats, (batch["tokens"][:, 1:] >= 0).sum(), sums={"bits_per_byte": nats * self.bits_per_nat})
 
-    def _nats(self, model: nn.Module, tokens: Int[Tensor, "B S"]) -> Float[Tensor, ""]:
+    def _nats(self, model: nn.Module, tokens: Integer[Tensor, "B S"]) -> Float[Tensor, ""]:
         """Summed over all targets."""
         if not len(tokens):
             return self._nothing(model, tokens.new_zeros(1, 1, dtype=torch.int64))
