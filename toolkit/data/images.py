@@ -97,7 +97,7 @@ def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> Imag
 def _choose(dataset: str, data_dir: Path | None) -> _Choice:
     if dataset not in ("auto", "digits", *HUB_REPOS):
         names = ", ".join(("auto", *HUB_REPOS, "digits"))
-        raise UserError(f"--dataset {dataset}: unknown; take one of {names}.")
+        raise UserError(f"--dataset {dataset}: there is no such set; choose one of {names}.")
     if dataset == "digits":
         if data_dir is not None:
             raise UserError(f"--data-dir {data_dir}: the digits come with scikit-learn; leave --data-dir out.")
