@@ -42,7 +42,7 @@ def replan_callback(
 
     Trainer does not resume models that were sharded when they were loaded. With this callback it does: pass
     `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
-    to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`, on any number of processes.
+    to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`.
 
     Raises UserError for an unknown planner, and on resuming from a checkpoint outside `output_dir` or without these.
     """
