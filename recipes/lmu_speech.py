@@ -17,8 +17,6 @@ from toolkit.domains import speech
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """The settings of a run; fields shared with other recipes are inherited."""
-
     target: Literal["characters", "digits"] = "characters"
     """characters: CTC; digits: one class for each recording."""
     encoder: Literal["memory", "attention"] = "memory"
@@ -116,5 +114,7 @@ def main(config: Config) -> dict[str, Any]:
         return run.finish(results)
 
 
+PRESETS = {"fsdd": fsdd, "connected": connected, "debug": debug, "guide": guide}
+
 if __name__ == "__main__":
-    tk.run_recipe(main, {"fsdd": fsdd, "connected": connected, "debug": debug, "guide": guide}, __doc__)
+    tk.run_recipe(main, PRESETS, __doc__)

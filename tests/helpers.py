@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _context = multiprocessing.get_context("forkserver")
 # `torch._dynamo`, with sympy behind it, is what DDP imports when the first model is wrapped.
 _context.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "accelerate", "toolkit.trainer", "toolkit.standard.trainer"]
+    ["tests", "pytest", "torch._dynamo", "accelerate", "toolkit.trainer", "toolkit.standard.trainer"]
 )
 
 

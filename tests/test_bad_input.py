@@ -157,7 +157,6 @@ REFUSED_AFTER_THE_START = {
     "run folder below a file": ("--run-dir {folder}/file/run", "--run-dir"),
     "run folder that is a file": ("--run-dir {folder}/file", "--run-dir"),
     "run folder that cannot be written": ("--run-dir /proc/toolkit-run", "--run-dir"),
-    "garbled run folder": ("--run-dir {folder}/garbled", "config.json"),
     "locked run folder": ("--run-dir {folder}/locked", "another job uses this folder"),
     "finished run": ("--run-dir {folder}/finished", "finished run"),
     "other numbers": ("--run-dir {folder}/stopped --lr 0.5", "--lr"),
@@ -174,7 +173,7 @@ COMMON = ["debug", "--tracker", "none", "--cpu", "--max-steps", "2"]
 def prepare(folder: Path) -> None:
     """The files that the cases speak of, but for the runs."""
     (folder / "file").write_text("")
-    for name in ("empty", "corrupt", "truncated", "garbled", "locked"):
+    for name in ("empty", "corrupt", "truncated", "locked"):
         (folder / name).mkdir()
     for split in ("train", "test"):
         (folder / "corrupt" / f"{split}-00000-of-00001.parquet").write_bytes(b"PAR1 and then nothing of the kind")
@@ -182,7 +181,6 @@ def prepare(folder: Path) -> None:
         images, labels = struct.pack(">IIII", 2051, count, 28, 28), struct.pack(">II", 2049, count)
         (folder / "truncated" / f"{split}-images-idx3-ubyte").write_bytes(images + bytes(100))
         (folder / "truncated" / f"{split}-labels-idx1-ubyte").write_bytes(labels + bytes(count))
-    (folder / "garbled" / "config.json").write_text("{")
 
 
 def attempt(*flags: str) -> str | None:

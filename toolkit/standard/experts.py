@@ -79,7 +79,7 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
     if not isinstance(config, ExpertRunConfig) or not stacks:
         return []
     wanted, built = config.ep_size_in(run.world_size), stacks[0].groups.ep_size
-    if built < wanted:
+    if built < wanted and run.world_size > 1:
         raise UserError(
             f"--parallel-strategy {config.parallel_strategy}: experts should be on {wanted} processes, and the model "
             f"was built for {built}: build it with groups=tk.make_expert_groups({wanted}), or use data_parallel."
