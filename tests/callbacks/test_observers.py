@@ -206,5 +206,5 @@ def test_a_diverged_run_ends_in_one_line(tmp_path):
             with torch.no_grad():
                 next(iter(nn.Module.parameters(trainer.model))).fill_(float("nan"))
 
-    with pytest.raises(tk.UserError, match="is not finite"):
+    with pytest.raises(UserError, match="is not finite"):
         train(config(tmp_path), Diverge(), epochs=1)
