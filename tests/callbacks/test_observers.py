@@ -21,6 +21,7 @@ from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.config.run import RunConfig
+from toolkit.errors import UserError
 from toolkit.state import TrainState
 from toolkit.tracking.jsonl import read_metrics
 
