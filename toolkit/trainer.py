@@ -1,7 +1,7 @@
 """The training loop. Read `fit`, then `train_step`, then `learn`.
 
 The trainer knows parameters, not models. Parameters that only some ranks own, such as experts, are handled by four
-functions of `toolkit.parallel.ownership`.
+functions of `toolkit.parallel`.
 """
 
 from __future__ import annotations
