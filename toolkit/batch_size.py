@@ -105,8 +105,9 @@ def try_sizes(sizes: Sequence[int], measure: Callable[[int], int], budget: int) 
 
 
 def _slope(peaks: Mapping[int, int]) -> float:
-    """Bytes per sample, between the two largest sizes known; 0 where there is nothing to go by."""
-    *_, before, last = [0, 0, *sorted(peaks)]
+    """Bytes per sample, between the two largest sizes known; 0 where there is nothing to go by. A size that the
+    allocator refused has no bytes to go by."""
+    *_, before, last = [0, 0, *sorted(size for size, peak in peaks.items() if peak < sys.maxsize)]
     if before == 0:
         return 0.0
     return max(0.0, (peaks[last] - peaks[before]) / (last - before))
