@@ -96,11 +96,6 @@ def main(config: Config) -> dict[str, Any]:
             train=data.train,
             test=data.test,
             eval_batch_size=4 * config.batch_size,
-            callbacks=[
-                tk.ExpertLoad(model),
-                tk.TraceRecorder(model, enabled=config.record_traces, top_k=[config.top_k] * config.layers),
-                tk.Replan.from_config(model, config),
-            ],
         )
         results = trainer.fit()
         prompts = data.prompts(3, config.context - config.sample_tokens)
@@ -108,7 +103,8 @@ def main(config: Config) -> dict[str, Any]:
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]
         run.print("\n\n".join(["", *samples]))
         if config.export:
-            facts, folder = asdict(config) | run.facts | results, run.folder / "model"
+            facts = asdict(config) | run.facts | results
+            folder = run.folder / "model"
             tk.transformers.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
         return run.finish(results)
 

@@ -68,7 +68,7 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
 
 
 def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks that `run.config` asks for and `callbacks` lack: of `--planner` and `--record-traces`.
+    """The callbacks of experts that `callbacks` lack: load metrics, and those of `--record-traces` and `--planner`.
 
     Prints one line for each setting that does nothing in this run. Raises UserError where `model` has all experts on
     every process, or no spare slots, and the config says otherwise.
@@ -106,6 +106,8 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
             "to its callbacks, or leave the flag out."
         )
     missing: list[Callback] = []
+    if lacks(ExpertLoad):
+        missing.append(ExpertLoad(model))
     if config.record_traces and lacks(TraceRecorder):
         missing.append(TraceRecorder(model))
     if config.planner and lacks(Replan):

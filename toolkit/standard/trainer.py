@@ -48,7 +48,8 @@ def standard_trainer(
     `augment` changes training batches, see `toolkit.data.BlankPixels`. `order` replaces the random permutation of each
     epoch, and `max_steps` the config's number of epochs. `evaluation` is a callback in place of `test`, such as
     `toolkit.domains.continual.TaskEvaluation`. `callbacks` run before the usual ones, so that what they record is on
-    the line of metrics that is printed. Those that `--planner` and `--record-traces` ask for are added where missing.
+    the line of metrics that is printed. Load metrics of experts, and what `--planner` and `--record-traces` ask for,
+    are added where missing.
 
     Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
     for settings of experts that the model was not built with.
