@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from toolkit.errors import UserError
@@ -102,7 +103,7 @@ class LogMel:
     def taper(self) -> Tensor:
         return torch.hann_window(self.window)
 
-    def __call__(self, samples: Tensor) -> Tensor:
+    def __call__(self, samples: Float[Tensor, " N"]) -> Float[Tensor, "T M"]:
         """(N,) to (frames, num_mels); samples after the last whole window are left out."""
         if len(samples) < self.window:
             return samples.new_zeros(0, self.num_mels)
