@@ -106,7 +106,7 @@ def test_help_begins_with_presets_and_common_flags_on_one_screen(recipe: ModuleT
     config = next(iter(recipe.PRESETS.values()))()
     text = help_text("recipe.py", recipe.__doc__, recipe.PRESETS, config)
     screen = text.splitlines()[:24]
-    assert screen[0] == "usage: python recipe.py [PRESET] [--flag value ...]"
+    assert screen[0] == "usage: python recipe.py [PRESET] [--config FILE] [--flag value ...]"
     flags = {flag.name: flag for flag in flags_of(config)}
     common = [name for name in COMMON if name in flags]
     shown = [line.split()[0] for line in screen if line.startswith("  --")]

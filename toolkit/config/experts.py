@@ -52,6 +52,8 @@ class ExpertRunConfig(RunConfig):
         super().__post_init__()
         require(self.experts >= 0, "experts", self.experts, "take one or more, or 0 for a dense network")
         require(self.expert_hidden_size >= 1, "expert_hidden_size", self.expert_hidden_size, "take one or more")
+        dense = self.experts == 0 and self.top_k != 1
+        require(not dense, "experts", 0, f"a dense network has no --top-k {self.top_k}: add --top-k 1")
         most = max(1, self.experts)
         require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
         for name in ("balance_weight", "z_weight"):
