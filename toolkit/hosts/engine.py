@@ -24,8 +24,9 @@ from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.parallel.gradients import average_in_backward, clip_grad_norm_, has_averaging_hooks, refresh_replicas
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.ownership import is_owned
 from toolkit.parallel.prepare import prepare
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import InitialPlacement
@@ -116,11 +117,8 @@ class ExpertParallel:
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         self._refuse_other_optimizers(optimizer)
-        owned = self.expert_parameters()
         if self.groups.ep_size > 1:
-            for parameter in owned:
-                if parameter.requires_grad:
-                    self._average_in_backward(parameter)
+            self._average_in_backward(model)
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
         prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
@@ -197,19 +195,14 @@ class ExpertParallel:
                         "make it from model.parameters()."
                     )
 
-    def _average_in_backward(self, parameter: nn.Parameter) -> None:
-        """Average the gradient of an owned parameter over all ranks' batches as soon as its backward is complete.
-
-        Each incoming gradient, a sum over the EP group's batches, is divided by `ep_size` on arrival, so that the mean
-        over the expert data-parallel group may be taken again where a loop synchronises more than once before a step.
-        """
-
-        def complete(parameter: Tensor) -> None:
-            if self.accelerator.sync_gradients and parameter.grad is not None:
-                average_owned_gradients([parameter], self.groups.expert_dp_size)
-
-        parameter.register_hook(lambda grad: grad / self.groups.ep_size)
-        parameter.register_post_accumulate_grad_hook(complete)
+    def _average_in_backward(self, model: nn.Module) -> None:
+        """Have the gradient of each owned parameter averaged, exactly once."""
+        for parameter in self.expert_parameters():
+            if parameter.requires_grad:
+                average_in_backward(parameter, lambda: self.accelerator.sync_gradients)
+        for name, parameter in model.named_parameters():
+            if is_owned(parameter) and parameter.requires_grad and not has_averaging_hooks(parameter):
+                raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
     def _correct_accelerate(self) -> None:
         """Replace, on this accelerator and model, the methods that assume replicated parameters."""

@@ -6,7 +6,7 @@ Found are our `MoE` layers, and foreign modules of the form that `toolkit.hosts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ def spread_experts(
     All ranks hold the same `model`; an optimizer made before stays valid if it has not stepped. `placement`: contiguous
     blocks of ids, round-robin, or a function of the layer. Raises UserError for one that does not fit a layer.
     """
-    for name, module in find_experts(model).items():
+    layers = find_experts(model)
+    _refuse_what_is_spread(layers)
+    for name, module in layers.items():
         experts, ranks = num_experts(module), groups.ep_size
         if isinstance(placement, str):
             place = initial_placement(experts, ranks, placement, spare_slots=spare_slots)
@@ -44,8 +46,7 @@ def spread_experts(
             place = with_spare_slots(placement(name, experts, ranks), spare_slots)
         if place.num_experts != experts:
             raise UserError(f"placement of {place.num_experts} experts for {name!r}, which has {experts}.")
-        holder = module.experts if isinstance(module, MoE) else module
-        parameters = dict(holder.named_parameters(recurse=False))
+        parameters = _stacked_parameters(module)
         for parameter in parameters.values():
             parameter.data = _rows(parameter.data, list(place.slots[groups.ep_rank]))
         module.expert_stack = ExpertStack(parameters, place, groups)  # type: ignore[assignment]
@@ -67,7 +68,33 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
+def _stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    holder = module.experts if isinstance(module, MoE) else module
+    return dict(holder.named_parameters(recurse=False))
+
+
+def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
+    """Rows that were taken once must not be taken again."""
+    layer_of: dict[int, str] = {}
+    for name, module in layers.items():
+        if isinstance(module, MoE):
+            is_spread = module.expert_stack.groups.ep_size > 1
+        else:
+            is_spread = "expert_stack" in vars(module)
+        if is_spread:
+            raise UserError(f"the experts at {name!r} are spread over ranks already: prepare a model that is not.")
+        for parameter in _stacked_parameters(module).values():
+            first = layer_of.setdefault(id(parameter), name)
+            if first != name:
+                raise UserError(
+                    f"the experts at {first!r} and {name!r} share parameters, and each layer places its own: "
+                    "use one module in both places, or parameters for each."
+                )
+
+
 def _holds_stacked_experts(module: nn.Module) -> bool:
+    if "expert_stack" in vars(module):
+        return True
     taken = inspect.signature(module.forward).parameters.values()
     required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
     return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)

@@ -154,7 +154,8 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     """The expert stacks of `model` by the name of their module, in the order of modules."""
     stacks: dict[str, ExpertStack] = {}
     for name, module in model.named_modules():
-        stack = getattr(module, "expert_stack", None)
+        # Its own: wrappers such as that of torch.compile give the attributes of the module within.
+        stack = vars(module).get("expert_stack")
         if isinstance(stack, ExpertStack):
             stacks[name] = stack
     return stacks

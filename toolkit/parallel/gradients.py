@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +37,37 @@ def average_owned_gradients(parameters: Sequence[Tensor], batches: int) -> None:
     dist.all_reduce(flat, group=ownership.groups.expert_dp_group)
     for grad, summed in zip(grads, unflattened(flat, grads), strict=True):
         grad.copy_(summed)
+
+
+def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], bool]) -> None:
+    """Average the gradient of an owned parameter over all ranks' batches as soon as its backward is complete.
+
+    Each incoming gradient, a sum over the EP group's batches, is divided by `ep_size` on arrival, so that the mean
+    over the expert data-parallel group may be taken again where a loop synchronises more than once before a step.
+    `is_synchronising`: whether this backward is the last of a step, on all ranks alike.
+
+    Raises RuntimeError for a parameter that has these hooks: its gradient would be divided twice.
+    """
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    if has_averaging_hooks(parameter):
+        raise RuntimeError("the gradient of this parameter is averaged in the backward already")
+    groups = ownership.groups
+
+    def complete(parameter: Tensor) -> None:
+        if is_synchronising() and parameter.grad is not None:
+            average_owned_gradients([parameter], groups.expert_dp_size)
+
+    hooks = (
+        parameter.register_hook(lambda grad: grad / groups.ep_size),
+        parameter.register_post_accumulate_grad_hook(complete),
+    )
+    parameter.averaging_hooks = hooks  # type: ignore[attr-defined]
+
+
+def has_averaging_hooks(parameter: Tensor) -> bool:
+    """Whether `average_in_backward` was called for `parameter`."""
+    return hasattr(parameter, "averaging_hooks")
 
 
 @torch.no_grad()
