@@ -62,6 +62,26 @@ def test_gradients_of_wrapped_experts_are_those_of_one_process(wrapper: str) -> 
     assert_equal_rows(together(run_distributed(gradients, 2, wrapper)), expected, 1e-10)
 
 
+def gradients_of_experts_unfrozen_after_prepare() -> dict[str, Tensor]:
+    model = Model().double()
+    for block in model.blocks:
+        block.experts.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters())
+    accelerator = Accelerator(cpu=True)
+    prepared, _ = ExpertParallel(accelerator).prepare(model, optimizer)
+    for block in model.blocks:
+        block.experts.requires_grad_(True)
+    x = torch.randn(BATCH, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    accelerator.backward(prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes)
+    return by_id(model, lambda p: p.grad)
+
+
+def test_experts_unfrozen_after_prepare_have_the_gradients_of_one_process() -> None:
+    (expected,) = run_distributed(gradients_of_experts_unfrozen_after_prepare, 1)
+    found = together(run_distributed(gradients_of_experts_unfrozen_after_prepare, 2))
+    assert_equal_rows(found, expected, 1e-10)
+
+
 def refused_models() -> list[str]:
     said = []
     spread, shared = Model(), Model()
