@@ -198,10 +198,9 @@ class ExpertParallel:
     def _average_in_backward(self, model: nn.Module) -> None:
         """Have the gradient of each owned parameter averaged, exactly once."""
         for parameter in self.expert_parameters():
-            if parameter.requires_grad:
-                average_in_backward(parameter, lambda: self.accelerator.sync_gradients)
+            average_in_backward(parameter, lambda: self.accelerator.sync_gradients)
         for name, parameter in model.named_parameters():
-            if is_owned(parameter) and parameter.requires_grad and not has_averaging_hooks(parameter):
+            if is_owned(parameter) and not has_averaging_hooks(parameter):
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
     def _correct_accelerate(self) -> None:
