@@ -18,8 +18,8 @@ from torch import Tensor
 
 from toolkit.compat import fingerprint
 from toolkit.data.cache import cached_columns
+from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import OnMain
-from toolkit.data.sources import unreachable_host
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import UserError
@@ -202,9 +202,9 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
         raise UserError(f"--dataset {name} needs the package datasets: pip install datasets.") from None
     from huggingface_hub import constants
 
-    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (host := unreachable_host(constants.ENDPOINT)):
+    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):
         raise UserError(
-            f"--dataset {name}: {host} does not answer; HF_HUB_OFFLINE=1 takes what was downloaded before, "
+            f"--dataset {name}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
             "and --dataset stdlib needs no network."
         )
     try:

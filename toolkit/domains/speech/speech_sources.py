@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from toolkit.data.hub import why_out_of_reach
 from toolkit.data.parquet import first_line, read_columns
 from toolkit.domains.speech.audio import decode
 from toolkit.domains.speech.characters import without_tags
@@ -228,10 +229,14 @@ def on_hub(name: str, subset: str | None) -> Source:
         import datasets
     except ImportError:
         raise UserError(f"--dataset {name}: the package datasets is missing: pip install datasets.") from None
+    from huggingface_hub import constants
+
     config = subset or {"librispeech": "clean", "gigaspeech": "xs"}[name]
     splits = {"train": "train.100" if name == "librispeech" else "train", "test": "test"}
 
     def read(split: str) -> Iterator[Utterance]:
+        if not constants.HF_HUB_OFFLINE and (unreachable := why_out_of_reach()):
+            raise UserError(f"--dataset {name}: {unreachable}: pass --data-dir with the publisher's folder.")
         try:
             rows = datasets.load_dataset(HUB[name], config, split=splits[split], streaming=True)
             rows = rows.cast_column("audio", datasets.Audio(decode=False))
