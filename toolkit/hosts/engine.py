@@ -104,10 +104,12 @@ class ExpertParallel:
         """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
 
         All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
-        (it must not have stepped yet). Raises UserError where no experts are found, or ranks cannot share them.
+        (it must not have stepped yet). A scheduler stays as it is: call its `step` after `optimizer.step`. Raises
+        UserError where no experts are found, ranks cannot share them, or a scheduler would step once per process.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
+        self._refuse_schedulers(others)
         layers = find_experts(model)
         if not layers:
             raise UserError(
@@ -181,6 +183,18 @@ class ExpertParallel:
             return self.ep_size
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
+
+    def _refuse_schedulers(self, others: Iterable[Any]) -> None:
+        """Accelerate makes a prepared scheduler take as many steps per optimizer step as there are processes."""
+        accelerator = self.accelerator
+        multiplied = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
+        for other in others:
+            if isinstance(other, torch.optim.lr_scheduler.LRScheduler) and multiplied and accelerator.num_processes > 1:
+                raise UserError(
+                    f"{type(other).__name__}, once prepared, takes {accelerator.num_processes} steps per optimizer "
+                    "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
+                    "after optimizer.step()."
+                )
 
     def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut its states as the experts. One of other parameters than the model's would train nothing: refuse it."""
