@@ -115,11 +115,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV): about three minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) -e .
 	@touch $@
+	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV): about three minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.installed $@
+	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"

@@ -131,13 +131,6 @@ def test_names_under_torch_compile_are_those_without_it():
         assert [compat.without_compile_prefix(name) for name in wrapped] == plain
 
 
-def test_all_dropout_layers_have_one_base_and_a_probability():
-    with relying_on("torch", "torch.nn.modules.dropout._DropoutNd"):
-        kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
-        assert all(isinstance(kind(0.25), compat.DROPOUTS) and kind(0.25).p == 0.25 for kind in kinds)
-    assert not isinstance(nn.Identity(), compat.DROPOUTS)
-
-
 # --- Accelerate --------------------------------------------------------------------------------------------------
 
 

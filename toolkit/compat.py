@@ -77,10 +77,6 @@ def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:
     return model.reducer, model.logger
 
 
-DROPOUTS: tuple[type[nn.Module], ...] = (nn.modules.dropout._DropoutNd,)
-"""The base of torch's dropout layers, each of which has the probability `p`."""
-
-
 def without_compile_prefix(name: str) -> str:
     """The name that a parameter or module has without `torch.compile`."""
     return name.replace("_orig_mod.", "")

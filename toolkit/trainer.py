@@ -23,6 +23,7 @@ from toolkit.optim import Schedule
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.parallel.ownership import owned
 from toolkit.parallel.prepare import prepare, refuse_late_parameters
+from toolkit.run.data import record_data
 from toolkit.run.run import Run
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
@@ -81,9 +82,11 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`.
 
-        Raises UserError on every rank where the loss, a gradient or a weight is not finite, at most a few steps later.
+        Raises UserError on every rank where the loss, a gradient or a weight is not finite, at most a few steps later,
+        and before training where a run is continued on other data.
         """
         try:
+            record_data(self.run, train=self.batches.table)
             self.run.begin_tracking()
             self.hooks("on_fit_start")
             self.model.train()

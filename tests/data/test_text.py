@@ -136,5 +136,5 @@ def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_alone(tmp_path, saved
     assert len(load("folder", tmp_path).train)
     with pytest.raises(UserError, match=r"not UTF-8.*use --tokenizer bytes"):
         load("folder", tmp_path, tokenizer=str(saved_tokenizer))
-    with pytest.raises(UserError, match=r"--tokenizer .*nowhere: cannot be loaded"):
+    with pytest.raises(UserError, match=r"--tokenizer .*nowhere' is neither a folder nor a Hub name"):
         load("folder", tmp_path, tokenizer=str(tmp_path / "nowhere"))

@@ -222,6 +222,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "link_gbytes_per_second",
         "expert_time_share",
         "record_traces",
+        "data_identity",  # no field, but a key of config.json that `toolkit.run.data` compares
     }
 )
 """Fields that may change when a run is resumed, because they do not change what is learned."""

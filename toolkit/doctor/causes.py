@@ -184,10 +184,18 @@ def _forward(c: Comparison, step: int) -> Finding | None:
 def _gradients(c: Comparison) -> Finding:
     check, world = c["gradients"], len(c.many.records)
     step = check.step - 1
-    if unequal := c.many.unequal_gradients(step):
-        return _unsynchronised(f"at step {check.step} the gradient of {unequal[0]} is not the same on all ranks")
     ratios = _ratios(c, step)
     differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > check.limit}
+    late = c.many.unfrozen(step)
+    if differing and all(name in late for name, _ in differing):
+        return Finding(
+            "parameter unfrozen after prepare",
+            f"at step {check.step} the gradient of {check.where} differs by {check.worst:.1e}; it was frozen at first",
+            "what averages gradients over ranks looks at the model once, and takes up what is trainable then",
+            "unfreeze parameters before the model is prepared, and keep those that are to wait at a rate of 0",
+        )
+    if unequal := c.many.unequal_gradients(step):
+        return _unsynchronised(f"at step {check.step} the gradient of {unequal[0]} is not the same on all ranks")
     # A factor explains what differs where it is further from 1 than what it leaves unexplained may be.
     unexplained = max(1e-3, 10 * c.tolerance)
     straight = all(ratios[key][1] < unexplained < abs(ratio - 1) for key, ratio in differing.items())

@@ -30,6 +30,16 @@ def recomputed_otherwise(error: str) -> Finding:
     )
 
 
+def out_of_step(places: Iterable[str]) -> Finding:
+    """For a script whose ranks wait for each other for ever; `places` says where each of them is."""
+    return Finding(
+        "ranks out of step",
+        f"processes waited for each other in vain: {'; '.join(places)}",
+        "a rank skips a step, has fewer batches, or calls an operation between ranks that the others do not",
+        "decide on all ranks together (reduce the decision first), and give all of them the same number of batches",
+    )
+
+
 def unrepeatable(check_names: Iterable[str]) -> Finding:
     """For a script that does not do the same twice in one process."""
     return Finding(

@@ -26,9 +26,9 @@ from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel.gradients import average_in_backward, clip_grad_norm_, has_averaging_hooks, refresh_replicas
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
 from toolkit.parallel.prepare import prepare
-from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class ExpertParallel:
             )
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
-        self._refuse_other_optimizers(optimizer)
+        self._fit_optimizer(optimizer)
         if self.groups.ep_size > 1:
             self._average_in_backward(model)
         if self.replanner is not None:
@@ -182,9 +182,9 @@ class ExpertParallel:
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
 
-    def _refuse_other_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of other parameters than the model's would train nothing, without an error."""
-        if unwrapped(optimizer).state:
+    def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut its states as the experts. One of other parameters than the model's would train nothing: refuse it."""
+        if has_stepped(optimizer):
             raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, stack in self.stacks.items():
@@ -194,14 +194,14 @@ class ExpertParallel:
                         f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
                         "make it from model.parameters()."
                     )
+                fit_states(optimizer, parameter)
 
     def _average_in_backward(self, model: nn.Module) -> None:
         """Have the gradient of each owned parameter averaged, exactly once."""
         for parameter in self.expert_parameters():
-            if parameter.requires_grad:
-                average_in_backward(parameter, lambda: self.accelerator.sync_gradients)
+            average_in_backward(parameter, lambda: self.accelerator.sync_gradients)
         for name, parameter in model.named_parameters():
-            if is_owned(parameter) and parameter.requires_grad and not has_averaging_hooks(parameter):
+            if is_owned(parameter) and not has_averaging_hooks(parameter):
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
     def _correct_accelerate(self) -> None:

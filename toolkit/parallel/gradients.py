@@ -44,7 +44,8 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
 
     Each incoming gradient, a sum over the EP group's batches, is divided by `ep_size` on arrival, so that the mean
     over the expert data-parallel group may be taken again where a loop synchronises more than once before a step.
-    `is_synchronising`: whether this backward is the last of a step, on all ranks alike.
+    `is_synchronising`: whether this backward is the last of a step, on all ranks alike. A parameter that is frozen now
+    may be unfrozen later.
 
     Raises RuntimeError for a parameter that has these hooks: its gradient would be divided twice.
     """
@@ -58,10 +59,13 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
         if is_synchronising() and parameter.grad is not None:
             average_owned_gradients([parameter], groups.expert_dp_size)
 
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one takes no hooks
     hooks = (
         parameter.register_hook(lambda grad: grad / groups.ep_size),
         parameter.register_post_accumulate_grad_hook(complete),
     )
+    parameter.requires_grad_(is_trained)
     parameter.averaging_hooks = hooks  # type: ignore[attr-defined]
 
 
@@ -72,8 +76,11 @@ def has_averaging_hooks(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients of a row's replicas to its owner's, and zero those of the others. A collective."""
-    for parameter, ownership in _with_replicas(parameters):
+    """Add the gradients of a row's replicas to its owner's, and zero those of the others. A collective.
+
+    Frozen parameters keep none: weight decay moves what has a gradient of zero.
+    """
+    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         borrowed, lent = ownership.replicated
         received = _exchange_rows(grad, borrowed, lent, ownership)

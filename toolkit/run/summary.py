@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
+    """A line for each pair of a name and a value, the values in one column."""
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 

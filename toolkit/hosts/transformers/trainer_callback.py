@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.moe.replan import Replanner
 from toolkit.moe.stack import expert_stacks
+from toolkit.parallel.optimizer_rows import refuse_coupled_rows
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -74,6 +75,7 @@ def replan_callback(
             stacks = expert_stacks(model)
             for stack in stacks.values():
                 stack.mark()
+            refuse_coupled_rows(optimizer)
             self.replanner.watch(stacks)
             if state.global_step == 0:
                 return
