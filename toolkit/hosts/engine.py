@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
@@ -125,6 +126,8 @@ class ExpertParallel:
             self.replanner.watch(self.stacks)
         prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
         self._model, self._optimizer = model, optimizer
+        if self.accelerator.num_processes > 1:
+            optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._correct_accelerate()
         return *prepared, *(self.accelerator.prepare(other) for other in others)
