@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch.world import launched_world
@@ -108,12 +109,10 @@ class ExpertParallel:
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
+        adapt_experts(model)
         layers = find_experts(model)
         if not layers:
-            raise UserError(
-                f"model {type(model).__name__} has no experts that are stacked tensors: give the module that holds "
-                "them num_experts, and a forward of (hidden, expert ids, weights)."
-            )
+            raise UserError(why_no_experts(model))
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         self._refuse_other_optimizers(optimizer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
+from toolkit.hosts.adapters import adapt_experts
 from toolkit.hosts.contract import check_experts
 from toolkit.hosts.foreign import has_stacked_parameters, run_experts
 from toolkit.moe.layer import MoE
@@ -38,6 +39,7 @@ def spread_experts(
     blocks of ids, round-robin, or a function of the layer. Raises UserError for one that does not fit a layer, and for
     experts that would compute something else once they are spread.
     """
+    adapt_experts(model)
     layers = find_experts(model)
     for name, module in layers.items():
         if not isinstance(module, MoE):

@@ -72,6 +72,11 @@ class RouterWatch:
         router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise UserError(
+                f"the router of the experts at {self.name!r} ({type(router).__name__}) does not return logits, weights "
+                "and expert ids, so RouterPenalty cannot balance it: use the model's own balance loss."
+            )
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
         probs_TE = logits_TE.softmax(-1)
