@@ -8,11 +8,24 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import run_distributed
 from tests.hosts.test_engine import Model
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+
+
+class CheckpointedModel(Model):
+    """Each block is recomputed in the backward, if `use_reentrant` is not None."""
+
+    use_reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        for block in self.blocks:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
 
 
 class WithUnused(Model):
@@ -88,3 +101,24 @@ def test_a_parameter_without_a_gradient_is_named_with_the_setting_that_it_needs(
     assert "2 parameter(s), first 'unused.weight', got no gradient" in first[0]
     assert "find_unused_parameters=True" in first[0]
     assert first[1] == ""
+
+
+def loads_when_checkpointed() -> list[list[list[int]]]:
+    found = []
+    for use_reentrant in (None, False, True):
+        model = CheckpointedModel()
+        model.use_reentrant = use_reentrant
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        experts = ExpertParallel(Accelerator(cpu=True))
+        wrapped, optimizer = experts.prepare(model, optimizer)
+        wrapped(batch()).square().mean().backward()
+        with torch.no_grad():
+            wrapped(batch(1))  # in training mode, and still no training
+        found.append([stack.log.load_E.tolist() for stack in experts.stacks.values()])
+    return found
+
+
+def test_loads_are_counted_once_however_activations_are_checkpointed():
+    for plain, not_reentrant, reentrant in run_distributed(loads_when_checkpointed, 2):
+        assert sum(plain[0]) == 12
+        assert plain == not_reentrant == reentrant

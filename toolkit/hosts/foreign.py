@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.load.routing_log import Choices
-from toolkit.moe.recompute import recomputing
+from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.stack import ExpertStack
 from toolkit.placement.placement import contiguous
 
@@ -68,7 +68,7 @@ def run_experts(
     rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
     y_TD = stack.dispatcher.combine(compute_rows(forward, rows, plan.rows_per_slot), plan, weights_TK)
     if not recomputing():
-        training = module.training and torch.is_grad_enabled()
+        training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
         stack.record(plan, Choices(ids_TK, None), x_TD, y_TD, training=training)
     return y_TD
 
