@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -122,3 +123,27 @@ def test_loads_are_counted_once_however_activations_are_checkpointed():
     for plain, not_reentrant, reentrant in run_distributed(loads_when_checkpointed, 2):
         assert sum(plain[0]) == 12
         assert plain == not_reentrant == reentrant
+
+
+def evaluated(forwards: list[int]) -> list[Tensor]:
+    """What the model says of this rank's batches, of which each has its own number, and of the same after the join."""
+    torch.manual_seed(0)
+    alone, model = Model(), Model()
+    model.register_buffer("counter", torch.zeros(2))  # which DDP would broadcast in each forward
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    experts = ExpertParallel(Accelerator(cpu=True))
+    wrapped, optimizer = experts.prepare(model, optimizer)
+    differences = []
+    with experts.join():
+        for step in range(forwards[dist.get_rank()]):
+            differences.append((wrapped(batch(step)) - alone(batch(step))).abs().max())
+    wrapped(batch()).square().mean().backward()  # training goes on
+    optimizer.step()
+    return differences
+
+
+@pytest.mark.parametrize("forwards", [[3, 1], [0, 2], [0, 0]])
+def test_ranks_that_are_done_serve_their_experts_to_the_others(forwards: list[int]):
+    ranks = run_distributed(evaluated, 2, forwards, timeout_s=60)
+    assert [len(differences) for differences in ranks] == forwards
+    assert all(difference < 1e-5 for differences in ranks for difference in differences)
