@@ -10,15 +10,20 @@ Accelerate would get wrong without an error is corrected here, or refused: see `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.hosts.adapters import adapt_experts, why_no_experts
+from toolkit.hosts.join import join_forwards
+from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
@@ -110,12 +115,10 @@ class ExpertParallel:
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         self._refuse_schedulers(others)
+        adapt_experts(model)
         layers = find_experts(model)
         if not layers:
-            raise UserError(
-                f"model {type(model).__name__} has no experts that are stacked tensors: give the module that holds "
-                "them num_experts, and a forward of (hidden, expert ids, weights)."
-            )
+            raise UserError(why_no_experts(model))
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         self._fit_optimizer(optimizer)
@@ -124,7 +127,9 @@ class ExpertParallel:
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
         prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
-        self._model, self._optimizer = model, optimizer
+        self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
+        if self.accelerator.num_processes > 1:
+            optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._correct_accelerate()
         return *prepared, *(self.accelerator.prepare(other) for other in others)
@@ -144,6 +149,29 @@ class ExpertParallel:
         self.accelerator.unscale_gradients()
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return clip_grad_norm_(listed, max_norm)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For evaluation and generation without gradients, in which ranks call the model unequally often, or never.
+
+            with experts.join():
+                for batch in batches_of_this_rank:
+                    model(**batch)
+
+        A rank that comes to the end computes its experts for the others until all have: a collective. Raises UserError
+        under FSDP2, whose parameters are gathered by all ranks in each forward.
+        """
+        if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
+            raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
+        wrapped = self._prepared
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.require_forward_param_sync = False  # or each forward would broadcast buffers
+        try:
+            with self.accelerator.autocast(), join_forwards(self._model, self.stacks):
+                yield
+        finally:
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.require_forward_param_sync = True
 
     def metrics(self) -> dict[str, float]:
         """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
