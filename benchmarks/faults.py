@@ -281,7 +281,7 @@ class Lab:
                 reference = self.reference if fault.like == "data" else self.other_reference
             found = attempt.after(self, folder) if attempt.after is not None else None
             verdicts.append(found or verdict(every[-1], folder, reference))
-        if not matching(fault, every):
+        if matching(fault, every) is None:
             verdicts.append("silent")
         return every, ", then ".join(verdicts)
 
