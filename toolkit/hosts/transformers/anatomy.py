@@ -6,6 +6,7 @@ one weight row per expert, which returns (logits, weights, ids).
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = {}
     for name, experts in experts_modules(model).items():
-        block = model.get_submodule(name.rpartition(".")[0])
-        candidates = [m for m in block.children() if _router_rows(m) == _num_experts(experts)]
+        outermost = re.sub(r"(\.base_layer)+$", "", name)  # of PEFT's wrappers
+        block = model.get_submodule(outermost.rpartition(".")[0])
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in block.children()]
+        candidates = [m for m in children if _router_rows(m) == _num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
