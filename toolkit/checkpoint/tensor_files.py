@@ -24,10 +24,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from toolkit.errors import UserError
+from toolkit.parallel.optimizer_rows import rows_of_state
 from toolkit.parallel.ownership import EMPTY_ROW, Ownership, local_rows, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
+
+NUMBER = " (number)"
+"""After the key of an optimizer state that is a Python number, as a step may be."""
 
 FileContents = dict[str, dict[str, Tensor]]
 """File name -> key -> tensor on the CPU."""
@@ -43,7 +48,7 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
     files: FileContents = {MODEL: dict(_buffers(model)) if rank == 0 else {}, OPTIMIZER: {}, rows_file: {}}
     states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
-        state = {key: value for key, value in states.get(parameter, {}).items() if value is not None}
+        state = _tensors_of(name, states.get(parameter, {}))
         ownership = ownership_of(parameter)
         if ownership is None:
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
@@ -56,13 +61,30 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
                 files[rows_file][f"{name}/{row_id}"] = local_rows(parameter)[row : row + 1]
                 for key, value in state.items():
                     # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
-                    each = local_rows(value)[row : row + 1] if value.ndim else value.clone()
+                    rows = rows_of_state(name, key, value, parameter) if value.ndim else value
+                    each = local_rows(rows)[row : row + 1] if value.ndim else value.clone()
                     files[rows_file][f"{name}/{row_id}/{key}"] = each
     return {
         file: {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         for file, tensors in files.items()
         if tensors or (rank == 0 and file == MODEL)
     }
+
+
+def _tensors_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The optimizer state of the parameter `name` as tensors: a Python number of one element, under a marked key."""
+    tensors = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[key] = value
+        elif isinstance(value, int | float):
+            tensors[key + NUMBER] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        elif value is not None:
+            raise UserError(
+                f"optimizer state {key!r} of {name!r} is a {type(value).__name__}, which a checkpoint cannot hold: "
+                "use an optimizer whose state is tensors and numbers."
+            )
+    return tensors
 
 
 def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -224,8 +246,13 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     packed = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = (_load_state(names[parameter], parameter, tensors) for parameter in parameters)
-    packed["state"] = {index: state for index, state in enumerate(states) if state}
+    packed["state"] = {index: _with_numbers(state) for index, state in enumerate(states) if state}
     optimizer.load_state_dict(packed)
+
+
+def _with_numbers(state: dict[str, Tensor]) -> dict[str, Any]:
+    """What `_tensors_of` was given."""
+    return {key.removesuffix(NUMBER): v.item() if key.endswith(NUMBER) else v for key, v in state.items()}
 
 
 def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -37,12 +36,6 @@ class ImageFiles:
     kind: Literal["parquet", "idx"]
     train: tuple[Path, ...]
     test: tuple[Path, ...]
-
-    def digest(self) -> str:
-        """Changes with a file's name, size or modification time."""
-        files = [*self.train, *self.test]
-        facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def locate(name: str, data_dir: Path | None) -> ImageFiles:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.optimizer_rows import rows_of_state
 from toolkit.parallel.ownership import EMPTY_ROW, local_rows
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement, Place, moves, owner_moves
@@ -136,7 +137,7 @@ def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
 def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """ "<parameter>.<state>" -> (S, ...): moments, master weights, and other optimizer state with a row per slot.
 
-    Scalars, such as Adam's step, and tensors of one row, such as Adafactor's mean over rows, are shared by all rows.
+    Scalars, such as Adam's step, are shared by all rows. Raises UserError for tensors without a row per slot.
     """
     rows: dict[str, Tensor] = {}
     if optimizer is None:
@@ -144,15 +145,9 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
     all_states = unwrapped(optimizer).state
     for name, parameter in stack.parameters.items():
         for key, value in all_states.get(parameter, {}).items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                continue
-            if value.shape[0] == parameter.shape[0]:
-                rows[f"{name}.{key}"] = _with_contiguous_rows(f"{name}.{key}", local_rows(value))
-            elif value.shape[0] != 1:
-                raise UserError(
-                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} where the experts are "
-                    f"{parameter.shape[0]} rows, so it cannot move with them: use an optimizer such as AdamW whose "
-                    "state has a row per expert, or no replanning."
+            if isinstance(value, Tensor) and value.ndim:
+                rows[f"{name}.{key}"] = _with_contiguous_rows(
+                    f"{name}.{key}", local_rows(rows_of_state(name, key, value, parameter))
                 )
     return rows
 

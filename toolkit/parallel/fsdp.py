@@ -24,12 +24,18 @@ def fully_shard_dense(
     parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
     DDP; so autocast is entered here. Does nothing on one process.
 
-    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately.
+    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately, and for an optimizer that
+    has state already.
     """
     if accelerator.num_processes == 1:
         return
     if accelerator.mixed_precision == "fp16":
         raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
+    if optimizer.state:
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} has state before the first step, which fully sharded parameters "
+            "would not take over: use one such as AdamW that makes it later, or dense parameters under DDP."
+        )
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are

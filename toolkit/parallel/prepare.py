@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.compat import exclude_from_ddp, holders_of_process_group
 from toolkit.errors import UserError
 from toolkit.parallel.fsdp import fully_shard_dense
+from toolkit.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.parallel.ownership import is_owned, owned, ownership_of
 
 
@@ -23,7 +24,8 @@ def prepare(
     """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging.
 
     `dense="fsdp2"` shards all other parameters over the ranks.
-    Raises UserError for fp16 with owned parameters, and for FSDP2 with experts that every rank replicates.
+    Raises UserError for fp16 with owned parameters, for an optimizer whose statistics span their rows, and for FSDP2
+    with experts that every rank replicates.
     Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
     sub-module names, so it would skip the broadcast of such a parameter and still average its gradient.
     """
@@ -36,6 +38,7 @@ def prepare(
             "--mixed-precision fp16 cannot be used with experts owned by ranks, because each rank would judge "
             "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
         )
+    refuse_coupled_rows(optimizer)
     if dense == "fsdp2":
         if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
             raise UserError(

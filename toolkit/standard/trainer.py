@@ -22,6 +22,7 @@ from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
 from toolkit.standard.experts import missing_expert_callbacks
+from toolkit.standard.start import describe_start
 from toolkit.task import Task
 from toolkit.trainer import Trainer
 
@@ -87,6 +88,10 @@ def standard_trainer(
     if config.scale_lr is not None:
         scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
         run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+    samples = f"{len(train):,} training samples"
+    name = run.facts.get("dataset")
+    steps = f"{max_steps:,} of {config.batch_size:,} samples, {max_steps / batches.steps_per_epoch:.4g} epoch(s)"
+    run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
     if config.compile:
         model.compile()
     return Trainer(

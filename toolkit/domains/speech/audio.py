@@ -18,7 +18,16 @@ from toolkit.errors import UserError
 
 
 def decode(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
-    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file."""
+    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file, for samples that
+    are not finite, too.
+    """
+    samples, rate = _decode_any(content, name)
+    if not np.isfinite(samples).all() or rate < 1:
+        raise UserError(f"{name} has a sample that is not finite, or no rate: replace the file.")
+    return samples, rate
+
+
+def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     try:
         return _decode_wav(content)
     except (wave.Error, EOFError, ValueError):  # another format, or a kind of WAV that the standard library has not

@@ -68,7 +68,7 @@ class Gatherer:
             id(parameter): (stack, parameter)
             for stack in expert_stacks(model).values()
             for parameter in stack.parameters.values()
-            if stack.groups.ep_size > 1 or _moved(stack) or hasattr(parameter, "as_saved")
+            if stack.groups.ep_size > 1 or _differs(stack)
         }
 
     def __call__(self, state: dict[str, Tensor], name: str, value: Tensor, parameter: Tensor) -> None:
@@ -87,16 +87,15 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _moved(stack: ExpertStack) -> bool:
-    return stack.placement.slots != (tuple(range(stack.num_experts)),)
+def _differs(stack: ExpertStack) -> bool:
+    """Whether rows are in another order or shape than in files."""
+    reshaped = any(hasattr(parameter, "as_saved") for parameter in stack.parameters.values())
+    return reshaped or stack.placement.slots != (tuple(range(stack.num_experts)),)
 
 
 @torch.no_grad()
 def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None:
-    """(E, ...) by expert id, as it is in files, in main memory of rank 0; None elsewhere.
-
-    A collective of rank 0's EP group.
-    """
+    """(E, ...) by expert id, as in files, in main memory of rank 0; None elsewhere. A collective of its EP group."""
     groups, placement = stack.groups, stack.placement
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= groups.ep_size:
@@ -118,5 +117,4 @@ def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None
             dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
             whole[[expert for _, expert in held]] = rows.cpu()
-    # Adapters have another layout in files.
     return parameter.as_saved(whole) if hasattr(parameter, "as_saved") else whole  # type: ignore[operator]

@@ -1,0 +1,84 @@
+"""Optimizers under the engine: those whose state is there before the first step, holds numbers, or spans experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from tests.equality import assert_equal_rows
+from tests.helpers import run_distributed
+from tests.hosts.test_engine import BATCH, MIGRATING, Model, by_id, place, shares, together
+from tests.parallel.test_optimizer_rows import transformers_adafactor
+from toolkit.errors import UserError
+from toolkit.hosts.engine import ExpertParallel
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+
+
+def stopped_and_continued(folder: Path, make: Any, steps: tuple[int, int]) -> dict[str, Tensor]:
+    """Weights after some steps, a checkpoint that another placement loads, and some more."""
+    draws = torch.Generator().manual_seed(1)
+    for part, kind in zip(steps, ("copies", "shuffled"), strict=True):
+        model, accelerator = Model().double(), Accelerator(cpu=True)
+        experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, **MIGRATING)
+        prepared, optimizer = experts.prepare(model, make(model.parameters()))
+        if kind == "shuffled":
+            experts.load(folder)
+        for _ in range(part):
+            x = torch.randn(BATCH, 5, dtype=torch.float64, generator=draws)
+            loss = prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes / BATCH
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        experts.save(folder)
+    return by_id(model, lambda p: p.detach())
+
+
+def test_state_made_before_the_first_step_follows_the_experts(tmp_path: Path) -> None:
+    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "1", adagrad, (3, 3))
+    found = run_distributed(stopped_and_continued, 2, tmp_path / "2", adagrad, (3, 3))
+    assert_equal_rows(together(found), expected, 1e-10)
+
+
+class DecayedSGD(torch.optim.SGD):
+    """Counts in Python numbers, as many optimizers do that are not torch's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            assert isinstance(state.setdefault("step", 0), int)
+            assert isinstance(state.setdefault("rate", 0.1), float)
+            state["step"] += 1
+            state["rate"] *= 0.7
+            p.sub_(p.grad, alpha=state["rate"] / state["step"])
+
+
+def test_numbers_in_an_optimizers_state_are_saved(tmp_path: Path) -> None:
+    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "whole", DecayedSGD, (4, 0))
+    found = run_distributed(stopped_and_continued, 2, tmp_path / "parts", DecayedSGD, (2, 2))
+    assert_equal_rows(together(found), expected, 1e-10)
+
+
+def refusals() -> list[str]:
+    said = []
+    for make, dense in ((transformers_adafactor, "ddp"), (adagrad, "fsdp2")):
+        model = Model()
+        with pytest.raises(UserError) as error:
+            ExpertParallel(Accelerator(cpu=True), dense=dense).prepare(model, make(model.parameters()))  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
+
+
+def test_an_optimizer_that_would_be_wrong_is_refused_in_one_line() -> None:
+    first, second = run_distributed(refusals, 2)
+    assert first == second
+    assert first[0].startswith("optimizer Adafactor computes with statistics of all experts")
+    assert first[1].startswith("optimizer Adagrad has state before the first step")

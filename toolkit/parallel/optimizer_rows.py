@@ -1,0 +1,139 @@
+"""Optimizers of owned parameters: what one does to a row may depend on that row only, as each rank has other rows.
+
+AdamW, Adagrad or SGD treat each number by itself. Adafactor, LAMB or Prodigy use statistics of a whole tensor or model,
+which would be those of one rank's rows. Optimizers are not known by name: each is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.errors import UserError
+from toolkit.parallel.ownership import is_owned, ownership_of
+from toolkit.parallel.unwrapping import unwrapped
+
+ROWS, LARGEST, STEPS, LR = 5, 4, 3, 0.1
+"""Of a trial: rows of each owned parameter, its other dimensions at most, steps, and the learning rate."""
+
+
+def refuse_coupled_rows(optimizer: Optimizer) -> None:
+    """Raise UserError where what `optimizer` does depends on the rows of owned parameters that other ranks hold.
+
+    The optimizer itself is not called: another of its type, with its settings, makes steps on small tensors of random
+    numbers, twice. Between the two only the last row of owned parameters differs; nothing else may. Where that cannot
+    be tried there is a warning. Changes no weights, no state, and no random state.
+
+    On any number of ranks raises UserError for states without a row for each of the parameter's: none could be saved.
+    """
+    inner = unwrapped(optimizer)
+    name = type(inner).__name__
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if all(ownership_of(p) is None for p in parameters):
+        return
+    try:
+        (once, states), (again, _) = (_try(inner, parameters, factor) for factor in (1.0, 100.0))
+    except Exception as error:  # of any optimizer, for any reason
+        warnings.warn(
+            f"optimizer {name} could not be tried on small tensors ({type(error).__name__}: {error}): with experts on "
+            "several ranks, what it does to an expert must not depend on other experts.",
+            stacklevel=2,
+        )
+        return
+    is_same = all(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all() for a, b in zip(once, again, strict=True))
+    if not is_same and any(is_owned(p) for p in parameters):
+        raise UserError(
+            f"optimizer {name} computes with statistics of all experts of a tensor, or of the whole model, and each "
+            "rank has other experts: use one that treats each number by itself, such as AdamW, Adagrad or SGD."
+        )
+    for trial, state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                rows_of_state(name, key, value, trial)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is more state than an optimizer may have when it is made: tensors of one number, as Adagrad's."""
+    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
+
+
+def fit_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    """Give states that `optimizer` was made with the rows that `parameter` has since. It must not have stepped."""
+    state = unwrapped(optimizer).state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]:
+            state[key] = value.flatten()[:1].expand(parameter.shape).clone()
+
+
+def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """`value`, state `key` of `parameter`, if it has a row for each of the parameter's. Else UserError says `name`."""
+    if value.shape[0] == parameter.shape[0]:
+        return value
+    raise UserError(
+        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} where the experts are "
+        f"{parameter.shape[0]} rows, so it can be neither saved nor moved with them: use an optimizer such as AdamW "
+        "whose state has a row per expert."
+    )
+
+
+def _try(
+    optimizer: Optimizer, parameters: list[nn.Parameter], factor: float
+) -> tuple[list[Tensor], list[tuple[nn.Parameter, dict[str, Any]]]]:
+    """Steps of another optimizer like `optimizer` on small parameters: those, without the last row of owned ones; and
+    the owned ones with their states.
+
+    `factor` multiplies the weights and gradients of the last rows.
+    """
+    draws = torch.Generator().manual_seed(0)
+    trials: list[nn.Parameter] = []
+    replaced: dict[int, Any] = {}  # by `copy.deepcopy`, so that nothing in the copy is the optimizer's own
+
+    def draw(like: Tensor) -> Tensor:
+        sizes = [min(size, LARGEST) for size in like.shape]
+        has_rows = ownership_of(like) is not None
+        values = torch.randn([ROWS, *sizes[1:]] if has_rows else sizes, generator=draws)
+        if has_rows:
+            values[-1] *= factor
+        return values.to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+    for parameter in parameters:
+        trial = nn.Parameter(draw(parameter))
+        trials.append(trial)
+        replaced[id(parameter)] = trial
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.ndim:
+                filled = trial.new_zeros(trial.shape, dtype=torch.promote_types(value.dtype, torch.float32))
+                replaced[id(value)] = filled + value.flatten()[0]
+    # Hooks are in ordered dicts; a scheduler puts its own `step` on the instance.
+    attributes = {
+        key: OrderedDict() if isinstance(value, OrderedDict) else value
+        for key, value in vars(optimizer).items()
+        if key != "step"
+    }
+    other = object.__new__(type(optimizer))
+    other.__dict__ = copy.deepcopy(attributes, replaced)
+    for group in other.param_groups:
+        if isinstance(group.get("lr"), Tensor):
+            group["lr"].fill_(LR)
+        elif isinstance(group.get("lr"), float | int):
+            group["lr"] = LR
+    step = type(optimizer).step
+    closure = [lambda: torch.zeros(())] if len(inspect.signature(step).parameters) > 1 else []
+    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        torch.manual_seed(0)
+        for _ in range(STEPS):
+            for parameter, trial in zip(parameters, trials, strict=True):
+                trial.grad = draw(parameter)
+            step(other, *closure)  # type: ignore[arg-type]
+    has_rows = [ownership_of(parameter) is not None for parameter in parameters]
+    ends = [trial.detach()[:-1] if rows else trial.detach() for trial, rows in zip(trials, has_rows, strict=True)]
+    return ends, [(t, other.state.get(t, {})) for t, rows in zip(trials, has_rows, strict=True) if rows]
