@@ -60,6 +60,7 @@ FENCES = {
         "toolkit.hosts.engine",
     ),
     "transformers": ("toolkit.compat", "toolkit.hosts.transformers", "toolkit.data.tokenizer"),
+    "peft": ("toolkit.hosts.peft",),
     "matplotlib": ("toolkit.pictures", "toolkit.domains"),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
