@@ -73,6 +73,7 @@ Keys are those of metrics.jsonl and results.json; what is nested in them has its
 
 CORRECTED: dict[str, str] = {
     r"expert_placement/.*": "where experts began; now where they ended, without empty slots and inactive experts",
+    r"expert_load_notice": "was not there; now a sentence, where the load of experts is uneven",
 }
 """Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
 

@@ -85,7 +85,8 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
         groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
-        tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=config.initial_placement)
+        placement = config.initial_placement or "contiguous"
+        tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=placement)
         run.describe(**tk.describe_experts(model, groups))
         routers = tk.transformers.watch_routers(model) if config.experts else []
         penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)

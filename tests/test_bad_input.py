@@ -62,6 +62,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--max-experts 3", "--max-experts 3: take --experts 4 or more"),
     ("--max-experts 8 --min-experts 1", "--min-experts 1: take --top-k 2 to --experts 4"),
     ("--max-experts 8 --spare-slots 1", "--spare-slots 1: leave it out: dynamic experts"),
+    ("--max-experts 8 --initial-placement contiguous", "--initial-placement contiguous: leave it out: --max-experts"),
     ("--max-experts 8 --compile", "--compile True: leave it out"),
     ("--max-experts 8 --experts 0 --top-k 1", "--experts 0: take one or more with --max-experts"),
     ("--max-experts 8 --force-balanced", "--force-balanced True: leave it out"),

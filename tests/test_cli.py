@@ -14,7 +14,7 @@ from recipes import har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.helpers import run_recipe
 from toolkit import cli
 from toolkit.config.flags import COMMON, flags_of, help_text
-from toolkit.config.run import RunConfig
+from toolkit.config.run import RunConfig, to_dict
 from toolkit.errors import Preempted, UserError
 
 
@@ -67,6 +67,11 @@ def test_the_first_word_picks_a_preset_and_flags_change_it():
 )
 def test_flags_are_read_as_people_write_them(typed: str, changed: dict[str, Any]):
     assert cli.parse(PRESETS, typed.split()) == replace(full(), **changed)
+
+
+def test_the_name_of_the_preset_is_kept_for_trackers_and_is_no_setting():
+    assert [cli.parse(PRESETS, words).preset for words in ([], ["tiny", "--epochs", "3"])] == ["full", "tiny"]
+    assert "preset" not in to_dict(cli.parse(PRESETS, ["tiny"]))
 
 
 def test_groups_are_reached_by_a_dot():

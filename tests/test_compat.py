@@ -86,6 +86,22 @@ def test_a_recomputation_runs_inside_the_backward_and_a_forward_does_not():
         assert not compat.in_backward()
 
 
+def test_a_reentrant_checkpoint_is_told_from_an_evaluation():
+    seen: list[tuple[bool, bool]] = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append((compat.in_reentrant_checkpoint(), torch.is_grad_enabled()))
+        return x.sin()
+
+    with relying_on("torch", "torch.utils.checkpoint.CheckpointFunction.forward"):
+        checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=True).sum().backward()
+        with torch.no_grad():
+            region(torch.ones(2))
+            with pytest.warns(UserWarning, match="requires_grad"):
+                checkpoint(region, torch.ones(2), use_reentrant=True)
+        assert seen == [(True, False), (False, True), (False, False), (False, False)]
+
+
 class TwoLayers(nn.Module):
     def __init__(self, value: float):
         super().__init__()

@@ -97,7 +97,9 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(type(default), default=default, args=words, description="")
+            config = tyro.cli(type(default), default=default, args=words, description="")
+            object.__setattr__(config, "preset", preset)  # which is frozen
+            return config
     except SystemExit as stop:
         if refusal := _user_error_behind(stop):
             raise refusal from None

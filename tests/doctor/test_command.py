@@ -102,6 +102,14 @@ def test_what_cannot_be_examined_is_one_line_and_exit_code_2(
     assert said in last
 
 
+def test_a_script_that_records_offline_leaves_no_wandb_run_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = tmp_path / "script.py"
+    script.write_text("import wandb\nwandb.init(mode='offline').finish()\nraise RuntimeError('it was recorded')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", str(script)]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
 def test_a_number_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--steps", "0", str(TOY)]) == 2
     assert "--steps 0" in capsys.readouterr().err

@@ -26,7 +26,9 @@ def test_a_run_is_not_continued_on_other_data(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(tk.Preempted):
         train(small_config(folder), Stop(7, "SIGTERM"))
-    with pytest.raises(tk.UserError, match=r"started with train data of 95 rows .* 94 rows .* now: give the --dataset"):
+    with pytest.raises(
+        tk.UserError, match=r"started with train data of 95 rows .*, not of 94 rows .*: give the --dataset"
+    ):
         train_on(folder, rows=94)
     with pytest.raises(tk.UserError, match="started with train data of 95 rows"):
         train_on(folder, rows=95)

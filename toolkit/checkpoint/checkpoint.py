@@ -292,7 +292,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if then.get(field) != now.get(field)
     ]
     line = other_data(then.get(DATA, {}), now.get(DATA, {}))
-    return lines if line is None else [*lines, f"it was made with {line} now"]
+    return lines if line is None else [*lines, f"it was made with {line}"]
 
 
 def _misfits(

@@ -33,8 +33,9 @@ class ExpertRunConfig(RunConfig):
     """Optimizer steps between plans."""
     spare_slots: int = 0
     """Spare expert slots on each process, for the replicas of --planner replicate."""
-    initial_placement: Literal["contiguous", "round_robin"] = "contiguous"
-    """Place experts at the start in blocks of consecutive ids or round-robin; --max-experts always is round-robin."""
+    initial_placement: Literal["contiguous", "round_robin"] | None = None
+    """Place experts at the start in blocks of consecutive ids or round-robin; none: blocks, with --max-experts
+    round-robin."""
     guard: bool = True
     """Skip plans whose expected gain, from measured step times, does not pay for the transfer."""
     link_gbytes_per_second: float | None = 10.0
@@ -215,6 +216,8 @@ class DynamicRunConfig(MoERunConfig):
         for name, required in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
             value = getattr(self, name)
             require(value == required, name, value, "leave it out: dynamic experts (--max-experts) do not support it")
+        place = self.initial_placement
+        require(place is None, "initial_placement", place, "leave it out: --max-experts places experts round-robin")
         require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
 
     @property

@@ -70,4 +70,4 @@ def same_data(one: Identity, other: Identity) -> bool:
 
 def describe(of: Identity) -> str:
     """An identity in half a sentence."""
-    return f"{of['rows']:,} rows with digest {of['sha256'][:12]}"
+    return f"{of['rows']:,} rows (digest {of['sha256'][:12]})"

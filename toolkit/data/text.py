@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.compat import fingerprint
-from toolkit.data.cache import cached_columns
+from toolkit.data.cache import cache_dir, cached_columns
 from toolkit.data.files import check_digest, content_key, unreadable
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import OnMain
@@ -209,8 +209,16 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
             f"--dataset {name}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
             "and --dataset stdlib needs no network."
         )
+    key = ""
+    kept: dict[str, Any] = {}
+    if Path(name).is_dir():  # `datasets` tells local files by path and time alone
+        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        for path in files:
+            check_digest(path)
+        key = content_key(files)
+        kept["cache_dir"] = str(cache_dir() / "datasets" / key)
     try:
-        splits = datasets.load_dataset(name, config)
+        splits = datasets.load_dataset(name, config, **kept)
     # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
@@ -227,7 +235,8 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
     def documents(split: Any) -> list[bytes]:
         return [text.encode() for text in split[column] if text]
 
-    key = hashlib.sha256("".join(fingerprint(splits[part]) for part in splits).encode()).hexdigest()[:16]
+    key += "".join(fingerprint(splits[part]) for part in splits)
+    key = hashlib.sha256(key.encode()).hexdigest()[:16]
     if held_out is None or splits[held_out] is train:
         return *split(documents(train)), key
     return documents(train), documents(splits[held_out]), key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DistributedSampler
 
 from toolkit.compat import wrap_method
 from toolkit.doctor.probe import Probe
@@ -35,6 +36,7 @@ def attach(probe: Probe) -> None:
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         _replace(groups.make_expert_groups, lambda _ep_size=1: groups.ExpertGroups(), groups)
     _switch_off_dropout(probe)
+    _attach_sampler(probe)
     _attach_ours(probe)
 
 
@@ -83,6 +85,20 @@ def _replace(original: Any, replacement: Any, owner: Any) -> None:
     for module in [owner, *list(sys.modules.values())]:
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, replacement)
+
+
+def _attach_sampler(probe: Probe) -> None:
+    def iterating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(self: Any) -> Iterator[int]:
+            ended = vars(self).setdefault("_ended_epochs", set())
+            if self.shuffle and self.epoch in ended:
+                probe.record.repeated_orders.append(type(self).__name__)
+            yield from original(self)
+            ended.add(self.epoch)
+
+        return iterate
+
+    wrap_method(DistributedSampler, "__iter__", iterating)
 
 
 def _attach_accelerator(probe: Probe) -> None:

@@ -181,7 +181,9 @@ def _run(
     folder.mkdir()
     words = [*args, *_recipe_flags(script, args, folder)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    # A mode that the script gives itself counts more than the variable: its runs go with the folder.
+    environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
     reserved = reserve_port()
     if world > 1:
         environment |= {

@@ -18,6 +18,7 @@ class Finding:
 
 
 OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides otherwise under recomputation"
+LOST = "micro-batch lost"
 
 
 def recomputed_otherwise(error: str) -> Finding:

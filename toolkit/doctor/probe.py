@@ -55,6 +55,10 @@ class Probe:
         self.splits = False
         """Whether data loaders' batches are to be split over ranks although the script did not ask for it."""
         self._open_step = True
+        self._unreached = 0
+        """Balance losses of this step that no backward has reached."""
+        self._has_gradients = False
+        """Whether a backward has ended since any optimizer's last step."""
 
     def _at(self, place: str, step: int) -> None:
         """Leave word of where this rank is, for when it never ends."""
@@ -139,8 +143,14 @@ class Probe:
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and model.training and not self.in_backward:
             balance_loss = getattr(output, "aux_loss", None)
-            if balance_loss is not None:
-                self.step.balance_losses.append(float(balance_loss))
+            if isinstance(balance_loss, Tensor):
+                self.step.balance_losses.append(float(balance_loss.detach()))
+                if balance_loss.requires_grad:
+                    self._unreached += 1
+                    balance_loss.register_hook(self._reach)
+
+    def _reach(self, _gradient: Tensor) -> None:
+        self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         """Of the first forward, a fingerprint of each module's output for each sample."""
@@ -178,13 +188,15 @@ class Probe:
             self.record.redecided.append(name)
 
     def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
+        if self._has_gradients and not any(p.grad is not None and p.grad.any() for _, p in self.parameters()):
+            self.record.lost_micro_batches.append(f"step {len(self.record.steps) + 1}")
         self.step.losses.append(float(loss.detach()))
         self._at("in a backward", len(self.record.steps) + 1)
         self.in_backward = True
         try:
             return backward()
         finally:
-            self.in_backward = False
+            self.in_backward, self._has_gradients = False, True
             self._choices.clear()
 
     def clip(self, clip: Callable[[], Any]) -> Any:
@@ -204,6 +216,7 @@ class Probe:
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours(optimizer):
             return
+        self._has_gradients = False
         if all(known is not optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
         if optimizer is not self.optimizers[0]:
@@ -232,6 +245,9 @@ class Probe:
         for name, cursor in self._cursors.items():
             self.step.counts[name] = cursor.new_load_E().tolist()
             cursor.advance()
+        if self._unreached and "aux_loss" not in self.record.unused_losses:
+            self.record.unused_losses.append("aux_loss")
+        self._unreached = 0
         self.record.steps.append(self.step)
         self._at("after its update", len(self.record.steps))
         self.step, self._open_step = Step(), True

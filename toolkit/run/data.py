@@ -30,11 +30,11 @@ def record_data(run: Run, **tables: TensorTable) -> None:
     def decide() -> dict[str, Any]:
         for rank, theirs in enumerate(found):
             if line := other_data(found[0], theirs):
-                raise UserError(f"the data of processes differ: process 0 has {line} on process {rank}: copy one set.")
+                raise UserError(f"the data of processes differ: process 0 has {line} as process {rank}: copy one set.")
         if line := other_data(run.data, found[0]):
-            raise UserError(f"the run in {run.folder} was started with {line} now: {REMEDY}.")
+            raise UserError(f"the run in {run.folder} was started with {line}: {REMEDY}.")
         data = found[0] | run.data
-        if data != run.data:
+        if data != run.data and (run.folder / "config.json").exists():
             try:
                 write_json(run.folder / "config.json", recorded_config(run.name, run.config) | {DATA: data})
             except OSError as error:
@@ -45,8 +45,8 @@ def record_data(run: Run, **tables: TensorTable) -> None:
 
 
 def other_data(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first use of data, present in both, whose data differ: "train data of 3 rows with digest 1a2b, not 4 ..."."""
+    """The first use of data, present in both, whose data differ: "train data of 3 rows (digest 1a), not of 4 ..."."""
     for part in before.keys() & now.keys():
         if not same_data(before[part], now[part]):
-            return f"{part} data of {describe(before[part])}, and they have {describe(now[part])}"
+            return f"{part} data of {describe(before[part])}, not of {describe(now[part])}"
     return None

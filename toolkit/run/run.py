@@ -149,7 +149,9 @@ class Run:
             return
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         config = recorded_config(self.name, self.config) | facts
-        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.print)
+        self._trackers = start_trackers(
+            self.config.tracker, self.name, self.config.preset, self.folder, config, self.print
+        )
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""

@@ -25,6 +25,8 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     if has("test_bits_per_byte", "test_loss"):
         perplexity = math.exp(results["test_loss"])
         rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
+    if results.get("expert_load_notice"):
+        rows.append(("expert load", str(results["expert_load_notice"])))
     if has("steps", "samples"):
         epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))

@@ -38,7 +38,8 @@ def moe_from_config(
     config: MoERunConfig, dim: int, *, groups: ExpertGroups, shared_expert: nn.Module | None = None
 ) -> MoE:
     """The layer that the flags describe, of width `dim`: with dynamic experts where `config` has `max_experts`."""
-    make: Callable[..., MoE] = partial(make_moe, placement=config.initial_placement, spare_slots=config.spare_slots)
+    placement = config.initial_placement or "contiguous"
+    make: Callable[..., MoE] = partial(make_moe, placement=placement, spare_slots=config.spare_slots)
     if isinstance(config, DynamicRunConfig) and config.max_experts is not None:
         make = partial(make_dynamic_moe, max_experts=config.max_experts)
     return make(

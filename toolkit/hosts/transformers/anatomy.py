@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import has_stacked_parameters
-from toolkit.moe.recompute import recomputing
+from toolkit.hosts.foreign import has_stacked_parameters, outside_wrappers
+from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.router import Routing
 
 
@@ -39,8 +39,9 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = {}
     for name, experts in experts_modules(model).items():
-        block = model.get_submodule(name.rpartition(".")[0])
-        candidates = [m for m in block.children() if _router_rows(m) == _num_experts(experts)]
+        block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in block.children()]
+        candidates = [m for m in children if _router_rows(m) == _num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
@@ -72,6 +73,16 @@ class RouterWatch:
         router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise UserError(
+                f"the router of the experts at {self.name!r} ({type(router).__name__}) does not return logits, weights "
+                "and expert ids, so RouterPenalty cannot balance it: use the model's own balance loss."
+            )
+        if router.training and not torch.is_grad_enabled() and in_reentrant_forward():
+            raise UserError(
+                "reentrant checkpointing gives RouterPenalty a routing without gradients, so it would balance nothing: "
+                'call gradient_checkpointing_enable({"use_reentrant": False}).'
+            )
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
         probs_TE = logits_TE.softmax(-1)
