@@ -172,3 +172,10 @@ def test_what_needs_single_rows_says_so(tmp_path: Path):
         trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
         with pytest.raises(UserError, match=r"need training data in a tk\.TensorTable"):
             _ = trainer.batches.order
+
+
+def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(tmp_path / "run", "own generator", max_steps=2)
+    monkeypatch.setattr("tests.standard.test_loaders.SAMPLES", SAMPLES - 1)
+    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
+        train(tmp_path / "run", "own generator", max_steps=4)
