@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import toolkit as tk
 from tests.equality import IN_FLOAT64, in_float64
@@ -175,7 +175,12 @@ def test_what_needs_single_rows_says_so(tmp_path: Path):
 
 
 def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train(tmp_path / "run", "own generator", max_steps=2)
-    monkeypatch.setattr("tests.standard.test_loaders.SAMPLES", SAMPLES - 1)
+    rows = iter([SAMPLES, SAMPLES - 1])
+
+    def shrinking(kind: str) -> DataLoader[Any]:
+        points = Points() if kind == "stream" else Subset(Points(), range(next(rows)))
+        return DataLoader(points, batch_size=BATCH, collate_fn=collate)
+
+    monkeypatch.setitem(train.__globals__, "loader", shrinking)
     with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
-        train(tmp_path / "run", "own generator", max_steps=4)
+        train(tmp_path / "run", "shrinking", stop_at=7)
