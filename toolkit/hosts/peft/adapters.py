@@ -100,6 +100,7 @@ class _Stacked:
 
     def __init__(self, layer: Any, experts: int):
         self.experts = experts
+        layer.weight.shape_when_made = layer.weight.shape  # for states that an optimizer has from the start
         layer.weight.data = self.stacked(layer.weight.data)
         layer.weight.as_saved = self.as_saved  # for `toolkit.hosts.transformers.saving`
         layer.register_load_state_dict_pre_hook(self._take_rows)
