@@ -57,6 +57,10 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 	    *) echo "error: KERNELS=$(KERNELS): take avx2 or default." >&2; exit 2;; esac
 	$(KERNELS_$(KERNELS)) $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
+.PHONY: families
+families: $(VENV)/.installed-dev ## write docs/transformers_families.md anew: every mixture of the installed transformers, a minute
+	$(PY) -m tests.hosts.transformers.test_mixtures
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
 	@for round in $$(seq $(ROUNDS)); do \
@@ -115,11 +119,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV): about three minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) -e .
 	@touch $@
+	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV): about three minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.installed $@
+	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"

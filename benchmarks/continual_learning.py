@@ -134,10 +134,12 @@ class Cell:
     arm: str
     seed: int
     strength: float | None = None
+    memory: int = MEMORY
 
     @property
     def file(self) -> Path:
         words = [self.stream, self.arm, *([] if self.strength is None else [f"{self.strength:g}"]), str(self.seed)]
+        words += [] if self.memory == MEMORY else [f"memory_{self.memory}"]
         return CELLS / ("-".join(words).replace(", ", "_").replace(" ", "_") + ".json")
 
     def result(self) -> dict[str, Any]:
@@ -177,12 +179,14 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
             if elastic is not None:
                 callbacks += [Consolidation(elastic, stream, ends)]
             elif arm.method == "replay":
-                memory = ReplayMemory(stream.train, MEMORY, seed=cell.seed)
+                memory = ReplayMemory(stream.train, cell.memory, seed=cell.seed)
                 callbacks += [Replay(memory, config.batch_size), Remember(memory)]
             elif arm.method == "lifecycle":
                 # As many remembered samples are replayed as by `Replay`, but in sleep.
                 every = max(1, ends[0] // SLEEPS_PER_TASK)
-                lifecycle = replace(LIFE, sleep_every=every, replay_steps=every, **arm.lifecycle)
+                lifecycle = replace(
+                    LIFE, memory_size=cell.memory, sleep_every=every, replay_steps=every, **arm.lifecycle
+                )
                 active = replace(config, lifecycle=lifecycle)
                 callbacks += tk.lifecycle_callbacks(
                     model, active, balance, task, stream.train, num_classes=stream.num_classes

@@ -17,7 +17,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,16 @@ def balance() -> None:
             rows.append(
                 {"experts, ranks": f"{experts}, {ranks}", "workload": name, **dict(zip(titles, worst, strict=True))}
             )
-    write_report("planners_balance", rows, seeds=SEEDS)
+    write_report("planners_balance", [*rows, *worst_of(rows)], seeds=SEEDS)
+
+
+def worst_of(rows: Sequence[Row]) -> list[Row]:
+    """A row more for each number of experts and ranks: the greatest of each ratio over the workloads."""
+    worst: dict[str, Row] = {}
+    for row in rows:
+        most = worst.setdefault(row["experts, ranks"], {**row, "workload": "worst"})
+        most |= {key: max(most[key], value) for key, value in row.items() if isinstance(value, float)}
+    return list(worst.values())
 
 
 def small() -> None:
@@ -150,7 +159,7 @@ def small() -> None:
             rows.append(
                 {"experts, ranks": f"{experts}, {ranks}", "workload": name, **dict(zip(titles, worst, strict=True))}
             )
-    write_report("planners_small", rows, seeds=SEEDS, search=SEARCH)
+    write_report("planners_small", [*rows, *worst_of(rows)], seeds=SEEDS, search=SEARCH)
 
 
 def drift() -> None:

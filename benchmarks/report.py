@@ -1,16 +1,39 @@
-"""The report of a benchmark: a table on the console, and a JSON file with the machine and the date."""
+"""The report of a benchmark: a table on the console, and a JSON file with the command, the code and the machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+LOAD_BEFORE = os.getloadavg()[0]
+"""Processes that ran or waited for a processor in the last minute, before this benchmark began: it imports this module
+first of all. Times are to be trusted where it is near 0."""
+PACKAGES = ("torch", "accelerate", "transformers", "lightning", "numpy", "scikit-learn")
+
+
+def _commit() -> str | None:
+    """The commit that was measured, with "-dirty" where files were changed since; None without git."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"]
+    try:
+        return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+COMMIT = _commit()
+"""Asked before the benchmark begins, as `LOAD_BEFORE` is."""
 
 
 def machine() -> dict[str, Any]:
@@ -19,10 +42,26 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
+        "load before": round(LOAD_BEFORE, 2),
         "python": platform.python_version(),
+        **{name: found for name in PACKAGES if (found := _version(name))},
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def command() -> str:
+    """What was typed, with the script named from the repository's root and data folders by their names alone."""
+    script, *words = sys.argv
+    path = Path(script).resolve()
+    shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    return shlex.join(["python", shown, *(Path(word).name if Path(word).is_absolute() else word for word in words)])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -33,12 +72,20 @@ def _processor() -> str:
 
 
 def write_report(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Print `rows` as a Markdown table and write them, with `facts` and the machine, to results/<name>.json."""
+    """Print `rows` as a Markdown table and write them, with `facts`, the command, the commit
+    and the machine, to results/<name>.json."""
     columns = list(rows[0])
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
         print("| " + " | ".join(str(row[column]) for column in columns) + " |")
-    folder = Path(__file__).parent / "results"
+    folder = ROOT / "benchmarks" / "results"
     folder.mkdir(exist_ok=True)
-    record = {"benchmark": name, **facts, "machine": machine(), "rows": list(rows)}
+    record = {
+        "benchmark": name,
+        "command": command(),
+        "commit": COMMIT,
+        **facts,
+        "machine": machine(),
+        "rows": list(rows),
+    }
     (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -11,8 +11,8 @@ an example that does not use our trainer. Each tree imports its own toolkit. The
 and results.json. Prints a row for each configuration; exit code 1 where any differs or does not run.
 
 Two trees may call the same thing by different names: RENAMED_FLAGS and RENAMED_KEYS. A key that only one of them has
-is a difference. What the clock, the memory of the machine or git say is not compared: `may_differ`. Records can only
-be compared on the machine that made them, because processors round differently.
+is a difference, but for those of ADDED. What the clock, the memory of the machine or git say is not compared:
+`may_differ`. Records can only be compared on the machine that made them, because processors round differently.
 """
 
 from __future__ import annotations
@@ -73,8 +73,14 @@ Keys are those of metrics.jsonl and results.json; what is nested in them has its
 
 CORRECTED: dict[str, str] = {
     r"expert_placement/.*": "where experts began; now where they ended, without empty slots and inactive experts",
+    r"expert_load_notice": "was not there; now a sentence, where the load of experts is uneven",
 }
 """Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
+
+ADDED: dict[str, str] = {
+    r"(moe/)?plans_refused": "plans that the guard refused, which went uncounted before",
+}
+"""Regular expressions that match whole keys that only this tree has, and what they are: not compared."""
 
 SHOWN = 12
 """Differences of one configuration that are listed below the table."""
@@ -155,13 +161,13 @@ CONFIGURATIONS = [
 
 
 def may_differ(key: str) -> bool:
-    """Whether a value may differ: of the clock, of the machine's memory, where the code came from, or corrected."""
+    """Whether a value may differ: of the clock, of the machine's memory, where the code came from, corrected or new."""
     last = key.rpartition("/")[2]
     return (
         key.startswith("perf/")
         or last.endswith(("_seconds", "_per_second", "_ms", "_at"))
         or last in ("peak_memory_bytes", "git_revision")
-        or any(re.fullmatch(pattern, key) for pattern in CORRECTED)
+        or any(re.fullmatch(pattern, key) for pattern in (*CORRECTED, *ADDED))
     )
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,22 @@ def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"sweep": name, "cell": " ".join(f"{axis}={value}" for axis, value in key.items())}
         row |= {"runs": mean["runs"], "test error %": round(100 * (1 - mean["test_accuracy mean"]), 2)}
         row |= {"sd": None if len(runs) < 2 else round(100 * mean["test_accuracy sd"], 2), "each seed": errors}
+        row |= {**key, **accuracy_of(errors)}
         for metric in METRICS[1:]:
             value = mean.get(f"{metric} mean")
             row[metric] = None if value is None else round(value, 3)
         rows.append(row)
     return rows
+
+
+def accuracy_of(errors: Sequence[float]) -> dict[str, Any]:
+    """The same in percent answered rightly, and the standard error of the mean."""
+    spread = round(statistics.stdev(errors) / len(errors) ** 0.5, 2) if len(errors) > 1 else None
+    return {
+        "accuracy %": round(100 - statistics.mean(errors), 2),
+        "accuracy of each seed": [round(100 - error, 2) for error in errors],
+        "standard error": spread,
+    }
 
 
 if __name__ == "__main__":

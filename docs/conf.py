@@ -34,6 +34,7 @@ CONTENTS = {
         "docs/lifecycle",
         "docs/knowledge_graph",
         "docs/transformers",
+        "docs/transformers_families",
         "toolkit/moe/README",
     ],
     "Subjects": ["docs/language_model", "docs/speech", "docs/har", "docs/vae", "docs/continual_learning"],

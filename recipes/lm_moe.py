@@ -85,7 +85,8 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
         groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
-        tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=config.initial_placement)
+        placement = config.initial_placement or "contiguous"
+        tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=placement)
         run.describe(**tk.describe_experts(model, groups))
         routers = tk.transformers.watch_routers(model) if config.experts else []
         penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
@@ -96,11 +97,6 @@ def main(config: Config) -> dict[str, Any]:
             train=data.train,
             test=data.test,
             eval_batch_size=4 * config.batch_size,
-            callbacks=[
-                tk.ExpertLoad(model),
-                tk.TraceRecorder(model, enabled=config.record_traces, top_k=[config.top_k] * config.layers),
-                tk.Replan.from_config(model, config),
-            ],
         )
         results = trainer.fit()
         prompts = data.prompts(3, config.context - config.sample_tokens)
@@ -108,7 +104,8 @@ def main(config: Config) -> dict[str, Any]:
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]
         run.print("\n\n".join(["", *samples]))
         if config.export:
-            facts, folder = asdict(config) | run.facts | results, run.folder / "model"
+            facts = asdict(config) | run.facts | results
+            folder = run.folder / "model"
             tk.transformers.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
         return run.finish(results)
 

@@ -83,16 +83,16 @@ def guide() -> Config:
 
 def build(config: Config, data: speech.SpeechData, letters: speech.Characters) -> tuple[tk.Task, nn.Module]:
     sizes: Any = {"thetas": config.thetas, "order": config.order, "dropout": config.dropout}
+    kind: Any = speech.MemoryEncoder if config.encoder == "memory" else speech.AttentionEncoder
     if config.encoder == "memory":
         sizes |= {"channels": config.channels, "stride": config.stride}
-    kind = speech.MemoryEncoder if config.encoder == "memory" else speech.AttentionEncoder
-    standardise, encoder = speech.Standardise(data.mean, data.std), kind(data.num_mels, config.width, **sizes)
+    encoder = kind(data.num_mels, config.width, **sizes)
     if config.target == "digits":
         task: tk.Task = tk.Classification(inputs=("input", "input_length"))
-        return task, speech.SpeechClassifier(standardise, encoder, data.num_digits())
+        return task, speech.SpeechClassifier(speech.Standardise(data.mean, data.std), encoder, data.num_digits())
     lexicon = speech.Lexicon(data.words(letters.space), letters.space) if config.lexicon else None
     task = speech.CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size, lexicon=lexicon)
-    return task, speech.SpeechRecogniser(standardise, encoder, len(letters))
+    return task, speech.SpeechRecogniser(speech.Standardise(data.mean, data.std), encoder, len(letters))
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def main(config: Config) -> dict[str, Any]:
         how |= {"features": mel, "characters": letters, "on_main": run.on_main_and_share}
         data = speech.load_speech(config.dataset, config.data_dir, **how)
         task, model = build(config, data, letters)
-        run.describe(dataset=data.name, dataset_notice=data.notice)
-        run.describe(parameters=sum(p.numel() for p in model.parameters()))
+        parameters = sum(p.numel() for p in model.parameters())
+        run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
         order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
         augment = speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
         how = {"train": data.train, "test": data.test, "order": order, "augment": augment}

@@ -85,8 +85,10 @@ def main(config: Config) -> dict[str, Any]:
         penalty = tk.RouterPenalty(
             model, balance_weight=balance_weight, z_weight=config.z_weight, balance_scope=config.balance_scope
         )
-        blank, grey = config.blank_pixels, round(255 * data.mean)
-        augment = tk.BlankPixels(blank, shape=(28, 28), grey=grey, seed=config.seed) if blank else None
+        augment = None
+        if config.blank_pixels:
+            grey = round(255 * data.mean)
+            augment = tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=grey, seed=config.seed)
         task = tk.Classification(penalty=penalty)
         trainer = tk.standard_trainer(
             run,

@@ -60,7 +60,7 @@ def full() -> Config:
 
 def debug() -> Config:
     """Seconds: the embedded digits, small networks."""
-    small = replace(full(), style_dim=4, hidden_size=32, classifier_hidden_size=64)
+    small = replace(full(), style_dim=4, hidden_size=32)
     return replace(small, dataset="digits", epochs=2, labels=50, batch_size=64, log_every=10)
 
 
@@ -81,6 +81,7 @@ def build(config: Config, num_classes: int) -> tuple[ae.SemiSupervisedVAE | ae.R
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
         return ae.RelaxedVAE(style_dim=config.style_dim, **sizes), ae.RelaxedBound(config.supervision_weight)
+    sizes["classifier_hidden"] = config.classifier_hidden_size
     if config.objective == "exact":
         model = ae.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
         return model, ae.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
@@ -107,9 +108,8 @@ def main(config: Config) -> dict[str, Any]:
         callbacks: list[tk.Callback] = [ae.StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            usual["order"], mask = ae.reference_mask(
-                len(data.train), config.labels, config.batch_size, seed=config.seed
-            )
+            counts = len(data.train), config.labels, config.batch_size
+            usual["order"], mask = ae.reference_mask(*counts, seed=config.seed)
             callbacks.append(mask)
         return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
 

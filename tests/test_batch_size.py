@@ -17,6 +17,7 @@ from tests.helpers import run_distributed
 from toolkit import batch_size
 from toolkit.batch_size import CHOICE_FILE, Probe, accumulation_steps, memory_budget, try_sizes
 from toolkit.data.table import TensorTable
+from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
 
 MEBI = 2**20
@@ -158,7 +159,7 @@ def ranks_disagree(folder) -> int:
         groups = tk.make_expert_groups(2)
         model = nn.Sequential(nn.Linear(4, 6), tk.make_moe(6, 4, 4, 2, groups=groups), nn.Linear(6, 2))
         task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=0.1))
-        load = tk.ExpertLoad(model)
+        load = ExpertLoad(model)
         steps = accumulation_steps(run, task, model, table(), optimizer)
         assert len(load.forwards) == 0
         assert int(model[1].load_E.sum()) == 0

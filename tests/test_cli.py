@@ -14,7 +14,7 @@ from recipes import har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.helpers import run_recipe
 from toolkit import cli
 from toolkit.config.flags import COMMON, flags_of, help_text
-from toolkit.config.run import RunConfig
+from toolkit.config.run import RunConfig, to_dict
 from toolkit.errors import Preempted, UserError
 
 
@@ -69,6 +69,11 @@ def test_flags_are_read_as_people_write_them(typed: str, changed: dict[str, Any]
     assert cli.parse(PRESETS, typed.split()) == replace(full(), **changed)
 
 
+def test_the_name_of_the_preset_is_kept_for_trackers_and_is_no_setting():
+    assert [cli.parse(PRESETS, words).preset for words in ([], ["tiny", "--epochs", "3"])] == ["full", "tiny"]
+    assert "preset" not in to_dict(cli.parse(PRESETS, ["tiny"]))
+
+
 def test_groups_are_reached_by_a_dot():
     config = cli.parse(PRESETS, ["--optimizer.weight_decay", "0.5", "--schedule.name", "constant"])
     assert (config.optimizer.weight_decay, config.schedule.name) == (0.5, "constant")
@@ -106,7 +111,7 @@ def test_help_begins_with_presets_and_common_flags_on_one_screen(recipe: ModuleT
     config = next(iter(recipe.PRESETS.values()))()
     text = help_text("recipe.py", recipe.__doc__, recipe.PRESETS, config)
     screen = text.splitlines()[:24]
-    assert screen[0] == "usage: python recipe.py [PRESET] [--flag value ...]"
+    assert screen[0] == "usage: python recipe.py [PRESET] [--config FILE] [--flag value ...]"
     flags = {flag.name: flag for flag in flags_of(config)}
     common = [name for name in COMMON if name in flags]
     shown = [line.split()[0] for line in screen if line.startswith("  --")]

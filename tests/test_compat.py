@@ -86,6 +86,21 @@ def test_a_recomputation_runs_inside_the_backward_and_a_forward_does_not():
         assert not compat.in_backward()
 
 
+def test_a_reentrant_checkpoint_is_told_from_an_evaluation():
+    seen: list[tuple[bool, bool]] = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append((compat.in_reentrant_checkpoint(), torch.is_grad_enabled()))
+        return x.sin()
+
+    with relying_on("torch", "torch.utils.checkpoint.CheckpointFunction.forward"):
+        checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=True).sum().backward()
+        with torch.no_grad():
+            region(torch.ones(2))
+            checkpoint(region, torch.ones(2), use_reentrant=True)
+        assert seen == [(True, False), (False, True), (False, False), (False, False)]
+
+
 class TwoLayers(nn.Module):
     def __init__(self, value: float):
         super().__init__()
@@ -129,13 +144,6 @@ def test_names_under_torch_compile_are_those_without_it():
         plain = [name for name, _ in model.named_parameters()]
         assert wrapped != plain
         assert [compat.without_compile_prefix(name) for name in wrapped] == plain
-
-
-def test_all_dropout_layers_have_one_base_and_a_probability():
-    with relying_on("torch", "torch.nn.modules.dropout._DropoutNd"):
-        kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
-        assert all(isinstance(kind(0.25), compat.DROPOUTS) and kind(0.25).p == 0.25 for kind in kinds)
-    assert not isinstance(nn.Identity(), compat.DROPOUTS)
 
 
 # --- Accelerate --------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from jaxtyping import TypeCheckError
 
 from tests import modules_with_shapes
 from tests.helpers import run_distributed
+from toolkit.domains.activity.voting import vote
+from toolkit.domains.speech.legendre import LegendreMemory
 from toolkit.models.mlp import Pixels
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.experts import GroupedExperts
@@ -37,6 +39,8 @@ WRONG: dict[str, Callable[[], Any]] = {
     "fractions of other experts": lambda: load_balancing_share(PROBS_TE, torch.ones(5), 3),
     "labels of other samples": lambda: correct(PROBS_TE, torch.zeros(2, dtype=torch.int64)),
     "a loss per sample": lambda: Loss(torch.zeros(3), 3),
+    "views of one example": lambda: vote(PROBS_TE),
+    "a signal without channels": lambda: LegendreMemory(4, 8.0)(torch.zeros(2, 5)),
     "images as floats": lambda: Pixels(0.5, 0.5)(torch.zeros(3, 28, 28)),
 }
 

@@ -16,8 +16,9 @@ from toolkit.callbacks.base import Callback
 from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
 from toolkit.moe.layer import make_moe
-from toolkit.optim import constant, warmup_cosine
+from toolkit.optim import constant, initial_rates, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import Classification
@@ -192,6 +193,38 @@ def test_each_group_follows_the_schedule_and_lines_appear_at_log_steps_and_at_th
         assert line["train/epoch"] == step / 3
     # Epochs of 10 samples in batches of 4, 4, 2: two epochs and two batches.
     assert answer["samples"] == 10 + 10 + 4 + 4
+
+
+def rates_under_a_scheduler(make: str) -> list[list[float]]:
+    run, rates = toy_run(RunConfig(tracker="none", batch_size=4)), Rates()
+    inputs, labels = toy_data(10)
+    model = nn.Linear(DIM, CLASSES).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if make == "torch":
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    elif make == "transformers":
+        from transformers import get_linear_schedule_with_warmup
+
+        get_linear_schedule_with_warmup(optimizer, 5, 10)
+    batches = TrainBatches(TensorTable(input=inputs, label=labels), batch_size=4, seed=0)
+    how = {"max_steps": 2, "schedule": warmup_cosine(max_steps=8, warmup_steps=2), "callbacks": [rates]}
+    Trainer(run, Classification(), model, optimizer, batches, **how).fit()
+    return rates.seen
+
+
+@pytest.mark.parametrize("make", ["torch", "transformers"])
+def test_a_scheduler_that_was_made_before_does_not_leave_its_first_rate_behind(make):
+    plain, under_a_scheduler = (run_distributed(rates_under_a_scheduler, 1, kind)[0] for kind in ("none", make))
+    assert under_a_scheduler == plain
+    assert plain[0][0] > 0
+
+
+def test_rates_of_zero_are_refused():
+    weight = nn.Linear(1, 1)
+    with pytest.raises(UserError, match="the learning rate of every group is 0"):
+        initial_rates(torch.optim.SGD(weight.parameters(), lr=0.0), print)
+    groups = [{"params": [weight.weight], "lr": 0.0}, {"params": [weight.bias]}]
+    assert initial_rates(torch.optim.SGD(groups, lr=0.1), print) == [0.0, 0.1]
 
 
 def norms(max_grad_norm: float | None) -> tuple[float, float]:

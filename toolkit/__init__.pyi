@@ -27,7 +27,6 @@ from .errors import UserError as UserError
 from .hosts import transformers as transformers
 from .hosts.engine import ExpertParallel as ExpertParallel
 from .hosts.spread import spread_experts as spread_experts
-from .lab.traces import TraceRecorder as TraceRecorder
 from .models.mlp import MLP as MLP
 from .models.mlp import Pixels as Pixels
 from .models.mlp import ResidualClassifier as ResidualClassifier
@@ -35,9 +34,7 @@ from .moe.layer import MoE as MoE
 from .moe.layer import describe_experts as describe_experts
 from .moe.layer import make_moe as make_moe
 from .moe.lifecycle.layer import make_dynamic_moe as make_dynamic_moe
-from .moe.load.expert_load import ExpertLoad as ExpertLoad
 from .moe.losses import RouterPenalty as RouterPenalty
-from .moe.replan import Replan as Replan
 from .parallel.groups import ExpertGroups as ExpertGroups
 from .parallel.groups import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement

@@ -2,6 +2,7 @@
 
 python recipes/mnist_moe.py                            the first preset
 python recipes/mnist_moe.py debug --experts 16         another preset with one value changed
+python recipes/mnist_moe.py --config mine.yaml         flags from a file; those on the command line count more
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from toolkit.config import foreign_flags
-from toolkit.config.flags import help_text, value_types
+from toolkit.config.file import flags_of_file
+from toolkit.config.flags import CONFIG, help_text, value_types
 from toolkit.config.run import RunConfig
 from toolkit.errors import (
     EXIT_BUG,
@@ -70,9 +72,9 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
-    """The config of a preset with the flags in `args`. Raises UserError for any other word, flag or value.
+    """The config of a preset, changed by the file of --config, changed by the flags in `args`.
 
-    --help prints and exits.
+    Raises UserError for any other word, flag or value. --help prints and exits.
     """
     import tyro
 
@@ -86,20 +88,28 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     default = presets[preset]()
     if {"-h", "--help"} & set(args):
         _print_help(help_text(sys.argv[0], doc, presets, default))
-    flags = value_types(default)
+    flags = value_types(default) | {CONFIG: Path}
     words, given = _read(args, flags, presets)
+    in_file: dict[str, str] = {}
+    if path := given.get(CONFIG):
+        file_words, in_file = _read_file(Path(path), flags, presets)
+        words = file_words + words
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(type(default), default=default, args=words, description="")
+            config = tyro.cli(type(default), default=default, args=words, description="")
+            object.__setattr__(config, "preset", preset)  # which is frozen
+            return config
     except SystemExit as stop:
         if refusal := _user_error_behind(stop):
             raise refusal from None
         box = " ".join(line.strip("│╭╮╰╯─ ") for line in captured.getvalue().splitlines())
-        culprit = next((flag for flag in re.findall(r"--[\w.-]+", box) if flag in given), None)
+        culprit = next((flag for flag in re.findall(r"--[\w.-]+", box) if flag in in_file | given), None)
         if culprit is None:
             raise UserError(f"the command line could not be read: {box}") from None
-        raise UserError(f"{culprit} {given[culprit]}: take {_describe(flags[culprit])}.") from None
+        where = "" if culprit in given else f"{CONFIG} {path}: "
+        value = (in_file | given)[culprit]
+        raise UserError(f"{where}{culprit} {value}: take {_describe(flags[culprit])}.") from None
 
 
 def _user_error_behind(error: BaseException | None) -> UserError | None:
@@ -135,9 +145,7 @@ def _read(
             takes = "no value" if flags[last] is None else "one value"
             raise UserError(f"unexpected {word!r}: {last} takes {takes}.")
         if flag not in flags:
-            if elsewhere := foreign_flags.remedy(flag):
-                raise UserError(f"unknown flag {flag}: {elsewhere}.")
-            raise UserError(f"unknown flag {flag}: {_nearest(flag, flags) or 'see --help.'}")
+            raise UserError(f"unknown flag {flag}: {instead_of(flag, flags)}")
         last, hint = flag, flags[flag]
         if hint is None:
             if equals:
@@ -152,6 +160,11 @@ def _read(
             values = ["yes"]
         if not any(values):
             raise UserError(f"{flag} needs a value: take {_describe(hint)}.")
+        if flag == CONFIG:
+            if flag in given:
+                raise UserError(f"{flag} {values[0]}: {given[flag]} was given as well: take one file.")
+            given[flag] = values[0]
+            continue
         given[flag] = " ".join(values)
         words += [
             flag,
@@ -160,12 +173,47 @@ def _read(
     return words, given
 
 
+def _read_file(path: Path, flags: Mapping[str, Any], presets: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """What `_read` makes of the flags in the file of --config. Its UserErrors name the file."""
+    args: list[str] = []
+    try:
+        for flag, values in flags_of_file(path):
+            if flag == CONFIG:
+                raise UserError(f"unknown flag {flag}: a file cannot name another one.")
+            if flag not in flags or flags[flag] is not None:
+                args += [flag, *values]
+                continue
+            group, dot, name = flag.removeprefix("--").rpartition(".")
+            off = f"--{group}{dot}no-{name}"
+            switches = {"true": flag, "false": off if off in flags else None}
+            if (switch := switches.get(" ".join(values).lower())) is None:
+                raise UserError(f"{flag} {' '.join(values)}: take {'true or false' if off in flags else 'true'}.")
+            args.append(switch)
+        return _read(args, flags, presets)
+    except UserError as error:
+        raise UserError(f"{CONFIG} {path}: {str(error).removeprefix(f'{CONFIG} {path}: ')}") from None
+
+
+def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
+    """What to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
+    members = [name for name in flags if name.startswith(f"{flag}.") and ".no-" not in name]
+    if members:
+        more = ", ..." if len(members) > 4 else ""
+        return f"it is a group of flags: {', '.join(members[:4])}{more}."
+    if elsewhere := foreign_flags.remedy(flag, flags):
+        return f"{elsewhere}."
+    return _nearest(flag, flags) or "see --help."
+
+
 def _nearest(word: str, known: Mapping[str, Any]) -> str | None:
     """ "did you mean ...?" with the known word closest to `word`; None if there is no close one."""
     begins_alike = [name for name in known if len(word) > 4 and name.startswith(word)]
-    alike = begins_alike or difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    if not alike:  # a nested flag may have been typed without its group
-        alike = [name for name in known if name.rpartition(".")[2] == word.lstrip("-")]
+    # A nested flag may have been typed without its group.
+    alike = begins_alike or [name for name in known if name.rpartition(".")[2] == word.lstrip("-")]
+    if not alike:  # without the dashes, which would make short names alike
+        names = {name.rpartition(".")[2]: name for name in known} | {name.lstrip("-"): name for name in known}
+        names = {name.lstrip("-"): full for name, full in names.items()}
+        alike = [names[name] for name in difflib.get_close_matches(word.lstrip("-").lower(), names, n=1, cutoff=0.8)]
     return f"did you mean {alike[0]}?" if alike else None
 
 

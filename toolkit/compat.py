@@ -8,6 +8,7 @@ private names of a library.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
 
 # --- torch: many tensors at once ---------------------------------------------------------------------------------
 
@@ -67,6 +69,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_reentrant_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint.checkpoint(use_reentrant=True)` is running its first forward on this thread.
+
+    It disables gradients meanwhile; the graph is made by the recomputation in the backward. False in an evaluation,
+    where no input needs a gradient.
+    """
+    code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None and any(frame.f_locals["ctx"].needs_input_grad)
+
+
 def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
     """Have DDP, which will wrap `model`, neither broadcast nor average these parameters; each is in a sub-module."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -75,10 +89,6 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
 def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:
     """The C++ objects of DDP that keep its process group alive."""
     return model.reducer, model.logger
-
-
-DROPOUTS: tuple[type[nn.Module], ...] = (nn.modules.dropout._DropoutNd,)
-"""The base of torch's dropout layers, each of which has the probability `p`."""
 
 
 def without_compile_prefix(name: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.config.run import OptimizerConfig, ScheduleConfig
+from toolkit.errors import UserError
 from toolkit.parallel.ownership import is_owned
 
 Schedule = Callable[[int], float]
@@ -34,6 +35,20 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerConfig) -> 
         eps=config.eps,
         fused=True,
     )
+
+
+def initial_rates(optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> list[float]:
+    """The learning rate of each parameter group, of which a `Schedule` gives multiples.
+
+    Where a scheduler of torch or transformers was made for the optimizer, its rate by now is that of the scheduler's
+    first step, 0 under a warm-up: the rate before counts, and `say` is told so. Raises UserError where all are 0.
+    """
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        say("notice: the scheduler that was made for the optimizer is not used: rates follow the trainer's `schedule`.")
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    if not any(rates):
+        raise UserError("optimizer: the learning rate of every group is 0, nothing would be learned: give it a rate.")
+    return rates
 
 
 def constant(*, warmup_steps: int = 0) -> Schedule:

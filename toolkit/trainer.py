@@ -19,10 +19,11 @@ from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.finite_check import FiniteCheck
 from toolkit.metrics import MetricSums, global_counts
-from toolkit.optim import Schedule
+from toolkit.optim import Schedule, initial_rates
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.parallel.ownership import owned
 from toolkit.parallel.prepare import prepare, refuse_late_parameters
+from toolkit.run.data import record_data
 from toolkit.run.run import Run
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
@@ -34,7 +35,7 @@ class Trainer:
 
     `model` and `optimizer` are those that the recipe built; Accelerate prepares them here. `schedule` maps a step to a
     multiplier of each parameter group's initial learning rate. Raises ValueError for callbacks in a wrong order, or
-    two with one `state_key`.
+    two with one `state_key`, and UserError where every rate is 0.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Trainer:
     ):
         self.run, self.task, self.batches, self.schedule = run, task, batches, schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
-        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.base_rates = initial_rates(optimizer, run.print)
         if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
@@ -81,9 +82,11 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`.
 
-        Raises UserError on every rank where the loss, a gradient or a weight is not finite, at most a few steps later.
+        Raises UserError on every rank where a run is continued on other data, and at most a few steps after a loss, a
+        gradient or a weight was not finite.
         """
         try:
+            record_data(self.run, train=self.batches.table)
             self.run.begin_tracking()
             self.hooks("on_fit_start")
             self.model.train()

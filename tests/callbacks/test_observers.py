@@ -181,6 +181,16 @@ def test_without_a_terminal_lines_are_few_and_evaluations_are_among_them(tmp_pat
     assert "test acc" in lines[1]
 
 
+def test_lines_say_how_long_the_rest_takes_at_the_speed_since_the_first_step(tmp_path, capsys, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    train(config(tmp_path, log_every=5), Passing(clock), epochs=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    left = {line.split("/")[0]: line.partition("  eta ")[2] for line in lines}
+    # A second a step; then an evaluation of a hundred seconds before the line of step 10.
+    assert left == {"step  5": "0:15", "step 10": "2:01", "step 15": "0:41", "step 20": ""}
+
+
 def test_on_a_terminal_a_bar_is_drawn_on_stderr_and_is_gone_in_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress_module, "can_redraw", lambda: True)
     monkeypatch.setattr(progress_module, "REDRAW_S", 0.0)

@@ -32,6 +32,7 @@ class OneRank:
 
     def __init__(self, config: tk.RunConfig | None = None):
         self.config = config or SmallConfig()
+        self.data: dict = {}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_main = self.rank == 0

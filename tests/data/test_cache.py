@@ -45,6 +45,14 @@ def test_another_key_is_another_entry():
     assert build.calls == 2
 
 
+def test_an_entry_under_another_key_is_not_taken(entry):
+    cached_columns("key", Builder())
+    entry.rename(entry.with_name("other"))
+    build = Builder()
+    cached_columns("other", build)
+    assert build.calls == 1
+
+
 def test_writing_to_a_mapped_column_leaves_the_entry_alone():
     build = Builder()
     cached_columns("key", build)["input"].zero_()
@@ -66,6 +74,7 @@ DAMAGES = {
     "a missing list of digests": lambda entry: (entry / "sha256.json").unlink(),
     "a broken list of digests": lambda entry: (entry / "sha256.json").write_text("{"),
     "a list of another kind": lambda entry: (entry / "sha256.json").write_text("[]"),
+    "an empty list": lambda entry: (entry / "sha256.json").write_text("{}"),
 }
 
 

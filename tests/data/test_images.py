@@ -143,22 +143,25 @@ def test_a_corrupt_set_in_the_environment_is_not_passed_over(tmp_path, monkeypat
     assert TEST_PARQUET in refusal("auto")
 
 
-ONE_IMAGE = png(TEST[0][0])
+ONE_IMAGE, BLACK = png(TEST[0][0]), png(np.zeros((28, 28), np.uint8))
 
 
 @pytest.mark.parametrize(
     ("rows", "labels", "names", "fault"),
     [
-        ([ONE_IMAGE], [10], {}, "holds the label 10"),
-        ([ONE_IMAGE], [-1], {}, "holds the label -1"),
-        ([ONE_IMAGE], [None], {}, "not a whole number"),
+        ([ONE_IMAGE], [10], {}, "holds the label 10 in row 0"),
+        ([ONE_IMAGE] * 3, [1, 2, -1], {}, "holds the label -1 in row 2"),
+        ([ONE_IMAGE] * 2, [1, None], {}, "has the label None in row 1, which is not a whole number"),
+        ([ONE_IMAGE] * 2, [1.0, np.nan], {}, "has the label 1.0 in row 0, which is not a whole number"),
+        ([ONE_IMAGE, BLACK], [1, 1], {}, "has an image that is all black in row 1"),
+        ([ONE_IMAGE, None], [1, 1], {}, "cannot be decoded in row 1"),
         ([ONE_IMAGE], ["three"], {}, "not a whole number"),
         ([png(TEST[0][0][:20])], [1], {}, "image of shape (20, 28) in row 0"),
         ([ONE_IMAGE, b"no image"], [1, 1], {}, "cannot be decoded in row 1"),
         ([ONE_IMAGE[:-30]], [1], {}, "cannot be decoded in row 0"),
         ([ONE_IMAGE], [1], {"label": "digit"}, "has no column label"),
         ([ONE_IMAGE], [1], {"image": "picture", "label": "digit"}, "has no column image and label"),
-        ([], [], {}, "cannot be read as Parquet"),
+        ([], [], {}, "has no rows"),
     ],
 )
 def test_a_parquet_file_that_cannot_be_right_is_named_with_its_fault(tmp_path, capfd, rows, labels, names, fault):

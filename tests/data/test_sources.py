@@ -9,17 +9,10 @@ import pytest
 
 from tests.data.layouts import write_parquet_set
 from tests.helpers import free_port
-from toolkit.data import sources
+from toolkit.data import hub
 from toolkit.data.sources import NotFoundHere, locate
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def fill_hub_cache(hub: Path, repo: str, inner: str) -> Path:
@@ -59,16 +52,16 @@ def test_offline_the_hub_is_not_asked():
 @pytest.mark.usefixtures("online")
 def test_a_hub_that_refuses_connections_is_named(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(NotFoundHere, match=r"127\.0\.0\.1 does not answer"):
+    with pytest.raises(NotFoundHere, match=r"127\.0\.0\.1:\d+ does not answer"):
         locate("mnist", None)
 
 
 @pytest.mark.usefixtures("online")
 def test_a_hub_that_connects_and_then_says_nothing_is_given_up_on(monkeypatch):
-    monkeypatch.setattr(sources, "HUB_ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(hub, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:  # the system connects, nobody answers
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        with pytest.raises(NotFoundHere, match=r"does not give ylecun/mnist \(ReadTimeout\)"):
+        with pytest.raises(NotFoundHere, match=r"127\.0\.0\.1:\d+ does not answer"):
             locate("mnist", None)
 
 
@@ -84,12 +77,3 @@ def test_a_name_that_is_never_looked_up_is_given_up_on(monkeypatch):
     with pytest.raises(NotFoundHere, match="does not answer"):
         locate("mnist", None)
     gave_up.set()
-
-
-@pytest.mark.usefixtures("online")
-def test_the_proxy_is_probed_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://hub.invalid")
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("no_proxy", "")
-    with pytest.raises(NotFoundHere, match=r"127\.0\.0\.1 does not answer"):
-        locate("mnist", None)

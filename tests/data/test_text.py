@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_data_set_in_a_folder_or_of_the_hub_is_read_by_its_splits(held_out, tm
         assert targets(data, "test") == ("eld out" if held_out else "rain 09")
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.txt"])
+def test_text_that_was_replaced_under_the_same_name_size_and_time_is_read_anew(name, tmp_path):
+    def write(text: str) -> None:
+        lines = [json.dumps({"text": text}) if name.endswith("jsonl") else text] * 10
+        (tmp_path / name).write_text("\n".join(lines))
+        os.utime(tmp_path / name, (0, 0))
+
+    write("first text")
+    assert "first text" in targets(load("folder", tmp_path, block=1))
+    write("other text")
+    assert "other text" in targets(load("folder", tmp_path, block=1))
+
+
 def test_prompts_are_beginnings_of_full_blocks(tmp_path):
     (tmp_path / "a.txt").write_text("." * 900 + "abcdefghij" * 10)
     prompts = load("folder", tmp_path, block=10).prompts(3, 4)
@@ -136,5 +150,5 @@ def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_alone(tmp_path, saved
     assert len(load("folder", tmp_path).train)
     with pytest.raises(UserError, match=r"not UTF-8.*use --tokenizer bytes"):
         load("folder", tmp_path, tokenizer=str(saved_tokenizer))
-    with pytest.raises(UserError, match=r"--tokenizer .*nowhere: cannot be loaded"):
+    with pytest.raises(UserError, match=r"--tokenizer .*nowhere' is neither a folder nor a Hub name"):
         load("folder", tmp_path, tokenizer=str(tmp_path / "nowhere"))

@@ -36,6 +36,7 @@ FAULTS = {
     "mean": "loss normalised by rank",
     "unsynchronised": "unsynchronised replica",
     "dropped": "weights lost in a move",
+    "unfreeze": "parameter unfrozen after prepare",
 }
 
 

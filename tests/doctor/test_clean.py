@@ -97,6 +97,44 @@ def test_rounding_errors_that_grow_raise_no_alarm(tmp_path: Path):
     assert findings == []
 
 
+DEAD = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+set_seed(0)
+accelerator = Accelerator()
+model = nn.Sequential(nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 3))
+model[0].bias.data[:500] = -10
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(5):
+    x, y = torch.randn(16, 32) + 50 * (step > 0), torch.randint(3, (16,))
+    mine = slice(accelerator.process_index, None, accelerator.num_processes)
+    accelerator.backward(nn.functional.cross_entropy(model(x[mine]), y[mine]))
+    if step == 1:
+        for parameter in model.parameters():
+            parameter.grad *= 1 + 2e-3 * (accelerator.num_processes > 1)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""A small fault, and units that ReLU switches off: where rounding moved those, they would move what comes after."""
+
+
+def test_units_that_are_switched_off_do_not_hide_a_small_fault(tmp_path: Path):
+    script = tmp_path / "dead.py"
+    script.write_text(DEAD)
+
+    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
+        (tmp_path / name).mkdir()
+        run_distributed(watch_script, processes, str(tmp_path / name), 3, str(script), [], rounding)
+        return Evidence(read_records(tmp_path / name))
+
+    _, findings = judge(run("one", 1), run("many", 2), 1e-6, run)
+    assert [finding.name for finding in findings] == ["gradients scaled"]
+
+
 def test_the_example_of_a_plain_loop_raises_no_alarm(tmp_path: Path):
     def run(name: str, processes: int, _: float = 0.0) -> Evidence:
         (tmp_path / name).mkdir()

@@ -56,6 +56,30 @@ def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1(capsys: pytest.
     assert "WRONG buffers of ranks" in out
 
 
+def test_dropout_that_is_no_module_raises_no_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    functions = """
+class Dropped(nn.Module):
+    def forward(self, x):
+        x = nn.functional.alpha_dropout(nn.functional.dropout(x, p=0.5, training=self.training), 0.3, True)
+        rows = x[:, None, :, None]
+        return x + nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)[:, 0, :, 0]
+
+set_seed(0)"""
+    script = tmp_path / "functional.py"
+    script.write_text(PLAIN.replace("nn.Dropout(0.5)", "Dropped()").replace("\nset_seed(0)", functions))
+    assert main(["doctor", str(script)]) == 0
+    assert "dropout was switched off" in capsys.readouterr().out
+
+
+def test_a_rank_that_skips_a_step_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("toolkit.doctor.examine.MOST_WAIT_S", 1.0)
+    assert main(["doctor", str(TOY), "skip"]) == 1
+    out = capsys.readouterr().out
+    assert "likely cause: ranks out of step" in out
+    assert "rank 0 at step 2" in out
+    assert "rank 1 at step 3" in out
+
+
 @pytest.mark.parametrize(
     ("content", "words", "said"),
     [
@@ -76,6 +100,14 @@ def test_what_cannot_be_examined_is_one_line_and_exit_code_2(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert said in last
+
+
+def test_a_script_that_records_offline_leaves_no_wandb_run_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = tmp_path / "script.py"
+    script.write_text("import wandb\nwandb.init(mode='offline').finish()\nraise RuntimeError('it was recorded')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", str(script)]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_a_number_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -60,6 +60,9 @@ stack = model.moe.expert_stack
 trained = [p for name, p in model.named_parameters() if fault != "optimizer" or name != "head.weight"]
 optimizer = torch.optim.AdamW(trained, lr=1e-2 * (world if fault == "rate" else 1))
 penalty = RouterPenalty(model, balance_weight=0.1)
+waiting = [model.head.weight, *stack.parameters.values()] if fault == "unfreeze" else []
+for parameter in waiting:
+    parameter.requires_grad_(False)
 prepared = accelerator.prepare if fault == "broadcast" else lambda *parts: prepare(accelerator, *parts)
 if fault == "unsynchronised":
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -95,6 +98,8 @@ if fault != "save":
 
 
 for step in range(10):
+    if fault == "skip" and rank == 1 and step == 1:
+        continue
     order = torch.Generator().manual_seed(step + (rank if fault == "order" else 0))
     x = torch.randn(12, 8, generator=order)
     y = torch.randint(3, (12,), generator=order)
@@ -110,6 +115,8 @@ for step in range(10):
     optimizer.zero_grad()
     if fault != "refresh":
         refresh_replicas(rows)
+    for parameter in waiting:
+        parameter.requires_grad_(True)
     if step == 1 and world == 2:
         if fault == "dropped":
             stack.place(AFTER)

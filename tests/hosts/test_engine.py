@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -384,6 +384,25 @@ def frozen_experts() -> tuple[bool, bool]:
 
 def test_frozen_experts_are_spread_and_stay_as_they_are() -> None:
     assert run_distributed(frozen_experts, 2) == [(True, False)] * 2
+
+
+def prepare_with_a_scheduler(split_batches: bool) -> str | None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    try:
+        ExpertParallel(accelerator).prepare(model, optimizer, scheduler)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("world", "split_batches", "refused"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_a_scheduler_that_would_step_once_per_process_is_refused(world: int, split_batches: bool, refused: bool):
+    for said in run_distributed(prepare_with_a_scheduler, world, split_batches):
+        assert (said is not None) == refused
+        assert not refused or "StepLR, once prepared, takes 2 steps per optimizer step:" in said
 
 
 def refusals() -> list[str]:

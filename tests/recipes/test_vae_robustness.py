@@ -124,3 +124,10 @@ def test_settings_without_a_meaning_are_refused(field):
     (name,) = field
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} "):
         vae_robustness.Config(**field)
+
+
+@pytest.mark.parametrize("objective", ["exact", "supervised"])
+def test_the_size_of_the_classifier_reaches_the_model(objective):
+    small = replace(vae_robustness.debug(), objective=objective, classifier_hidden_size=6)
+    model, _ = vae_robustness.build(small, 10)
+    assert [layer.out_features for layer in model.classifier if hasattr(layer, "out_features")] == [6, 3, 10]

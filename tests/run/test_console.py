@@ -23,6 +23,24 @@ def test_a_line_says_where_training_is_and_how_it_goes():
     assert evaluated.endswith("test loss 0.1000  test acc 50.00 %")
 
 
+@pytest.mark.parametrize(("step", "max_steps"), [(50, 4690), (1_234_567, 10_000_000)])
+@pytest.mark.parametrize("seconds_left", [None, 42, 100 * 3600])
+def test_a_line_of_an_evaluation_fits_and_keeps_what_was_evaluated(step, max_steps, seconds_left):
+    numbers = {"epoch": 12.5, "loss": 12.09213, "accuracy": 1.0, "learning_rate": 1.8e-3}
+    values = {f"train/{name}": value for name, value in numbers.items()} | {"perf/samples_per_second": 1_142_000.3}
+    line = metrics_line(values | {"eval/loss": 10.1, "eval/accuracy": 0.5}, step, max_steps, seconds_left)
+    assert len(line) <= 100
+    assert line.startswith(f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}")
+    assert "loss 12.0921" in line
+    assert "test loss 10.1000  test acc 50.00 %" in line
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(42.4, "0:42"), (725, "12:05"), (4325, "1:12:05")])
+def test_the_time_that_is_left_is_said_as_a_clock_would(seconds, said):
+    values = {"train/loss": 0.1}
+    assert metrics_line(values, 5, 10, seconds) == f"step  5/10  loss 0.1000  eta {said}"
+
+
 def test_a_line_leaves_out_what_is_not_known():
     assert metrics_line({}, 5, 10) == "step  5/10"
 

@@ -13,6 +13,7 @@ import toolkit as tk
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.lab.traces import TraceRecorder
+from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.replan import Replan
 
 
@@ -60,3 +61,41 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
         "--balance-weight 0.007: no effect, because the task has no tk.RouterPenalty",
     ):
         assert notice in lines
+
+
+def summary(folder: Path, top_expert: int | None, **settings: Any) -> str:
+    """The summary of an epoch whose tokens all prefer one expert, or are spread by the order of their samples."""
+    config = tk.MoERunConfig(
+        run_dir=folder, tracker="none", cpu=True, **{"experts": 4, "top_k": 1, "batch_size": 50, "lr": 1e-6, **settings}
+    )
+    with tk.start_run("mine", config) as run:
+        moe = tk.make_moe(4, 8, 4, 1)
+        rows = torch.eye(4) if top_expert is None else torch.ones(4, 4) * (torch.arange(4) == top_expert)[:, None]
+        with torch.no_grad():
+            moe.router.weight.copy_(10 * rows)
+        table = tk.TensorTable(input=torch.eye(4).repeat(125, 1), label=torch.arange(500) % 4)
+        callbacks = [ExpertLoad(moe)]
+        trainer = tk.standard_trainer(run, tk.Classification(), moe, train=table, test=table, callbacks=callbacks)
+        run.finish(trainer.fit())
+    return (folder / "summary.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "raise --balance-weight 0.007, or use --balance bias"),
+        ({"balance": "none"}, "use --balance loss"),
+        ({"max_steps": 9}, "raise --balance-weight 0.007, or use --balance bias"),
+    ],
+)
+def test_an_uneven_load_is_a_line_of_the_summary_with_a_remedy(tmp_path: Path, settings: dict[str, Any], remedy: str):
+    said = "uneven in moe: the busiest expert has 4.0 times the mean load, the least busy 0.00 times"
+    assert f"expert load    {said}; {remedy}\n" in summary(tmp_path, 2, **settings)
+
+
+def test_an_even_load_is_no_line_of_the_summary(tmp_path: Path):
+    assert "expert load" not in summary(tmp_path, None)
+
+
+def test_too_few_assignments_are_not_judged(tmp_path: Path):
+    assert "expert load" not in summary(tmp_path, 2, max_steps=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -49,6 +50,16 @@ def test_cells_run_once_and_add_up(toy, capsys):
     assert main(words) == EXIT_DONE
     assert set(starts(toy).values()) == {1}, "nothing is run twice"
     assert "4 of 4 runs are done already" in capsys.readouterr().err
+
+
+def test_runs_are_one_group_of_wandb_and_are_called_after_their_cells(toy, monkeypatch):
+    for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_TAGS", "mine")
+    assert main(sweep(toy, "--grid", "labels=100,600")) == EXIT_DONE
+    named = [json.loads(path.read_text()) for path in (toy.parent / "out" / "cells").glob("*/wandb.json")]
+    assert {name["WANDB_NAME"] for name in named} == {"labels=100 seed=0", "labels=600 seed=0"}
+    assert {(name["WANDB_RUN_GROUP"], name["WANDB_TAGS"]) for name in named} == {("out", "mine,sweep out")}
 
 
 def test_array_tasks_take_a_seed_each_and_share_the_tables(toy):

@@ -34,6 +34,8 @@ if __name__ == "__main__":
     folder.mkdir(exist_ok=True)
     with open(folder.parent / "starts.txt", "a") as starts:
         starts.write(f"{config.labels} {config.rate} {config.seed}\\n")
+    labels = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    (folder / "wandb.json").write_text(json.dumps(labels))
     if config.behave == "badly" and config.seed == 1:
         sys.exit("error: out of luck.")
     if config.behave == "slowly" and not (folder / "half").exists():

@@ -112,6 +112,24 @@ def test_an_offline_run_read_back_has_config_facts_and_every_group_of_metrics_wi
     assert summary["state"] == "finished"
 
 
+def labels(folder: Path) -> dict:
+    (run,) = [record["run"] for record in inspect(offline_folder(folder)) if record["type"] == "run"]
+    return {name: run.get(name) for name in ("display_name", "run_group", "tags")}
+
+
+def test_name_group_and_tags_say_recipe_and_preset_or_what_a_sweep_has_set(offline_run, tmp_path):
+    folder, _ = offline_run
+    assert labels(folder) == {"display_name": "toy offline", "run_group": "toy", "tags": ["toy"]}
+    program = "object.__setattr__(config, 'preset', 'tiny'); train(config)"
+    run_program(program, tmp_path / "alone")
+    named = {"display_name": "toy tiny alone", "run_group": "toy tiny", "tags": ["toy", "tiny"]}
+    assert labels(tmp_path / "alone") == named
+    of_a_sweep = {"WANDB_RUN_GROUP": "few", "WANDB_NAME": "labels=100 seed=0", "WANDB_TAGS": "sweep few"}
+    run_program(program, tmp_path / "cell", **of_a_sweep)
+    named = {"display_name": "labels=100 seed=0", "run_group": "few", "tags": ["toy", "tiny", "sweep few"]}
+    assert labels(tmp_path / "cell") == named
+
+
 def test_an_offline_run_read_back_has_the_plots_as_images(offline_run):
     folder, _ = offline_run
     (summary,) = inspect(offline_folder(folder), "--summary")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.throughput import Throughput
+from toolkit.run.data import record_data
 
 if TYPE_CHECKING:
     from toolkit.data.batches import EvalBatches
@@ -17,7 +18,8 @@ class Evaluation(Callback):
     """Evaluates on `batches` every `every_steps` (None: at the end of each epoch), and after the last step.
 
     The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...: the
-    highest accuracy or F1, the lowest of all others; NaN is the worst. A metric that is a list has no best.
+    highest accuracy or F1, the lowest of all others; NaN is the worst. A metric that is a list has no best. A run whose
+    test data are other than before is not continued.
     """
 
     runs_after = (Throughput,)
@@ -27,6 +29,9 @@ class Evaluation(Callback):
         self.batches, self.every_steps = batches, every_steps
         self._last_step = -1
         self._results: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        record_data(trainer.run, **{self.state_key or "test": self.batches.table})
 
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step

@@ -32,6 +32,8 @@ class Progress(Callback):
         self._drawn = self._printed = float("-inf")
         self._print: Callable[[str], None] = lambda text: None  # noqa: ARG005
         self._max_steps = 0
+        self._began: tuple[float, int] | None = None
+        """When the first step of this process ended, and which it was."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if not trainer.run.is_main:
@@ -52,23 +54,32 @@ class Progress(Callback):
             self._bar.start()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if self._bar is None:
+        if not trainer.run.is_main:
             return
         now = time.perf_counter()
-        if now - self._drawn >= REDRAW_S:
+        if self._began is None:
+            self._began = (now, trainer.state.step)
+        if self._bar is not None and now - self._drawn >= REDRAW_S:
             self._drawn = now
             self._bar.update(self._task, completed=trainer.state.step, refresh=True)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show one line of metrics: beside the bar, or as a line when it is time for one. Evaluations are lines."""
-        line = metrics_line(values, step, self._max_steps)
+        now = time.perf_counter()
+        line = metrics_line(values, step, self._max_steps, self._seconds_left(now, step))
         evaluated = any(name.startswith("eval/") for name in values)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=metrics_line(values, step, self._max_steps))
-        now = time.perf_counter()
         if evaluated or (self._bar is None and now - self._printed >= LINE_S):
             self._printed = now
             self._print(line)
+
+    def _seconds_left(self, now: float, step: int) -> float | None:
+        """At the speed since the first step; None at the end, and where it is not known."""
+        began, first = self._began or (now, step)
+        if step <= first or step >= self._max_steps:
+            return None
+        return (now - began) / (step - first) * (self._max_steps - step)
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._stop()

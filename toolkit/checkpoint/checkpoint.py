@@ -2,7 +2,7 @@
 
     checkpoints/step-00000100/
         *.safetensors    weights and optimizer states, see `toolkit.checkpoint.tensor_files`
-        state.json       step, metric sums, callbacks, results, the configuration
+        state.json       step, metric sums, callbacks, results, the configuration, the identity of the data
         manifest.json    format, step, world size, placement of rows, which file holds which, size and SHA-256 of files
 
 `toolkit.checkpoint.manifest` writes a folder so that it is complete or not there. Safetensors and JSON only: loading
@@ -40,6 +40,8 @@ from toolkit.checkpoint.tensor_files import (
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
 from toolkit.parallel.unwrapping import unwrapped
+from toolkit.run.data import other_data
+from toolkit.run.folder import DATA
 from toolkit.tracking.secrets import mask
 
 if TYPE_CHECKING:
@@ -283,12 +285,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Settings that differ, each as half a sentence."""
-    return [
+    """Settings and data that differ, each as half a sentence."""
+    lines = [
         f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
-        for field in sorted(then | now)
+        for field in sorted((then | now).keys() - {DATA})
         if then.get(field) != now.get(field)
     ]
+    line = other_data(then.get(DATA, {}), now.get(DATA, {}))
+    return lines if line is None else [*lines, f"it was made with {line}"]
 
 
 def _misfits(
@@ -316,8 +320,9 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _trajectory(run: Run) -> dict[str, Any]:
-    """The settings that training results depend on."""
-    return {name: value for name, value in mask(to_dict(run.config)).items() if name not in NOT_OF_THE_TRAJECTORY}
+    """The settings and data that training results depend on."""
+    settings = mask(to_dict(run.config)).items()
+    return {name: value for name, value in settings if name not in NOT_OF_THE_TRAJECTORY} | {DATA: run.data}
 
 
 def _free(folder: Path) -> int:

@@ -61,8 +61,10 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(f"{__version__}\n")
         return EXIT_DONE
     name, *rest = words
+    if name in ("train", "run", "fit"):
+        raise UserError(f"unknown command {name!r}: a recipe trains, such as python recipes/mnist_moe.py.")
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.6)
         remedy = f"did you mean {nearest[0]}?" if nearest else f"take one of {', '.join(COMMANDS)}."
         raise UserError(f"unknown command {name!r}: {remedy}")
     return importlib.import_module(COMMANDS[name].module).main(rest)

@@ -33,8 +33,9 @@ class ExpertRunConfig(RunConfig):
     """Optimizer steps between plans."""
     spare_slots: int = 0
     """Spare expert slots on each process, for the replicas of --planner replicate."""
-    initial_placement: Literal["contiguous", "round_robin"] = "contiguous"
-    """Place experts at the start in blocks of consecutive ids or round-robin; --max-experts always is round-robin."""
+    initial_placement: Literal["contiguous", "round_robin"] | None = None
+    """Place experts at the start in blocks of consecutive ids or round-robin; none: blocks, with --max-experts
+    round-robin."""
     guard: bool = True
     """Skip plans whose expected gain, from measured step times, does not pay for the transfer."""
     link_gbytes_per_second: float | None = 10.0
@@ -52,6 +53,8 @@ class ExpertRunConfig(RunConfig):
         super().__post_init__()
         require(self.experts >= 0, "experts", self.experts, "take one or more, or 0 for a dense network")
         require(self.expert_hidden_size >= 1, "expert_hidden_size", self.expert_hidden_size, "take one or more")
+        dense = self.experts == 0 and self.top_k != 1
+        require(not dense, "experts", 0, f"a dense network has no --top-k {self.top_k}: add --top-k 1")
         most = max(1, self.experts)
         require(1 <= self.top_k <= most, "top_k", self.top_k, f"take 1 to {most}, the number of --experts")
         for name in ("balance_weight", "z_weight"):
@@ -213,6 +216,8 @@ class DynamicRunConfig(MoERunConfig):
         for name, required in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
             value = getattr(self, name)
             require(value == required, name, value, "leave it out: dynamic experts (--max-experts) do not support it")
+        place = self.initial_placement
+        require(place is None, "initial_placement", place, "leave it out: --max-experts places experts round-robin")
         require(self.dense_parallel == "ddp", "dense_parallel", self.dense_parallel, "use ddp with --max-experts")
 
     @property

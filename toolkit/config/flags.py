@@ -26,6 +26,8 @@ COMMON = (
     "--planner",
 )
 """Flags that come first in --help, where a recipe has them."""
+CONFIG = "--config"
+"""The flag that names a file of flags: of the command line, and no field of a config."""
 FLAG_COLUMN, WIDTH = 26, 100
 
 
@@ -122,7 +124,7 @@ def help_text(script: str, doc: str | None, presets: Mapping[str, Any], config: 
     """Usage, the recipe's sentence, presets and common flags; then the other flags by group, and examples."""
     width = max(map(len, presets))
     lines = [
-        f"usage: python {script} [PRESET] [--flag value ...]",
+        f"usage: python {script} [PRESET] [{CONFIG} FILE] [--flag value ...]",
         *textwrap.wrap(first_paragraph(doc), WIDTH),
         "",
         f"presets (default: {next(iter(presets))})",

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 
 NO_DEVICE = "a GPU is used if there is one"
 FROM_DATA = "it is taken from the data: leave it out"
+LAUNCHER = "a launcher sets it in the environment: leave it out, or use --num-processes"
+OF_DDP = "DDP has its defaults here: leave it out"
 
 REMEDIES: Mapping[str, str] = {
     # MORPH: examples/gpu_training_example.py and MorphConfig; docs/migration/morph.md.
@@ -48,6 +51,56 @@ REMEDIES: Mapping[str, str] = {
     "specialization-threshold": "specialization is only measured and drawn here: leave it out",
     "enable-meta-learning": "it had no effect in the original: leave it out",
     "meta-learning-intervals": "it had no effect in the original: leave it out",
+    # Multi-GPU training system, activity and speech recognition; docs/migration/training.md, har.md, lmu.md.
+    "training-mode": "use --num-processes 4; one process is the usual",
+    "multi-gpu": "use --num-processes 4; one process is the usual",
+    "device-ids": "use CUDA_VISIBLE_DEVICES=0,1 and --num-processes 2",
+    "world-size": "use --num-processes, or a launcher",
+    "nnodes": LAUNCHER,
+    "node-rank": LAUNCHER,
+    "rank": LAUNCHER,
+    "local-rank": LAUNCHER,
+    "master-gpu": LAUNCHER,
+    "master-addr": LAUNCHER,
+    "master-port": LAUNCHER,
+    "init-method": LAUNCHER,
+    "backend": "it is NCCL on GPUs, and gloo with --cpu",
+    "timeout": "use --process-timeout, in minutes",
+    "recovery-timeout": "use --process-timeout, in minutes",
+    "amp": "use --mixed-precision bf16, fp16 or no",
+    "use-mixed-precision": "use --mixed-precision bf16, fp16 or no",
+    "find-unused-parameters": OF_DDP,
+    "static-graph": OF_DDP,
+    "broadcast-buffers": OF_DDP,
+    "bucket-cap-mb": OF_DDP,
+    "use-gradient-as-bucket-view": OF_DDP,
+    "reduce-bucket-size": OF_DDP,
+    "use-fp16-allreduce": "gradients are averaged in the type that they have: leave it out",
+    "fp16-compression": "gradients are averaged in the type that they have: leave it out",
+    "sync-bn": "convert the model with torch.nn.SyncBatchNorm",
+    "sync-batchnorm": "convert the model with torch.nn.SyncBatchNorm",
+    "grad-accum-steps": "use --gradient-accumulation-steps",
+    "accumulate-grad-batches": "use --gradient-accumulation-steps",
+    "gradient-clip": "use --optimizer.max-grad-norm",
+    "prefetch-factor": "use --num-workers",
+    "persistent-workers": "use --num-workers, which live as long as the run",
+    "use-gradient-checkpointing": "use --recompute full",
+    "enable-fault-tolerance": "every run is saved: leave it out",
+    "checkpoint-frequency": "use --checkpoint.every-steps",
+    "save-dir": "use --run-dir",
+    "early-stopping-patience": "use --early-stopping.patience",
+    "enable-monitoring": "every run is monitored: leave it out",
+    "log-every-n-steps": "use --log-every",
+    "log-interval": "use --log-every",
+    "profile-every-n-steps": "start torch.profiler in a callback",
+    "n-mels": "use --num-mels",
+    "theta": "use --thetas",
+    "memory-size": "use --order",
+    "use-fft": "use --encoder memory",
+    "downsample": "use --stride",
+    "num-heads": "use --heads; where there is --width, a head has 64 of it",
+    "num-layers": "use --layers, or --thetas with one number for each layer",
+    "max-duration": "utterances of any length are taken: leave it out",
     # Robustness of semi-supervised autoencoders; docs/migration/vae.md.
     "eval-frequency": "use --eval-every",
     "gpu-ids": "use CUDA_VISIBLE_DEVICES=0,1 and --num-processes 2",
@@ -62,7 +115,12 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-def remedy(flag: str) -> str | None:
-    """What to use instead of `flag`, as the end of a sentence; None for a flag of no program that we know."""
+def remedy(flag: str, known: Collection[str]) -> str | None:
+    """What to use instead of `flag`, as the end of a sentence.
+
+    None for a flag of no program that we know, and where the `known` flags have none of those that it names.
+    """
     name = flag.lstrip("-").replace("_", "-")
-    return REMEDIES.get(name) or REMEDIES.get(name.removeprefix("no-"))
+    text = REMEDIES.get(name) or REMEDIES.get(name.removeprefix("no-"))
+    named = set(re.findall(r"--[a-z][\w.-]*", text or ""))
+    return text if not named or named & set(known) else None

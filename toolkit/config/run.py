@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from toolkit.errors import UserError
 
@@ -108,6 +108,9 @@ class RunConfig:
 
     Fields of every recipe. Each recipe's presets set the numbers.
     """
+
+    preset: ClassVar[str] = ""
+    """The name of the preset on the command line: for W&B, and no setting."""
 
     epochs: int = 1
     """Passes over the training data."""
@@ -222,6 +225,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "link_gbytes_per_second",
         "expert_time_share",
         "record_traces",
+        "data_identity",  # no field, but a key of config.json that `toolkit.run.data` compares
     }
 )
 """Fields that may change when a run is resumed, because they do not change what is learned."""

@@ -63,10 +63,13 @@ def _in_memory(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _map(folder: Path) -> dict[str, Tensor]:
+    """The columns of the entry `folder`, which must be whole, and written under this key."""
     try:
-        digests = json.loads((folder / DIGESTS).read_text())
+        about = json.loads((folder / DIGESTS).read_text())
+        if about["key"] != folder.name:
+            raise _Damaged(folder)
         columns = {}
-        for name, digest in digests.items():
+        for name, digest in about["columns"].items():
             path = folder / f"{name}.npy"
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -74,7 +77,7 @@ def _map(folder: Path) -> dict[str, Tensor]:
             # Copy-on-write costs nothing without writes, and avoids torch's warning about read-only memory.
             columns[name] = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         return columns
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _Damaged(folder) from error
 
 
@@ -88,7 +91,7 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.seek(0)
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        (partial / DIGESTS).write_text(json.dumps(digests))
+        (partial / DIGESTS).write_text(json.dumps({"key": folder.name, "columns": digests}))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:

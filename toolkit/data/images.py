@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.parquet import damaged, first_line, read_columns
+from toolkit.data.files import check_digest, content_key, damaged, first_line
+from toolkit.data.parquet import read_columns
 from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
@@ -110,7 +111,7 @@ def _choose(dataset: str, data_dir: Path | None) -> _Choice:
             f"{TITLES[name]} could not be reached ({reason}); "
             "training on scikit-learn's 1,797 handwritten digits, scaled to 28x28."
         )
-    return _Choice(name, files, f"{name}-{files.digest()}-v{CACHE_FORMAT}")
+    return _Choice(name, files, f"{name}-{content_key((*files.train, *files.test))}-v{CACHE_FORMAT}")
 
 
 def _digits(notice: str | None = None) -> _Choice:
@@ -152,9 +153,11 @@ def _checked(
         raise damaged(path, f"holds images of shape {images.shape} where (N, {SIZE}, {SIZE}) is needed")
     if labels.shape != images.shape[:1]:
         raise damaged(labels_path, f"holds labels of shape {labels.shape} for {len(images)} images")
-    if labels.min() < 0 or labels.max() >= NUM_CLASSES:
-        wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise damaged(labels_path, f"holds the label {wrong}, which is not between 0 and {NUM_CLASSES - 1}")
+    for row in np.flatnonzero((labels < 0) | (labels >= NUM_CLASSES)):
+        fault = f"holds the label {labels[row]} in row {row}, which is not between 0 and {NUM_CLASSES - 1}"
+        raise damaged(labels_path, fault)
+    for row in np.flatnonzero(~images.any((1, 2))):
+        raise damaged(path, f"has an image that is all black in row {row}")
     return images, labels.astype(np.int64)
 
 
@@ -163,6 +166,7 @@ def read_idx(path: Path) -> np.ndarray:
 
     Two zero bytes, the element type (8 is uint8), the number of dimensions, their sizes as big-endian int32, the data.
     """
+    check_digest(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read()
@@ -181,8 +185,9 @@ def read_idx(path: Path) -> np.ndarray:
 def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """The columns "image" (encoded, such as PNG) and "label" of a Parquet file, as arrays."""
     columns = read_columns(path, ("image", "label"))
-    if not all(isinstance(label, int) for label in columns["label"]):
-        raise damaged(path, "has a label that is not a whole number")
+    for row, label in enumerate(columns["label"]):
+        if not isinstance(label, int):
+            raise damaged(path, f"has the label {label} in row {row}, which is not a whole number")
     return decode_images(path, columns["image"]), np.array(columns["label"], dtype=np.int64)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.files import check_digest, damaged, first_line
 from toolkit.errors import UserError
 
 ROWS_PER_READ = 4096
@@ -17,10 +18,12 @@ ROWS_PER_READ = 4096
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     """The columns `names` of one file; images and audio stay encoded, as dicts with their `bytes`.
 
-    Raises UserError where the package is missing, the file is damaged, or a column is not there.
+    Raises UserError where the package is missing, the file is damaged or without rows, or a column is not there.
     """
+    check_digest(path)
     try:
         import datasets
+        import pyarrow.parquet as pq
     except ImportError:
         raise UserError(f"{path} is read by the package datasets, which is missing: pip install datasets.") from None
     # Streamed, so that nothing is copied into the cache of `datasets`; the folder is for what it makes regardless.
@@ -28,6 +31,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs what it raises
     with tempfile.TemporaryDirectory() as scratch:
         try:
+            if not pq.read_metadata(path).num_rows:
+                raise damaged(path, "has no rows")
             rows = datasets.load_dataset(
                 "parquet",
                 data_files={"train": [glob.escape(str(path))]},
@@ -51,13 +56,3 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
         finally:
             datasets.logging.set_verbosity(verbosity)
     return {name: [value for batch in batches for value in batch[name]] for name in names}
-
-
-def damaged(path: Path, fault: str) -> UserError:
-    """The error for an invalid file."""
-    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another one.")
-
-
-def first_line(error: Exception) -> str:
-    """The message of `error`, in one line without a full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-import socket
-import threading
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from toolkit.data.hub import ANSWER_S, why_out_of_reach
 from toolkit.errors import UserError
 
 T = TypeVar("T")
 
 HUB_REPOS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
-PROBE_TIMEOUT_S = 2.0
-HUB_ANSWER_TIMEOUT_S = 4
 SPLITS = ("train", "test")
 _HUB_PATTERNS = ("*train-*.parquet", "*test-*.parquet")
 
@@ -42,12 +36,6 @@ class ImageFiles:
     kind: Literal["parquet", "idx"]
     train: tuple[Path, ...]
     test: tuple[Path, ...]
-
-    def digest(self) -> str:
-        """Changes with a file's name, size or modification time."""
-        files = [*self.train, *self.test]
-        facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def locate(name: str, data_dir: Path | None) -> ImageFiles:
@@ -121,45 +109,20 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
     from huggingface_hub import constants
 
     reason = f"{constants.ENDPOINT} does not give {repo}" if ask else f"{repo} is not in the Hub's cache"
-    if ask and constants.HF_HUB_OFFLINE:
-        raise NotFoundHere("HF_HUB_OFFLINE forbids to ask the Hub")
-    if ask and (host := unreachable_host(constants.ENDPOINT)):
-        raise NotFoundHere(f"{host} does not answer")
+    if ask and (unreachable := why_out_of_reach()):
+        raise NotFoundHere(unreachable)
     try:
         if ask:  # a download itself waits long for a host that connects and then sends nothing
-            huggingface_hub.HfApi().dataset_info(repo, timeout=HUB_ANSWER_TIMEOUT_S)
+            huggingface_hub.HfApi().dataset_info(repo, timeout=ANSWER_S)
         folder = huggingface_hub.snapshot_download(
             repo,
             repo_type="dataset",
             allow_patterns=list(patterns),
             local_files_only=not ask,
-            etag_timeout=HUB_ANSWER_TIMEOUT_S,
+            etag_timeout=ANSWER_S,
         )
         return find(Path(folder))
     # Whatever its client raises (errors of three HTTP libraries, of the disk, of a half-filled cache), the Hub is
     # one place among several.
     except Exception as error:
         raise NotFoundHere(f"{reason} ({type(error).__name__})") from error
-
-
-def unreachable_host(endpoint: str) -> str | None:
-    """The host that requests to `endpoint` would talk to (its own, or a proxy), unless it accepts a connection."""
-    url = urllib.parse.urlsplit(endpoint)
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and not urllib.request.proxy_bypass(url.netloc):
-        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    host, port = url.hostname or endpoint, url.port or (443 if url.scheme == "https" else 80)
-    answered = threading.Event()
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), PROBE_TIMEOUT_S).close()
-            answered.set()
-        except OSError:
-            pass
-
-    # In a thread, because looking up a name has no time limit of its own.
-    probe = threading.Thread(target=connect, daemon=True)
-    probe.start()
-    probe.join(PROBE_TIMEOUT_S)
-    return None if answered.is_set() else host

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from toolkit.compat import fingerprint
-from toolkit.data.cache import cached_columns
+from toolkit.data.cache import cache_dir, cached_columns
+from toolkit.data.files import check_digest, content_key, unreadable
+from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import OnMain
-from toolkit.data.sources import unreachable_host
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import Tokenizer, load_tokenizer
 from toolkit.errors import UserError
@@ -71,8 +72,7 @@ class _Corpus:
     def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
         """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
         if self.kind == "files":
-            facts: Any = [(path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns) for path in self.source]
-            key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+            key = content_key(map(Path, self.source))
             return cached_columns(self._entry(key, tokenizer), lambda: _encode(*split(self._files()), tokenizer))
         train, test, key = _read_dataset(*self.source)
         return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
@@ -81,10 +81,12 @@ class _Corpus:
         return f"text-{key}-{tokenizer.key}-v{CACHE_FORMAT}"
 
     def _files(self) -> list[bytes]:
+        for path in self.source:
+            check_digest(Path(path))
         try:
             return [Path(path).read_bytes() for path in self.source]
         except OSError as error:
-            raise UserError(f"{error.filename} cannot be read ({error.strerror}): check permissions.") from None
+            raise unreadable(error) from None
 
 
 def load_text(
@@ -202,13 +204,21 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
         raise UserError(f"--dataset {name} needs the package datasets: pip install datasets.") from None
     from huggingface_hub import constants
 
-    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (host := unreachable_host(constants.ENDPOINT)):
+    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):
         raise UserError(
-            f"--dataset {name}: {host} does not answer; HF_HUB_OFFLINE=1 takes what was downloaded before, "
+            f"--dataset {name}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
             "and --dataset stdlib needs no network."
         )
+    key = ""
+    kept: dict[str, Any] = {}
+    if Path(name).is_dir():  # `datasets` tells local files by path and time alone
+        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        for path in files:
+            check_digest(path)
+        key = content_key(files)
+        kept["cache_dir"] = str(cache_dir() / "datasets" / key)
     try:
-        splits = datasets.load_dataset(name, config)
+        splits = datasets.load_dataset(name, config, **kept)
     # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
@@ -225,7 +235,8 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
     def documents(split: Any) -> list[bytes]:
         return [text.encode() for text in split[column] if text]
 
-    key = hashlib.sha256("".join(fingerprint(splits[part]) for part in splits).encode()).hexdigest()[:16]
+    key += "".join(fingerprint(splits[part]) for part in splits)
+    key = hashlib.sha256(key.encode()).hexdigest()[:16]
     if held_out is None or splits[held_out] is train:
         return *split(documents(train)), key
     return documents(train), documents(splits[held_out]), key

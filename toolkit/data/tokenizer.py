@@ -10,9 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.data.hub import pretrained_folder
 from toolkit.errors import UserError
 
 BYTES = "bytes"
+FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+"""Files of a tokenizer on the Hub."""
+TABLES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Of these it has at least one."""
 
 
 class Tokenizer(Protocol):
@@ -79,9 +84,10 @@ class PretrainedTokenizer:
     def __init__(self, name: str):
         from transformers import AutoTokenizer
 
+        folder = pretrained_folder("--tokenizer", name, wanted=FILES, needed=TABLES)
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(name)
-        # Whatever the Hub's client, its HTTP library or a half-written file raises: there is no tokenizer.
+            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Whatever a half-written file makes it raise: there is no tokenizer.
         except Exception as error:
             reason = " ".join(str(error).split())[:120].rstrip(". ")
             raise UserError(

@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import accelerate
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DistributedSampler
 
 from toolkit.compat import wrap_method
 from toolkit.doctor.probe import Probe
 from toolkit.parallel import gradients, groups
+
+DROPOUT_NOTE = "dropout was switched off: masks differ between ranks"
 
 
 def attach(probe: Probe) -> None:
@@ -29,7 +35,47 @@ def attach(probe: Probe) -> None:
         _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         _replace(groups.make_expert_groups, lambda _ep_size=1: groups.ExpertGroups(), groups)
+    _switch_off_dropout(probe)
+    _attach_sampler(probe)
     _attach_ours(probe)
+
+
+def _switch_off_dropout(probe: Probe) -> None:
+    """In modules, which call these functions, and outside of them; what LSTMs and their kin do inside is left."""
+
+    def note(p: float, training: bool = True) -> None:
+        if p and training and DROPOUT_NOTE not in probe.record.notes:
+            probe.record.notes.append(DROPOUT_NOTE)
+
+    def without(original: Callable[..., Tensor], training: bool) -> Callable[..., Tensor]:
+        def call(input: Tensor, p: float = 0.5, training: bool = training, *args: Any, **kw: Any) -> Tensor:
+            note(p, training)
+            return original(input, 0.0, training, *args, **kw)
+
+        return call
+
+    for function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d):
+        _replace(function, without(function, training=True), F)
+    for function in (F.alpha_dropout, F.feature_alpha_dropout):
+        _replace(function, without(function, training=False), F)
+    attend = F.scaled_dot_product_attention
+
+    def attend_without(*args: Any, **kw: Any) -> Tensor:  # query, key, value, attn_mask, dropout_p, ...
+        note(args[4] if len(args) > 4 else kw.pop("dropout_p", 0.0))
+        return attend(*args[:4], *([0.0] if len(args) > 4 else []), *args[5:], **kw)
+
+    _replace(attend, attend_without, F)
+
+
+def limit_waits(wait_s: float) -> None:
+    """Let collectives fail that wait longer than this for other ranks, in seconds."""
+    limit = timedelta(seconds=wait_s)
+    for start in (dist.init_process_group, dist.new_group):
+
+        def start_limited(*args: Any, _start: Callable[..., Any] = start, **settings: Any) -> Any:
+            return _start(*args, **(settings | {"timeout": min(settings.get("timeout") or limit, limit)}))
+
+        _replace(start, start_limited, dist)
 
 
 def _replace(original: Any, replacement: Any, owner: Any) -> None:
@@ -39,6 +85,20 @@ def _replace(original: Any, replacement: Any, owner: Any) -> None:
     for module in [owner, *list(sys.modules.values())]:
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, replacement)
+
+
+def _attach_sampler(probe: Probe) -> None:
+    def iterating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(self: Any) -> Iterator[int]:
+            ended = vars(self).setdefault("_ended_epochs", set())
+            if self.shuffle and self.epoch in ended:
+                probe.record.repeated_orders.append(type(self).__name__)
+            yield from original(self)
+            ended.add(self.epoch)
+
+        return iterate
+
+    wrap_method(DistributedSampler, "__iter__", iterating)
 
 
 def _attach_accelerator(probe: Probe) -> None:

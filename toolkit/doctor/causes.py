@@ -7,13 +7,14 @@ and what follows from it is not named.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from toolkit.doctor.compare import GRADIENT_FLOOR, Comparison, apart
 from toolkit.doctor.evidence import Key
-from toolkit.doctor.finding import OVERWRITTEN, REDECIDED, Finding
+from toolkit.doctor.finding import LOST, OVERWRITTEN, REDECIDED, Finding
 
 Rule = Callable[[Comparison], Finding | None]
 
@@ -22,7 +23,7 @@ def diagnose(comparison: Comparison) -> list[Finding]:
     """What explains the differences, likeliest cause first; empty where there are none."""
     independent = [finding for rule in INDEPENDENT if (finding := rule(comparison))]
     differing = [quantity for quantity in CHAIN if not comparison[quantity].ok]
-    explained = independent and independent[0].name in (OVERWRITTEN, REDECIDED)
+    explained = independent and independent[0].name in (OVERWRITTEN, REDECIDED, LOST)
     if not differing or explained:
         return independent
     return [CHAIN[min(differing, key=lambda quantity: comparison[quantity].step)](comparison), *independent]
@@ -31,48 +32,57 @@ def diagnose(comparison: Comparison) -> list[Finding]:
 # --- faults that are found without comparing the two runs ----------------------------------------------------------
 
 
-def _overwritten(c: Comparison) -> Finding | None:
-    if c["owned rows after prepare"].ok:
-        return None
-    return Finding(
+SEEN: dict[str, tuple[str, str, str, str]] = {
+    "owned rows after prepare": (
         OVERWRITTEN,
-        f"preparing the model changed rows that a rank owns: {c['owned rows after prepare'].where}",
+        "preparing the model changed rows that a rank owns: {}",
         "DDP treated them as replicated and broadcast rank 0's; it averages their gradients too",
         "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.prepare.prepare",
-    )
-
-
-def _redecided(c: Comparison) -> Finding | None:
-    if c["one routing decision"].ok:
-        return None
-    return Finding(
+    ),
+    "one routing decision": (
         REDECIDED,
-        f"the forward that activation checkpointing repeats sent tokens elsewhere in {c['one routing decision'].where}",
+        "the forward that activation checkpointing repeats sent tokens elsewhere in {}",
         "the router draws or reads something that has changed since the first forward (noise, a bias, a counter)",
         "replay the first decision: keep the router outside of the recomputed part, or draw with a preserved seed",
-    )
-
-
-def _buffer(c: Comparison) -> Finding | None:
-    if c["buffers of ranks"].ok:
-        return None
-    return Finding(
+    ),
+    "all micro-batches": (
+        LOST,
+        "the gradients of one micro-batch were gone when that of the next began, with no update between them: {}",
+        "gradients are set to zero, or written over, between micro-batches",
+        "set them to zero after the optimizer's step alone, and let backward add to them",
+    ),
+    "buffers of ranks": (
         "buffer overwritten by broadcast",
-        f"before a forward, ranks lost what they had written to {c['buffers of ranks'].where}",
+        "before a forward, ranks lost what they had written to {}",
         "DDP broadcasts rank 0's buffers before each forward",
         "keep what each rank counts in a plain attribute, or reduce it over the ranks first",
-    )
-
-
-def _outside(c: Comparison) -> Finding | None:
-    if c["parameters in an optimizer"].ok:
-        return None
-    return Finding(
+    ),
+    "parameters in an optimizer": (
         "parameter outside the optimizer",
-        f"no optimizer holds {c['parameters in an optimizer'].where}, so it never moves",
+        "no optimizer holds {}, so it never moves",
         "the optimizer was made before the parameter, or from a part of the model",
         "make the optimizer last, from model.parameters(), or set requires_grad to False",
-    )
+    ),
+    "balance loss in the backward": (
+        "balance loss without effect",
+        "the backward did not reach the {} that the model returns",
+        "it is not part of the loss, or what was to inject its gradient is not part of the graph",
+        "add it to the loss, and use the tensor that an autograd function returns",
+    ),
+    "order of epochs": (
+        "every epoch in the same order",
+        "a {} went through its data again in the order of the epoch before",
+        "the sampler draws its order from the number of the epoch, and was not told that it has changed",
+        "call sampler.set_epoch(epoch) before each epoch, or let Accelerate prepare the data loader",
+    ),
+}
+"""What a rank sees by itself: a quantity -> name, symptom (with where), cause and remedy of the finding; in causal
+order."""
+
+
+def _seen(quantity: str, c: Comparison) -> Finding | None:
+    name, symptom, cause, remedy = SEEN[quantity]
+    return None if c[quantity].ok else Finding(name, symptom.format(c[quantity].where), cause, remedy)
 
 
 def _save(c: Comparison) -> Finding | None:
@@ -92,7 +102,7 @@ def _save(c: Comparison) -> Finding | None:
     )
 
 
-INDEPENDENT: list[Rule] = [_overwritten, _redecided, _buffer, _outside, _save]
+INDEPENDENT: list[Rule] = [*(functools.partial(_seen, quantity) for quantity in SEEN), _save]
 
 
 # --- faults that are recognised by what differs first --------------------------------------------------------------
@@ -110,6 +120,13 @@ def _initial(c: Comparison) -> Finding:
 
 def _samples(c: Comparison) -> Finding:
     check = c["samples"]
+    if len(c.many.records) > 1 and c.many.have_equal_samples(check.step - 1):
+        return Finding(
+            "ranks see the same samples",
+            f"at step {check.step} all {len(c.many.records)} ranks were given the same samples",
+            "data are not divided over the ranks: each takes the whole global batch, or draws it from the same seed",
+            "let Accelerate prepare the data loader, or use a DistributedSampler",
+        )
     return Finding(
         "data order changed",
         f"step {check.step} saw other samples ({check.where}; {check.worst:.0%} of them are in one run only)",
@@ -184,10 +201,18 @@ def _forward(c: Comparison, step: int) -> Finding | None:
 def _gradients(c: Comparison) -> Finding:
     check, world = c["gradients"], len(c.many.records)
     step = check.step - 1
-    if unequal := c.many.unequal_gradients(step):
-        return _unsynchronised(f"at step {check.step} the gradient of {unequal[0]} is not the same on all ranks")
     ratios = _ratios(c, step)
     differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > check.limit}
+    late = c.many.unfrozen(step)
+    if differing and all(name in late for name, _ in differing):
+        return Finding(
+            "parameter unfrozen after prepare",
+            f"at step {check.step} the gradient of {check.where} differs by {check.worst:.1e}; it was frozen at first",
+            "what averages gradients over ranks looks at the model once, and takes up what is trainable then",
+            "unfreeze parameters before the model is prepared, and keep those that are to wait at a rate of 0",
+        )
+    if unequal := c.many.unequal_gradients(step):
+        return _unsynchronised(f"at step {check.step} the gradient of {unequal[0]} is not the same on all ranks")
     # A factor explains what differs where it is further from 1 than what it leaves unexplained may be.
     unexplained = max(1e-3, 10 * c.tolerance)
     straight = all(ratios[key][1] < unexplained < abs(ratio - 1) for key, ratio in differing.items())

@@ -27,6 +27,17 @@ ROUNDING_MARGIN = 10.0
 """How much further apart two runs may be than two that differ by rounding: kernels also round inside of a module, and
 add up in parts whose number depends on the size of a batch."""
 
+SEEN_IN = {
+    "owned rows after prepare": "overwritten",
+    "one routing decision": "redecided",
+    "buffers of ranks": "overwritten_buffers",
+    "parameters in an optimizer": "outside",
+    "all micro-batches": "lost_micro_batches",
+    "balance loss in the backward": "unused_losses",
+    "order of epochs": "repeated_orders",
+}
+"""What a rank sees by itself -> the list of it in a `Record`; nothing may be in there."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -109,7 +120,6 @@ class Comparison:
 
     def _checks(self) -> Iterable[Check]:
         many, tolerance = self.many, self.tolerance
-        yield _found("owned rows after prepare", many.gathered("overwritten"))
         yield self._over("initial weights", 0, self._initial, range(1), first=0)
         yield self._over("samples", 0, self._samples)
         if self.one.first.steps[0].counts:
@@ -126,9 +136,8 @@ class Comparison:
         yield self._over("optimizer state", tolerance, self._state, range(1, self.phases), first=0)
         phases = range(self.phases)
         yield self._over("replicas on ranks", 0, lambda phase: _any(many.unequal_replicated(phase)), phases, first=0)
-        yield _found("one routing decision", [*self.one.gathered("redecided"), *many.gathered("redecided")])
-        yield _found("buffers of ranks", many.gathered("overwritten_buffers"))
-        yield _found("parameters in an optimizer", [*self.one.gathered("outside"), *many.gathered("outside")])
+        for quantity, attribute in SEEN_IN.items():
+            yield _found(quantity, [*self.one.gathered(attribute), *many.gathered(attribute)])
         if any(record.saved_by for record in many.records):
             errors = [record.save_error for record in many.records if record.save_error]
             yield _found("save and load", errors[:1] or many.gathered("lost"))

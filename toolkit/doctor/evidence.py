@@ -35,7 +35,7 @@ class Evidence:
     @cached_property
     def stacked(self) -> set[str]:
         """Parameters whose rows are experts."""
-        return set(self.first.phases[0].rows)
+        return {name for phase in self.first.phases for name in phase.rows}
 
     # --- tensors by id ----------------------------------------------------------------------------------------
 
@@ -95,12 +95,22 @@ class Evidence:
 
     def has_moved(self, phase: int) -> bool:
         """Whether the placement after `phase` steps is not that of one step before."""
-        return phase > 0 and any(r.phases[phase].rows != r.phases[phase - 1].rows for r in self.records)
+        pairs = [(r.phases[phase - 1].rows, r.phases[phase].rows) for r in self.records if phase > 0]
+        return any(before[name] != after[name] for before, after in pairs for name in before.keys() & after.keys())
+
+    def unfrozen(self, phase: int) -> set[str]:
+        """Parameters that are trainable after `phase` steps, and were not before the first."""
+        first, now = self.first.phases[0], self.first.phases[phase]
+        return (now.rows.keys() | now.digests.keys()) - (first.rows.keys() | first.digests.keys())
 
     # --- numbers ----------------------------------------------------------------------------------------------
 
     def samples(self, step: int) -> Counter[str]:
         return Counter(d for record in self.records for batch in record.steps[step].samples for d in batch)
+
+    def have_equal_samples(self, step: int) -> bool:
+        """Whether every rank was given what the first was."""
+        return all(record.steps[step].samples == self.first.steps[step].samples for record in self.records)
 
     def loss(self, step: int) -> float:
         """Mean over ranks and micro-batches of what went backward."""
@@ -125,12 +135,13 @@ class Evidence:
         return [norm for record in self.records if (norm := record.steps[step].norm) is not None]
 
     def outputs(self, module: str) -> dict[str, Tensor]:
-        """Fingerprints of a module's first output, by sample."""
+        """Fingerprints of a module's first output, by sample and the size that it was padded to."""
         found: dict[str, Tensor] = {}
         for record in self.records:
             tensor = record.tensors.get(f"0/output/{module}")
             if tensor is not None and record.steps:
-                found |= dict(zip(record.steps[0].samples[0], tensor, strict=True))
+                for sample, row in zip(record.steps[0].samples[0], tensor, strict=True):
+                    found[f"{sample} {row[-1]:.0f}"] = row[:-1]
         return found
 
     def gathered(self, attribute: str) -> list[str]:

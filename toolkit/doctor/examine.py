@@ -17,7 +17,7 @@ from typing import Any
 from toolkit.doctor.causes import CHAIN, diagnose
 from toolkit.doctor.compare import TOLERANCES, Check, Comparison
 from toolkit.doctor.evidence import Evidence
-from toolkit.doctor.finding import Finding, recomputed_otherwise, unrepeatable
+from toolkit.doctor.finding import Finding, out_of_step, recomputed_otherwise, unrepeatable
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
 from toolkit.launch.children import Children
@@ -29,8 +29,18 @@ SUSPICIOUS = 1e-2
 """No rounding makes a difference as large as this in a few steps."""
 
 
+WAITED = re.compile(r"gloo|[Tt]imed out waiting|Connection (closed|reset) by peer")
+"""In the errors of a rank whose collective failed because of another rank."""
+MOST_WAIT_S = 30.0
+"""How long a collective waits for other ranks at most, besides twice the time of the whole run in one process."""
+
+
 class ScriptFailed(Exception):
-    """A script ended with an error, which is the text."""
+    """A script ended with an error, which is the text; `finding` where that says what is wrong."""
+
+    def __init__(self, error: str, finding: Finding | None = None):
+        super().__init__(error)
+        self.finding = finding
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,15 @@ def examine(
     """
     _check(script, args)
     with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
+        took_s: dict[int, float] = {}
 
         def run(name: str, world: int, rounding: float = 0.0) -> Evidence:
             started = time.monotonic()
             log(f"{name}: {world} process(es), {steps} steps ...")
-            evidence = _run(script, args, world, steps, Path(folder) / name.replace(" ", "-"), timeout_s, rounding)
-            log(f"{name}: done in {time.monotonic() - started:.0f} s")
+            where, wait_s = Path(folder) / name.replace(" ", "-"), MOST_WAIT_S + 2 * took_s.get(1, 0.0)
+            evidence = _run(script, args, world, steps, where, timeout_s, wait_s, rounding)
+            took_s[world] = time.monotonic() - started
+            log(f"{name}: done in {took_s[world]:.0f} s")
             return evidence
 
         try:
@@ -118,9 +131,8 @@ def examine(
         try:
             many = run("together", processes)
         except ScriptFailed as error:
-            if "CheckpointError" in str(error):
-                finding = recomputed_otherwise(str(error))
-                return Report(str(script), processes, 0, limit, [], [finding], notes)
+            if error.finding is not None:
+                return Report(str(script), processes, 0, limit, [], [error.finding], notes)
             raise UserError(f"{script} runs in one process and fails in {processes}: {error}") from None
         comparison, findings = judge(one, many, limit, run)
     notes = list(dict.fromkeys([*notes, *many.first.notes]))
@@ -156,13 +168,22 @@ def _check(script: Path, args: Sequence[str]) -> None:
 
 
 def _run(
-    script: Path, args: Sequence[str], world: int, steps: int, folder: Path, timeout_s: float, rounding: float
+    script: Path,
+    args: Sequence[str],
+    world: int,
+    steps: int,
+    folder: Path,
+    timeout_s: float,
+    wait_s: float,
+    rounding: float,
 ) -> Evidence:
     """Run `script` under the probe as the ranks of one world; raises ScriptFailed with the last line of an error."""
     folder.mkdir()
     words = [*args, *_recipe_flags(script, args, folder)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    # A mode that the script gives itself counts more than the variable: its runs go with the folder.
+    environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
     reserved = reserve_port()
     if world > 1:
         environment |= {
@@ -171,7 +192,7 @@ def _run(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": bound_port(reserved),
         }
-    command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding)]
+    command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding), str(wait_s)]
     command += [str(script), *words]
     try:
         with Children() as ranks:
@@ -179,16 +200,14 @@ def _run(
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
                 with (folder / f"output{rank}.txt").open("wb") as output:
                     ranks.start(command, env=environment | place, stdout=output, stderr=subprocess.STDOUT)
-            failed = ranks.wait(timeout_s=timeout_s)
-            timed_out = not failed and any(process.poll() is None for process in ranks.processes)
+            ranks.wait(timeout_s=timeout_s)
+            codes = [process.poll() for process in ranks.processes]
     finally:
         reserved.close()
     if ranks.received:  # by now handled as if there had been no children
         signal.raise_signal(ranks.received[0])
-    if timed_out:
-        raise ScriptFailed(f"no end within {timeout_s:g} s: ranks may be waiting for each other; see --timeout.")
-    if failed:
-        raise ScriptFailed(_last_line(folder / f"output{min(failed)}.txt"))
+    if any(code != 0 for code in codes):
+        raise _failure(folder, codes, timeout_s)
     evidence = Evidence(read_records(folder))
     if len(evidence.records) < world or not evidence.steps:
         raise UserError(
@@ -196,6 +215,23 @@ def _run(
             "accelerator.backward, and a torch optimizer."
         )
     return evidence
+
+
+def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptFailed:
+    """What ranks died of, by their exit codes; None for those that went on until they were killed."""
+    errors = {rank: _last_line(folder / f"output{rank}.txt") for rank, code in enumerate(codes) if code}
+    for error in errors.values():
+        if "CheckpointError" in error:
+            return ScriptFailed(error, recomputed_otherwise(error))
+    for error in errors.values():
+        if not WAITED.search(error):
+            return ScriptFailed(error)
+    late = f"no end within {timeout_s:g} s; see --timeout."
+    if len(codes) == 1:
+        return ScriptFailed(late)
+    places = [folder / f"place{rank}.txt" for rank in range(len(codes))]
+    said = [place.read_text() if place.exists() else "before its first step" for place in places]
+    return ScriptFailed(late, out_of_step(f"rank {rank} {place}" for rank, place in enumerate(said)))
 
 
 def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ class Finding:
 
 
 OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides otherwise under recomputation"
+LOST = "micro-batch lost"
 
 
 def recomputed_otherwise(error: str) -> Finding:
@@ -27,6 +28,16 @@ def recomputed_otherwise(error: str) -> Finding:
         error,
         "what is recomputed in the backward has other shapes than before: tokens went to other experts",
         "replay the first decision: use toolkit.moe.recompute.checkpoint, or keep the router outside of it",
+    )
+
+
+def out_of_step(places: Iterable[str]) -> Finding:
+    """For a script whose ranks wait for each other for ever; `places` says where each of them is."""
+    return Finding(
+        "ranks out of step",
+        f"processes waited for each other in vain: {'; '.join(places)}",
+        "a rank skips a step, has fewer batches, or calls an operation between ranks that the others do not",
+        "decide on all ranks together (reduce the decision first), and give all of them the same number of batches",
     )
 
 

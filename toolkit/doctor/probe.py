@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.compat import DROPOUTS, without_compile_prefix
+from toolkit.compat import without_compile_prefix
 from toolkit.doctor.record import Phase, Record, Step, digest
 from toolkit.doctor.rounding import round_gradients, round_outputs
+from toolkit.doctor.samples import sample_digests
+from toolkit.moe.load.routing_log import Cursor
 from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
 
 
@@ -46,13 +48,22 @@ class Probe:
         self.load: Callable[[Any], Any] | None = None
         self.step = Step()
         self.in_backward = self.is_clipping = self.is_preparing = self.done = False
-        self._counts: dict[str, Tensor] = {}
+        self._cursors: dict[str, Cursor] = {}
         self._choices: dict[str, list[str]] = {}
         self._buffers: dict[str, str] = {}
         self._unclipped: dict[str, Tensor] | None = None
         self.splits = False
         """Whether data loaders' batches are to be split over ranks although the script did not ask for it."""
         self._open_step = True
+        self._unreached = 0
+        """Balance losses of this step that no backward has reached."""
+        self._has_gradients = False
+        """Whether a backward has ended since any optimizer's last step."""
+
+    def _at(self, place: str, step: int) -> None:
+        """Leave word of where this rank is, for when it never ends."""
+        if self.record.world > 1:
+            (self.out / f"place{self.record.rank}.txt").write_text(f"at step {step}, {place}")
 
     # --- names ------------------------------------------------------------------------------------------------
 
@@ -103,11 +114,7 @@ class Probe:
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after_forward)
         inside: tuple[str, ...] = ()
-        dropouts = 0
         for name, module in model.named_modules():
-            if isinstance(module, DROPOUTS) and module.p:
-                module.p = 0.0  # type: ignore[assignment]
-                dropouts += 1
             if self.rounding:
                 round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))
             if name.startswith(inside) and inside:
@@ -117,23 +124,17 @@ class Probe:
             if hasattr(module, "num_experts") or hasattr(module, "expert_stack"):
                 inside += (f"{name}.",)  # rows in there are in an order of their own
             module.register_forward_hook(functools.partial(self._after_module, self._name(number, name)))
-        if dropouts:
-            self.record.notes.append(f"{dropouts} dropout module(s) were switched off: masks differ between ranks")
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (torch.is_grad_enabled() and model.training) or self.in_backward:
             return
         if self._open_step:
             self._begin_step()
+        self._at("in a forward", len(self.record.steps) + 1)
         for name, buffer in model.named_buffers():
             if name in self._buffers and self._buffers[name] != digest(buffer):
                 self.record.overwritten_buffers.append(name)
-        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim]
-        if not inputs and args and isinstance(args[0], dict):
-            inputs = [t for t in args[0].values() if isinstance(t, Tensor) and t.ndim]
-        rows = inputs[0].shape[0] if inputs else 0
-        aligned = [t for t in inputs if t.shape[0] == rows]
-        self.step.samples.append([digest(*(t[row] for t in aligned)) for row in range(rows)])
+        self.step.samples.append(sample_digests(model, args, kwargs))
 
     def before_wrapped_forward(self) -> None:
         """DDP broadcasts buffers between this call and `_before_forward`."""
@@ -142,8 +143,14 @@ class Probe:
     def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and model.training and not self.in_backward:
             balance_loss = getattr(output, "aux_loss", None)
-            if balance_loss is not None:
-                self.step.balance_losses.append(float(balance_loss))
+            if isinstance(balance_loss, Tensor):
+                self.step.balance_losses.append(float(balance_loss.detach()))
+                if balance_loss.requires_grad:
+                    self._unreached += 1
+                    balance_loss.register_hook(self._reach)
+
+    def _reach(self, _gradient: Tensor) -> None:
+        self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         """Of the first forward, a fingerprint of each module's output for each sample."""
@@ -158,7 +165,8 @@ class Probe:
             return
         rows = output.detach().double().cpu().reshape(samples, -1) if samples else torch.zeros(0, 1).double()
         weights = torch.cos(torch.arange(rows.shape[1]).double())
-        self.record.tensors[key] = torch.stack([rows @ weights, rows.norm(dim=1)], 1)
+        width = torch.full((len(rows),), rows.shape[1]).double()
+        self.record.tensors[key] = torch.stack([rows @ weights, rows.norm(dim=1), width], 1)
         self.record.modules.append([name, type(module).__name__])
 
     def _listen_to_routing(self, name: str, module: nn.Module) -> None:
@@ -180,12 +188,15 @@ class Probe:
             self.record.redecided.append(name)
 
     def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
+        if self._has_gradients and not any(p.grad is not None and p.grad.any() for _, p in self.parameters()):
+            self.record.lost_micro_batches.append(f"step {len(self.record.steps) + 1}")
         self.step.losses.append(float(loss.detach()))
+        self._at("in a backward", len(self.record.steps) + 1)
         self.in_backward = True
         try:
             return backward()
         finally:
-            self.in_backward = False
+            self.in_backward, self._has_gradients = False, True
             self._choices.clear()
 
     def clip(self, clip: Callable[[], Any]) -> Any:
@@ -205,6 +216,7 @@ class Probe:
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours(optimizer):
             return
+        self._has_gradients = False
         if all(known is not optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
         if optimizer is not self.optimizers[0]:
@@ -230,14 +242,14 @@ class Probe:
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.optimizers or optimizer is not self.optimizers[0]:
             return
-        from toolkit.moe.stack import expert_stacks
-
-        for model in self.models:
-            for name, stack in expert_stacks(model).items():
-                now = stack.log.load_E.cpu()
-                self.step.counts[name] = (now - self._counts.get(name, torch.zeros_like(now))).tolist()
-                self._counts[name] = now.clone()
+        for name, cursor in self._cursors.items():
+            self.step.counts[name] = cursor.new_load_E().tolist()
+            cursor.advance()
+        if self._unreached and "aux_loss" not in self.record.unused_losses:
+            self.record.unused_losses.append("aux_loss")
+        self._unreached = 0
         self.record.steps.append(self.step)
+        self._at("after its update", len(self.record.steps))
         self.step, self._open_step = Step(), True
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -247,8 +259,14 @@ class Probe:
     # --- states -----------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
+        from toolkit.moe.stack import expert_stacks
+
         self._open_step = False
         self.take_phase()
+        for model in self.models:
+            for name, stack in expert_stacks(model).items():
+                if name not in self._cursors or self._cursors[name].log is not stack.log:
+                    self._cursors[name] = stack.log.cursor()
         if len(self.record.steps) >= self.steps:
             self.finish()
             raise Finished
@@ -283,6 +301,7 @@ class Probe:
     def finish(self) -> None:
         """What is recorded at the end. A collective where the script's way of saving is one."""
         self.done = True
+        self._at("which was its last", len(self.record.steps))
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         self.record.outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
         self._save_and_load()

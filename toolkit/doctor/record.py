@@ -68,6 +68,12 @@ class Record:
     """MoE layers whose second forward, during backward, chose other experts than the first."""
     outside: list[str] = field(default_factory=list)
     """Trainable parameters that no optimizer holds."""
+    lost_micro_batches: list[str] = field(default_factory=list)
+    """Steps in which the gradients of a micro-batch were gone before those of the next were added."""
+    unused_losses: list[str] = field(default_factory=list)
+    """Losses of the router that the model returned and no backward reached."""
+    repeated_orders: list[str] = field(default_factory=list)
+    """Samplers that shuffle and gave the same order twice."""
     saved_by: str = ""
     """What saved and loaded, or nothing where there was no way."""
     lost: list[str] = field(default_factory=list)

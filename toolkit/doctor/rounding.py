@@ -50,7 +50,11 @@ def round_gradients(gradients: list[Tensor], size: float, step: int) -> None:
 
 
 def _noise(tensor: Tensor, size: float, seed: int, floor: float = 0.0) -> Tensor:
-    """Of `size` times the norm of `tensor`, or times `floor` where that is more."""
+    """Of `size` times the norm of `tensor`, or times `floor` where that is more.
+
+    None where `tensor` is exactly 0, as units that ReLU has switched off are: nothing was added up there. Adam would
+    make a whole step of any noise.
+    """
     draws = torch.Generator().manual_seed(seed)
     noise = torch.randn(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
-    return noise * (max(tensor.norm().item(), floor) * size / max(1, tensor.numel()) ** 0.5)
+    return noise * (tensor != 0) * (max(tensor.norm().item(), floor) * size / max(1, tensor.numel()) ** 0.5)

@@ -1,4 +1,4 @@
-"""Run a script under the probe: `python -m toolkit.doctor.watch OUT STEPS ROUNDING SCRIPT [ARGUMENT ...]`."""
+"""Run a script under the probe: `python -m toolkit.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from toolkit.doctor.attach import attach
+from toolkit.doctor.attach import attach, limit_waits
 from toolkit.doctor.probe import Finished, Probe
 from toolkit.doctor.record import Record
 
@@ -33,7 +33,8 @@ def watch(out: Path, steps: int, script: str, args: list[str], rounding: float =
 
 
 def main() -> None:
-    out, steps, rounding, script, *args = sys.argv[1:]
+    out, steps, rounding, wait_s, script, *args = sys.argv[1:]
+    limit_waits(float(wait_s))
     code = 0
     try:
         watch(Path(out), int(steps), script, args, float(rounding))

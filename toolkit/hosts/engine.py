@@ -10,15 +10,20 @@ Accelerate would get wrong without an error is corrected here, or refused: see `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.hosts.adapters import adapt_experts, why_no_experts
+from toolkit.hosts.join import join_forwards
+from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
@@ -104,16 +109,16 @@ class ExpertParallel:
         """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
 
         All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
-        (it must not have stepped yet). Raises UserError where no experts are found, or ranks cannot share them.
+        (it must not have stepped yet). A scheduler stays as it is: call its `step` after `optimizer.step`. Raises
+        UserError where no experts are found, ranks cannot share them, or a scheduler would step once per process.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
+        self._refuse_schedulers(others)
+        adapt_experts(model)
         layers = find_experts(model)
         if not layers:
-            raise UserError(
-                f"model {type(model).__name__} has no experts that are stacked tensors: give the module that holds "
-                "them num_experts, and a forward of (hidden, expert ids, weights)."
-            )
+            raise UserError(why_no_experts(model))
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         self._fit_optimizer(optimizer)
@@ -122,7 +127,9 @@ class ExpertParallel:
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
         prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
-        self._model, self._optimizer = model, optimizer
+        self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
+        if self.accelerator.num_processes > 1:
+            optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._correct_accelerate()
         return *prepared, *(self.accelerator.prepare(other) for other in others)
@@ -142,6 +149,29 @@ class ExpertParallel:
         self.accelerator.unscale_gradients()
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return clip_grad_norm_(listed, max_norm)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For evaluation and generation without gradients, in which ranks call the model unequally often, or never.
+
+            with experts.join():
+                for batch in batches_of_this_rank:
+                    model(**batch)
+
+        A rank that comes to the end computes its experts for the others until all have: a collective. Raises UserError
+        under FSDP2, whose parameters are gathered by all ranks in each forward.
+        """
+        if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
+            raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
+        wrapped = self._prepared
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.require_forward_param_sync = False  # or each forward would broadcast buffers
+        try:
+            with self.accelerator.autocast(), join_forwards(self._model, self.stacks):
+                yield
+        finally:
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.require_forward_param_sync = True
 
     def metrics(self) -> dict[str, float]:
         """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
@@ -181,6 +211,18 @@ class ExpertParallel:
             return self.ep_size
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
+
+    def _refuse_schedulers(self, others: Iterable[Any]) -> None:
+        """Accelerate makes a prepared scheduler take as many steps per optimizer step as there are processes."""
+        accelerator = self.accelerator
+        multiplied = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
+        for other in others:
+            if isinstance(other, torch.optim.lr_scheduler.LRScheduler) and multiplied and accelerator.num_processes > 1:
+                raise UserError(
+                    f"{type(other).__name__}, once prepared, takes {accelerator.num_processes} steps per optimizer "
+                    "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
+                    "after optimizer.step()."
+                )
 
     def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut its states as the experts. One of other parameters than the model's would train nothing: refuse it."""

@@ -12,9 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.load.routing_log import Choices
-from toolkit.moe.recompute import recomputing
+from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.stack import ExpertStack
+from toolkit.placement.placement import contiguous
 
 
 def has_stacked_parameters(module: nn.Module) -> bool:
@@ -28,8 +30,27 @@ def slots_of_rows(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> Int[Tensor
     """int64 (N, 1): the slot of each of `num_rows` rows in order of slots, as expert ids of a top-1 router."""
     slots = torch.arange(len(rows_per_slot), device=rows_per_slot.device)
     slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
-    slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # spares `toolkit.hosts.transformers.kernel` a sort
+    slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # spares `in_order_of_slots` a sort
     return slot_N1
+
+
+def in_order_of_slots(
+    compute: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    experts: nn.Module,
+    hidden_TD: Float[Tensor, "T D"],
+    ids_TK: Int[Tensor, "T K"],
+    weights_TK: Float[Tensor, "T K"],
+) -> Float[Tensor, "T D"]:
+    """The forward of `experts` by a function of (experts, rows in order of slots, rows per slot).
+
+    Rows from a dispatcher are in that order already, each with one expert of weight 1; others are sorted first.
+    """
+    rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
+    if rows_per_slot is not None:
+        return compute(experts, hidden_TD, rows_per_slot)
+    dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))  # type: ignore[arg-type]
+    rows, plan = dispatcher.dispatch(hidden_TD, ids_TK)
+    return dispatcher.combine(compute(experts, rows, plan.rows_per_slot), plan, weights_TK)
 
 
 def run_experts(
@@ -47,7 +68,7 @@ def run_experts(
     rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
     y_TD = stack.dispatcher.combine(compute_rows(forward, rows, plan.rows_per_slot), plan, weights_TK)
     if not recomputing():
-        training = module.training and torch.is_grad_enabled()
+        training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
         stack.record(plan, Choices(ids_TK, None), x_TD, y_TD, training=training)
     return y_TD
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
+from toolkit.hosts.adapters import adapt_experts
+from toolkit.hosts.contract import check_experts
 from toolkit.hosts.foreign import has_stacked_parameters, run_experts
 from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
@@ -34,10 +36,15 @@ def spread_experts(
     """Keep this rank's experts of each layer of `model`, in place; returns all layers' stacks, by name.
 
     All ranks hold the same `model`; an optimizer made before stays valid if it has not stepped. `placement`: contiguous
-    blocks of ids, round-robin, or a function of the layer. Raises UserError for one that does not fit a layer.
+    blocks of ids, round-robin, or a function of the layer. Raises UserError for one that does not fit a layer, and for
+    experts that would compute something else once they are spread.
     """
+    adapt_experts(model)
     layers = find_experts(model)
     _refuse_what_is_spread(layers)
+    for name, module in layers.items():
+        if not isinstance(module, MoE):
+            check_experts(name, module)
     for name, module in layers.items():
         experts, ranks = num_experts(module), groups.ep_size
         if isinstance(placement, str):

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
-from toolkit.moe.layer import moe_layers
 from toolkit.moe.load.forwards import Forwards, ModelForwards
 from toolkit.moe.load.load_meter import weight_bytes
 from toolkit.moe.load.metrics import RowBytes
@@ -150,7 +149,6 @@ class TraceRecorder(Callback):
         if not enabled:
             return
         self.forwards = ModelForwards(model, choices=True)
-        self._top_k = [layer.router.top_k for layer in moe_layers(model).values()]
         self._together_LEE: Tensor | None = None
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None
@@ -220,7 +218,7 @@ class TraceRecorder(Callback):
             self.forwards.take()
             name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
             self.path, self._optimizer = trainer.run.folder / name, trainer.optimizer
-            facts = {"name": trainer.run.name, "seed": trainer.run.seed, "top_k": self._top_k}
+            facts = {"name": trainer.run.name, "seed": trainer.run.seed}
             self.metadata = {**facts, **self.metadata}
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -9,6 +9,7 @@ an EP group. Both give the experts rows in slot order: slot 0's rows first, each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -247,6 +248,8 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
         self.groups = groups
+        self.announce: Callable[[Tensor], None] | None = None
+        """Called with (T, D) before each dispatch: see `toolkit.hosts.join`."""
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -275,6 +278,8 @@ class AllToAllDispatcher:
     def dispatch(
         self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
+        if self.announce is not None:
+            self.announce(x_TD)
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
         exchange = plan.exchange
         assert exchange is not None

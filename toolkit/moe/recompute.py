@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from toolkit.compat import in_backward
+from toolkit.compat import in_backward, in_reentrant_checkpoint
 
 Recompute = Literal["none", "selective", "full"]
 Decision = TypeVar("Decision")
@@ -91,6 +91,12 @@ def replaying() -> bool:
 def recomputing() -> bool:
     """Whether any checkpointed region is being recomputed in a backward, PyTorch's own included: count nothing then."""
     return in_backward()
+
+
+@torch.compiler.disable
+def in_reentrant_forward() -> bool:
+    """Whether a region of PyTorch's reentrant checkpointing runs its forward, without gradients."""
+    return not recomputing() and in_reentrant_checkpoint()
 
 
 def decide(make: Callable[[], Decision]) -> Decision:

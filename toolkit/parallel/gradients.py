@@ -76,8 +76,11 @@ def has_averaging_hooks(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients of a row's replicas to its owner's, and zero those of the others. A collective."""
-    for parameter, ownership in _with_replicas(parameters):
+    """Add the gradients of a row's replicas to its owner's, and zero those of the others. A collective.
+
+    Frozen parameters keep none: weight decay moves what has a gradient of zero.
+    """
+    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         borrowed, lent = ownership.replicated
         received = _exchange_rows(grad, borrowed, lent, ownership)

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+WIDTH = 100
+"""Columns that a line of metrics takes at most."""
+
 
 def can_redraw() -> bool:
     """Whether both output streams are a terminal that a progress bar can be drawn on."""
@@ -15,24 +18,39 @@ def can_redraw() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
-def metrics_line(values: Mapping[str, Any], step: int, max_steps: int) -> str:
-    """`step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s`, as far as known."""
-    parts = [f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}"]
+def metrics_line(values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
+    """`step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`, if known.
+
+    Where it would be longer than `WIDTH`, as with an evaluation, it leaves out what matters least.
+    """
+    parts = {"step": f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}"}
     if (epoch := values.get("train/epoch")) is not None:
-        parts.append(f"epoch {epoch:5.2f}")
-    parts += _loss_and_accuracy(values, "train", "")
+        parts["epoch"] = f"epoch {epoch:5.2f}"
+    parts |= _loss_and_accuracy(values, "train", "")
     if (rate := values.get("train/learning_rate")) is not None:
-        parts.append(f"lr {rate:.1e}")
+        parts["rate"] = f"lr {rate:.1e}"
     if (speed := values.get("perf/samples_per_second")) is not None:
-        parts.append(f"{speed:>7,.0f} samples/s")
-    parts += _loss_and_accuracy(values, "eval", "test ")
-    return "  ".join(parts)
+        parts["speed"] = f"{speed:>7,.0f} samples/s"
+    parts |= _loss_and_accuracy(values, "eval", "test ")
+    if seconds_left is not None:
+        parts["eta"] = f"eta {clock(seconds_left)}"
+    for least in ("rate", "speed", "eta", "epoch", "train/accuracy"):
+        if len("  ".join(parts.values())) > WIDTH:
+            parts.pop(least, None)
+    return "  ".join(parts.values())
 
 
-def _loss_and_accuracy(values: Mapping[str, Any], group: str, label: str) -> list[str]:
-    parts = []
+def clock(seconds: float) -> str:
+    """Such as 0:42, 12:05 or 1:12:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _loss_and_accuracy(values: Mapping[str, Any], group: str, label: str) -> dict[str, str]:
+    parts = {}
     if (loss := values.get(f"{group}/loss")) is not None:
-        parts.append(f"{label}loss {loss:.4f}")
+        parts[f"{group}/loss"] = f"{label}loss {loss:.4f}"
     if (accuracy := values.get(f"{group}/accuracy")) is not None:
-        parts.append(f"{label}acc {100 * accuracy:5.2f} %")
+        parts[f"{group}/accuracy"] = f"{label}acc {100 * accuracy:5.2f} %"
     return parts

@@ -1,6 +1,6 @@
 """The folder of a run: how it is chosen, locked and continued, and what lies in it.
 
-config.json     the configuration and the recipe's name; a folder with this file holds a run
+config.json     the configuration, the recipe's name and the identity of the data; a folder with this file holds a run
 code.txt        command line, versions, git revision and difference, once per start
 metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
@@ -27,6 +27,8 @@ from toolkit.tracking.secrets import mask
 
 RUNS = Path("runs")
 FINISHING = ".finishing"
+DATA = "data_identity"
+"""The key of config.json that `toolkit.run.data` fills in."""
 
 
 def is_finished(folder: Path) -> bool:
@@ -34,8 +36,11 @@ def is_finished(folder: Path) -> bool:
     return (folder / "results.json").exists() and not (folder / FINISHING).exists()
 
 
-def open_folder(name: str, config: RunConfig, say: Callable[[str], None]) -> tuple[Path, FileLock, bool]:
-    """The folder that `config` asks for, locked, and whether it holds a run to continue. Call on the main process only.
+def open_folder(
+    name: str, config: RunConfig, say: Callable[[str], None]
+) -> tuple[Path, FileLock, dict[str, Any] | None]:
+    """The folder that `config` asks for, locked, and the config.json of the run that it holds, if any; {} where that is
+    damaged. Call on the main process only.
 
     `say` is told where config.json is damaged and cannot show whether the settings are the same as before.
     Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
@@ -58,7 +63,7 @@ def open_folder(name: str, config: RunConfig, say: Callable[[str], None]) -> tup
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--run-dir {folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
     try:
-        return folder, lock, _holds_run_to_continue(folder, name, config, say)
+        return folder, lock, _run_to_continue(folder, name, config, say)
     except BaseException:
         lock.release()
         raise
@@ -108,10 +113,10 @@ def _newest(name: str) -> Path | None:
     return configs[-1].parent if configs else None
 
 
-def _holds_run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[str], None]) -> bool:
+def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[str], None]) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.exists():
-        return False
+        return None
     if config.resume == "no":
         raise UserError(f"--run-dir {folder}: holds a run, and --resume no was given: choose another folder.")
     if is_finished(folder):
@@ -125,7 +130,7 @@ def _holds_run_to_continue(folder: Path, name: str, config: RunConfig, say: Call
             f"warning: {path} is damaged and is written anew with the settings of this command; "
             "those in a checkpoint still have to be the same."
         )
-        return True
+        return {}
     now = recorded_config(name, config)
     if before.get("recipe") != name:
         raise UserError(f"--run-dir {folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
@@ -137,7 +142,7 @@ def _holds_run_to_continue(folder: Path, name: str, config: RunConfig, say: Call
                 f"{flag} {new.get(field)}: the run in {folder} was started with {old.get(field)}: "
                 "give the same value to continue it, or another --run-dir."
             )
-    return True
+    return before
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -30,7 +30,7 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.run.folder import FINISHING, open_folder, recorded_config, write_json, write_text
+from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
@@ -65,6 +65,8 @@ class Run:
         """Absolute; the same on all ranks."""
         self.continues = False
         """Whether the folder already held this run, unfinished."""
+        self.data: dict[str, Any] = {}
+        """Identities of the data, by their use: see `toolkit.run.data`."""
         self._facts: dict[str, Any] = {}
         self._draws: list[Draw] = []
         self._owns_process_group = owns_process_group
@@ -147,7 +149,9 @@ class Run:
             return
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         config = recorded_config(self.name, self.config) | facts
-        self._trackers = start_trackers(self.config.tracker, self.name, self.folder, config, self.print)
+        self._trackers = start_trackers(
+            self.config.tracker, self.name, self.config.preset, self.folder, config, self.print
+        )
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
@@ -276,18 +280,19 @@ def start_run(name: str, config: RunConfig) -> Run:
 
 def _open(run: Run) -> tuple[Path, bool]:
     """Choose and lock the folder, and write the config and the code into it. On the main process only."""
-    folder, run._lock, continues = open_folder(run.name, run.config, run.print)
+    folder, run._lock, before = open_folder(run.name, run.config, run.print)
+    run.data = (before or {}).get(DATA) or {}
     try:
         _describe_start(run, folder)
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
         raise UserError(f"--run-dir {folder}: cannot be written ({error.strerror}): choose another.") from None
-    return folder, continues
+    return folder, before is not None
 
 
 def _describe_start(run: Run, folder: Path) -> None:
     """Write config.json, and add this start to code.txt."""
-    write_json(folder / "config.json", recorded_config(run.name, run.config))
+    write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
     with (folder / "code.txt").open("a", encoding="utf-8") as code:
         code.write(code_snapshot())
 

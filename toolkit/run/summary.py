@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     if has("test_bits_per_byte", "test_loss"):
         perplexity = math.exp(results["test_loss"])
         rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
+    if results.get("expert_load_notice"):
+        rows.append(("expert load", str(results["expert_load_notice"])))
     if has("steps", "samples"):
         epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))
@@ -37,6 +39,11 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
+    """A line for each pair of a name and a value, the values in one column."""
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 

@@ -38,7 +38,8 @@ def moe_from_config(
     config: MoERunConfig, dim: int, *, groups: ExpertGroups, shared_expert: nn.Module | None = None
 ) -> MoE:
     """The layer that the flags describe, of width `dim`: with dynamic experts where `config` has `max_experts`."""
-    make: Callable[..., MoE] = partial(make_moe, placement=config.initial_placement, spare_slots=config.spare_slots)
+    placement = config.initial_placement or "contiguous"
+    make: Callable[..., MoE] = partial(make_moe, placement=placement, spare_slots=config.spare_slots)
     if isinstance(config, DynamicRunConfig) and config.max_experts is not None:
         make = partial(make_dynamic_moe, max_experts=config.max_experts)
     return make(
@@ -68,7 +69,7 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
 
 
 def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks that `run.config` asks for and `callbacks` lack: of `--planner` and `--record-traces`.
+    """The callbacks of experts that `callbacks` lack: load metrics, and those of `--record-traces` and `--planner`.
 
     Prints one line for each setting that does nothing in this run. Raises UserError where `model` has all experts on
     every process, or no spare slots, and the config says otherwise.
@@ -106,6 +107,8 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
             "to its callbacks, or leave the flag out."
         )
     missing: list[Callback] = []
+    if lacks(ExpertLoad):
+        missing.append(ExpertLoad(model))
     if config.record_traces and lacks(TraceRecorder):
         missing.append(TraceRecorder(model))
     if config.planner and lacks(Replan):

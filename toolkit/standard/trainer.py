@@ -22,6 +22,7 @@ from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
 from toolkit.standard.experts import missing_expert_callbacks
+from toolkit.standard.start import describe_start
 from toolkit.task import Task
 from toolkit.trainer import Trainer
 
@@ -48,7 +49,8 @@ def standard_trainer(
     `augment` changes training batches, see `toolkit.data.BlankPixels`. `order` replaces the random permutation of each
     epoch, and `max_steps` the config's number of epochs. `evaluation` is a callback in place of `test`, such as
     `toolkit.domains.continual.TaskEvaluation`. `callbacks` run before the usual ones, so that what they record is on
-    the line of metrics that is printed. Those that `--planner` and `--record-traces` ask for are added where missing.
+    the line of metrics that is printed. Load metrics of experts, and what `--planner` and `--record-traces` ask for,
+    are added where missing.
 
     Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
     for settings of experts that the model was not built with.
@@ -86,6 +88,10 @@ def standard_trainer(
     if config.scale_lr is not None:
         scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
         run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+    samples = f"{len(train):,} training samples"
+    name = run.facts.get("dataset")
+    steps = f"{max_steps:,} of {config.batch_size:,} samples, {max_steps / batches.steps_per_epoch:.4g} epoch(s)"
+    run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
     if config.compile:
         model.compile()
     return Trainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -106,8 +107,11 @@ class CellRunner:
             return None
         log = (self.folder / f"{cell.digest}.log").open("ab")
         words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
+        sweep = self.folder.parent.name
+        tags = ",".join(filter(None, [os.environ.get("WANDB_TAGS"), f"sweep {sweep}"]))
+        labels = {"WANDB_RUN_GROUP": sweep, "WANDB_NAME": str(cell)} | os.environ | {"WANDB_TAGS": tags}
         process = children.start(
-            [sys.executable, str(self.recipe.script), *words], stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, str(self.recipe.script), *words], stdout=log, stderr=subprocess.STDOUT, env=labels
         )
         return _Job(cell, process, log, lock, time.monotonic())
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli import parse
+from toolkit.cli import instead_of, parse
+from toolkit.config.flags import value_types
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
 
@@ -94,7 +95,16 @@ def make_cell(recipe: Recipe, values: Mapping[str, str]) -> Cell:
 
 
 def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
-    """All cells, seed by seed, so that a sweep that is cut short has some seeds of everything."""
+    """All cells, seed by seed, so that a sweep that is cut short has some seeds of everything.
+
+    Raises UserError for an axis that is no flag of the recipe, or a value that the recipe refuses.
+    """
+    flags = value_types(recipe.config(()))
+    for name, values in axes.items():
+        flag = f"--{name}"
+        if flag not in flags:
+            axis = f"--grid {name}={','.join(values)}"
+            raise UserError(f"{axis}: {recipe.script} has no flag {flag}: {instead_of(flag, flags)}")
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [make_cell(recipe, values | {"seed": str(seed)}) for seed in seeds for values in combinations]
 

@@ -25,6 +25,8 @@ from toolkit.tracking.guard import Backend, GuardedTracker
 from toolkit.tracking.secrets import mask_text
 
 METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
+LONGEST_TAG = 64
+"""Characters that W&B takes."""
 PROBE_S = 2.0
 """How long a W&B server may take to answer before the run stays offline, in seconds."""
 
@@ -36,7 +38,7 @@ def check_installed(tracker: str) -> None:
 
 
 def start_trackers(
-    tracker: str, run_name: str, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]
+    tracker: str, recipe: str, preset: str, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> list[GuardedTracker]:
     """The trackers that the config field `tracker` names; they start on their own threads."""
     backends: list[Backend] = []
@@ -44,7 +46,7 @@ def start_trackers(
         if importlib.util.find_spec("wandb") is None:
             say("W&B is not installed (pip install wandb); metrics.jsonl has every line.")
         elif os.environ.get("WANDB_MODE") != "disabled":
-            backends.append(WandB(run_name, folder, config))
+            backends.append(WandB(recipe, preset, folder, config))
     if tracker in ("tensorboard", "all"):
         backends.append(TensorBoard(folder, config))
     return [GuardedTracker(backend, say) for backend in backends]
@@ -55,8 +57,8 @@ class WandB:
 
     name = "W&B"
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
-        self.project, self.folder, self.config = project, folder, config
+    def __init__(self, recipe: str, preset: str, folder: Path, config: Mapping[str, Any]):
+        self.recipe, self.preset, self.folder, self.config = recipe, preset, folder, config
         self._tracker: WandBTracker | None = None
 
     def start(self) -> str | None:
@@ -80,9 +82,9 @@ class WandB:
         """A W&B run with its metric groups and their common step axis."""
         command = " ".join(sys.orig_argv)
         self._tracker = WandBTracker(
-            os.environ.get("WANDB_PROJECT", self.project),
+            os.environ.get("WANDB_PROJECT", self.recipe),
             dir=str(self.folder),
-            name=self.folder.name,
+            **self._labels(),
             id=self._id(),
             resume="allow" if mode == "online" else None,
             mode=mode,
@@ -102,6 +104,16 @@ class WandB:
         for group in METRIC_GROUPS:
             run.define_metric(f"{group}/*", step_metric="step")
         return run
+
+    def _labels(self) -> dict[str, Any]:
+        """Name, group and tags: of the recipe, its preset and the folder, or what a sweep or the user has set."""
+        words = [word for word in (self.recipe, self.preset) if word]
+        tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
+        return {
+            "name": os.environ.get("WANDB_NAME", " ".join([*words, self.folder.name])),
+            "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
+            "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
+        }
 
     @property
     def _id_file(self) -> Path:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -235,6 +236,64 @@ def test_without_speech_there_are_tones_that_are_named_as_such():
 def test_a_set_that_is_not_there_ends_in_one_sentence(dataset, message, tmp_path):
     with pytest.raises(UserError, match=message):
         load(dataset, tmp_path)
+
+
+NOT_DIGITS = {
+    "digit": [(10, "digit 10 in row 1"), (-1, "digit -1 in row 1"), (None, "digit None in row 1")],
+    "speaker": [(None, "has a null in row 1")],
+    "audio": [
+        (None, "has a null in row 1"),
+        ({"bytes": None, "path": None}, "has a null in row 1"),
+        ({"bytes": b"RIFF", "path": None}, "row 1 of .* cannot be read as sound"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("column", "value", "message"), [(c, v, m) for c, vs in NOT_DIGITS.items() for v, m in vs])
+def test_rows_that_cannot_be_are_refused(column, value, message, tmp_path):
+    path = write_digits_as_parquet(tmp_path) / "fsdd" / "train-00000-of-00001.parquet"
+    table = pa.parquet.read_table(path)
+    changed = pa.array([table[column].to_pylist()[0], value], table[column].type)
+    pa.parquet.write_table(table.set_column(table.column_names.index(column), column, changed), path)
+    with pytest.raises(UserError, match=message) as told:
+        load("fsdd", tmp_path)
+    assert str(path) in str(told.value)
+
+
+def test_a_sample_that_is_not_finite_is_refused(tmp_path):
+    import soundfile
+
+    samples = noise(0.3)
+    samples[100] = np.nan
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
+    path = write_recordings(tmp_path) / "recordings" / "7_theo_5.wav"
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(UserError, match=f"{path} has a sample that is not finite"):
+        load("fsdd", tmp_path)
+
+
+def test_a_recording_of_another_name_is_refused(tmp_path):
+    path = write_recordings(tmp_path) / "recordings" / "x_theo_5.wav"
+    path.write_bytes(encode_wav(noise(0.3), RATE))
+    with pytest.raises(UserError, match=f"{path} is not named <digit>_<speaker>_<number>"):
+        load("fsdd", tmp_path)
+
+
+def test_a_null_in_a_manifest_is_refused(tmp_path):
+    write_manifest(tmp_path, {"audio": "a.wav", "text": None})
+    with pytest.raises(UserError, match=r"train\.jsonl, line 1 is not right \(its text is no string\)"):
+        load("manifest", tmp_path)
+
+
+def test_a_sound_that_was_replaced_is_decoded_anew(tmp_path):
+    before = load("manifest", write_manifest(tmp_path))
+    content = encode_wav(noise(0.5, seed=9), RATE)
+    sound, times = tmp_path / "a.wav", (tmp_path / "a.wav").stat()
+    sound.write_bytes(content[: times.st_size])
+    os.utime(sound, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = load("manifest", tmp_path)
+    assert not torch.equal(before.train.ragged["input"].values, after.train.ragged["input"].values)
 
 
 def test_the_hub_is_asked_with_datasets_and_says_what_to_do(monkeypatch):

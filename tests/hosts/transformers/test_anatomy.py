@@ -88,6 +88,15 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(fa
     assert all(torch.allclose(again[name], gradient, rtol=1e-5, atol=1e-9) for name, gradient in plain.items())
 
 
+def test_a_penalty_that_reentrant_checkpointing_would_leave_without_gradients_is_refused():
+    model = model_of("mixtral").train()
+    watch_routers(model)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(UserError, match=r"balance nothing: .*use_reentrant.*False"):
+        model(input_ids=tokens(0, 4))
+
+
 def share_of_ranks(samples: int) -> tuple[float, float, list[int]]:
     model = model_of("qwen3_moe")
     penalty = RouterPenalty(watch_routers(model), balance_weight=1.0, z_weight=0.5)

@@ -188,6 +188,21 @@ def test_models_that_came_another_way_are_refused():
         place_experts(causal_lm(config("mixtral")), ExpertPlacement((ORDER,)))
 
 
+def trained_under_ddp(folder: Path) -> str:
+    try:
+        fit(causal_lm(config("mixtral")), 2, [replan_callback("swap", every=2)], output_dir=str(folder))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_moving_experts_in_trainer_is_refused_where_ddp_has_them_on_every_rank(tmp_path: Path):
+    first, second = run_distributed(trained_under_ddp, 2, tmp_path)
+    assert first == second
+    assert "found no experts in MixtralForCausalLM that it could move" in first
+    assert "\n" not in first
+
+
 def test_ranks_that_share_a_batch_are_refused():
     with pytest.raises(UserError, match="tp_size=2"):
         ToolkitEP(nn.Identity(), SimpleNamespace(), SimpleNamespace(size=lambda: 2))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toolkit.config.run import require
 from toolkit.data.cache import cached_columns
+from toolkit.data.files import content_key
 from toolkit.data.images import OnMain
 from toolkit.data.sources import NotFoundHere
 from toolkit.data.table import TensorTable
@@ -89,10 +90,9 @@ class _Choice:
     notice: str | None = None
 
     def columns(self, data_dir: Path | None) -> dict[str, Tensor]:
-        if self.files.name == "uci_har":
-            key = f"uci_har-{self.files.digest()}"
-        else:
-            key = f"{self.files.name}-{self.files.digest()}-{self.window_seconds:g}s-{self.overlap:g}"
+        key = f"{self.files.name}-{content_key(self.files.paths)}"
+        if self.files.name != "uci_har":
+            key = f"{key}-{self.window_seconds:g}s-{self.overlap:g}"
         return cached_columns(f"{key}-v{CACHE_FORMAT}", lambda: self._decode(data_dir))
 
     def _decode(self, data_dir: Path | None) -> dict[str, np.ndarray]:

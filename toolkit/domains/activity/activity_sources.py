@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from toolkit.data.parquet import damaged, read_columns
+from toolkit.data.files import check_digest, damaged
+from toolkit.data.parquet import read_columns
 from toolkit.data.sources import SPLITS, NotFoundHere, find_on_hub
 
 Name = Literal["hmp", "uci_har", "generated"]
@@ -66,11 +67,6 @@ class ActivityFiles:
 
     name: Name
     paths: tuple[Path, ...] = ()
-
-    def digest(self) -> str:
-        """Changes when a file's name, size or time of change does."""
-        facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in self.paths]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 # --- where sets lie ----------------------------------------------------------------------------------------------
@@ -154,8 +150,12 @@ def read_uci_har(folder: Path) -> Windows:
             tables.append(_read_table(path, UCI_HAR_STEPS))
             if not len(tables[-1]) == len(label) == len(subject):
                 raise damaged(path, f"has {len(tables[-1])} rows for {len(label)} labels and {len(subject)} subjects")
-        if wrong := sorted(set(label.tolist()) - set(range(1, len(UCI_HAR_CLASSES) + 1))):
-            raise damaged(folder / split / f"y_{split}.txt", f"holds the label {wrong[0]:g}, which is not from 1 to 6")
+        for row in np.flatnonzero(~np.isin(label, range(1, len(UCI_HAR_CLASSES) + 1))):
+            path = folder / split / f"y_{split}.txt"
+            raise damaged(path, f"holds the label {label[row]:g} in row {row}, which is not from 1 to 6")
+        for row in np.flatnonzero(subject % 1):
+            path = folder / split / f"subject_{split}.txt"
+            raise damaged(path, f"holds the subject {subject[row]:g} in row {row}, which is not a whole number")
         signals.append(np.stack(tables, axis=1))
         labels.append(label.astype(np.int64) - 1)
         subjects.append(subject.astype(np.int64))
@@ -173,12 +173,18 @@ def read_uci_har(folder: Path) -> Windows:
 
 def _read_table(path: Path, columns: int) -> np.ndarray:
     """(rows, columns) float32 from numbers with spaces between."""
+    check_digest(path)
     try:
-        table = np.loadtxt(path, dtype=np.float32, ndmin=2)
+        with warnings.catch_warnings(action="ignore"):  # of an empty file, which is refused below
+            table = np.loadtxt(path, dtype=np.float32, ndmin=2)
     except (OSError, ValueError) as error:
         raise damaged(path, f"cannot be read as rows of numbers ({str(error).splitlines()[0].rstrip('.')})") from None
-    if table.shape[1] != columns or not np.isfinite(table).all():
-        raise damaged(path, f"has {table.shape[1]} numbers in a row, or not finite ones, where {columns} are needed")
+    if not table.size:
+        raise damaged(path, "has no rows")
+    if table.shape[1] != columns:
+        raise damaged(path, f"has {table.shape[1]} numbers in a row where {columns} are needed")
+    for row in np.flatnonzero(~np.isfinite(table).all(1)):
+        raise damaged(path, f"has a number that is not finite in row {row}")
     return table
 
 
@@ -188,12 +194,14 @@ def read_hmp(paths: Iterable[Path]) -> list[Trial]:
     for path in paths:
         columns = read_columns(path, ("activity", "volunteer", "x", "y", "z"))
         for row, (activity, volunteer, *axes) in enumerate(zip(*columns.values(), strict=True)):
+            if None in (activity, volunteer) or None in axes:
+                raise damaged(path, f"has a null in row {row}")
             lengths = {len(axis) for axis in axes}
             if len(lengths) != 1 or 0 in lengths:
                 raise damaged(path, f"has axes of {sorted(lengths)} readings in row {row}")
-            codes = np.array(axes, dtype=np.int16)
-            if codes.min() < 0 or codes.max() > HMP_CODES:
-                raise damaged(path, f"has a reading outside 0 to {HMP_CODES} in row {row}")
+            codes = np.array(axes, dtype=np.float64)  # in which a null is not a number
+            if not np.isin(codes, range(HMP_CODES + 1)).all():
+                raise damaged(path, f"has a reading that is not a whole number from 0 to {HMP_CODES} in row {row}")
             signal = (codes * (2 * HMP_RANGE_G / HMP_CODES) - HMP_RANGE_G).astype(np.float32)
             trials.append(Trial(signal, str(activity), str(volunteer)))
     return trials

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
@@ -32,7 +33,7 @@ class ResidualBlock(nn.Module):
         same = stride == 1 and width_in == width
         self.shortcut = nn.Identity() if same else nn.Conv1d(width_in, width, 1, stride=stride, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "N C T"]) -> Float[Tensor, "N H S"]:
         return (self.shortcut(x) + self.body(x)).relu()
 
 
@@ -53,7 +54,7 @@ class WindowEncoder(nn.Module):
         blocks += [ResidualBlock(before, after, kernel=kernel, stride=2) for before, after in pairwise(widths)]
         self.blocks = nn.Sequential(*blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "N C T"]) -> Float[Tensor, "N F"]:
         x = self.blocks(self.stem(x))
         return torch.cat([x.mean(-1), x.amax(-1)], dim=-1)
 
@@ -74,7 +75,7 @@ class WindowClassifier(nn.Module):
         self.register_buffer("mean", mean[:, None].clone(), persistent=False)
         self.register_buffer("std", std[:, None].clone(), persistent=False)
 
-    def views(self, windows: Tensor) -> Tensor:
+    def views(self, windows: Float[Tensor, "B C T"]) -> Float[Tensor, "B V C_V T"]:
         """(B, views, view_channels, T) of (B, channels, T)."""
         x = (windows - self.mean) / self.std
         if self.mode == "all_channels":
@@ -83,7 +84,7 @@ class WindowClassifier(nn.Module):
             return x[:, :, None]
         return x.mean(1, keepdim=True)[:, None] if self.mode == "average" else x[:, None, :1]
 
-    def forward(self, windows: Tensor) -> Tensor:
+    def forward(self, windows: Float[Tensor, "B C T"]) -> Float[Tensor, "B V K"]:
         views = self.views(windows)
         logits = self.head(self.encoder(views.flatten(0, 1)))
         return logits.view(*views.shape[:2], logits.shape[-1])

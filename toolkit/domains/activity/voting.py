@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,7 +56,7 @@ class VotedClassification:
         return {**means, "macro_f1": macro_f1(means["confusion"])}
 
 
-def vote(logits: Tensor) -> Tensor:
+def vote(logits: Float[Tensor, "B V K"]) -> Float[Tensor, "B K"]:
     """Logarithm of the mean of the views' probabilities: (B, views, K) to (B, K)."""
     return logits.float().log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
 
@@ -71,7 +72,7 @@ def macro_f1(confusion: list[list[float]]) -> float:
     return (2 * table.diagonal()[occurs] / occurrences[occurs]).mean().item()
 
 
-def class_weights(counts: Tensor, balance: Balance) -> Tensor | None:
+def class_weights(counts: Shaped[Tensor, " K"], balance: Balance) -> Float[Tensor, " K"] | None:
     """(classes,) float32 weights of a loss over examples with `counts` of each class, 1 on average over the examples.
 
     "inverse" makes every class that occurs count alike, "sqrt" goes half the way, "none" is None.

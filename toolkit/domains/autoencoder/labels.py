@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from jaxtyping import Integer
 from torch import Tensor
 
 from toolkit.data.table import TensorTable
@@ -19,7 +20,7 @@ BANK_SIZES = {"noise": 65_521, "pairs": 65_519, "corruption": 65_497, "direction
 what is drawn for one purpose says nothing about the others."""
 
 
-def balanced_rows(labels: Tensor, count: int, num_classes: int, *, seed: int) -> Tensor:
+def balanced_rows(labels: Integer[Tensor, " N"], count: int, num_classes: int, *, seed: int) -> Tensor:
     """Rows of `count` of `labels` (N,), as many of each class as can be: fixed by `seed`, sorted.
 
     Raises UserError where there are not that many, or not one for each class.
@@ -38,7 +39,7 @@ def balanced_rows(labels: Tensor, count: int, num_classes: int, *, seed: int) ->
     return torch.cat(chosen).sort().values
 
 
-def corrupted(labels: Tensor, rate: float, num_classes: int, *, seed: int) -> Tensor:
+def corrupted(labels: Integer[Tensor, " N"], rate: float, num_classes: int, *, seed: int) -> Integer[Tensor, " N"]:
     """`labels` with round(rate * N) of them replaced by a wrong class each, drawn evenly: fixed by `seed`."""
     draws = generator(seed, "fixed corruption")
     hit = torch.randperm(len(labels), generator=draws)[: round(rate * len(labels))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,7 +48,9 @@ class SemiSupervised:
         return Loss(-elbo, len(unknown), sums={"accuracy": correct(out["logits"], batch["label"])})
 
 
-def evidence_bound(logits: Tensor, bounds: Tensor, labels: Tensor) -> Tensor:
+def evidence_bound(
+    logits: Float[Tensor, "B C"], bounds: Float[Tensor, "B C"], labels: Integer[Tensor, " B"]
+) -> Float[Tensor, " B"]:
     """-U(x) of eq. 7, or -L(x, y) where `labels` (B,) is not -1, in nats: (B,); `logits` and `bounds` are (B, C)."""
     log_q = logits.log_softmax(-1)
     unlabelled = (log_q.exp() * (bounds - log_q)).sum(-1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,18 +32,18 @@ class StyleAutoencoder(nn.Module):
         self.to_pixels = nn.Linear(hidden, num_pixels)
         self.log_prior = -math.log(num_classes)
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, x: Float[Tensor, "B P"]) -> tuple[Float[Tensor, "B C S"], Float[Tensor, "B C S"]]:
         """Mean and logarithm of the standard deviation of q(z | x, y) for each class y, each (B, C, S)."""
         hidden = (self.stem(x)[:, None] + self.stem_of_class).relu()
         mean, log_std = self.posterior(hidden).float().chunk(2, -1)
         return mean, log_std
 
-    def decode(self, z: Tensor) -> Tensor:
+    def decode(self, z: Float[Tensor, "B C S"]) -> Float[Tensor, "B C H"]:
         """What the pixels' logits are linear in, (B, C, hidden), of styles (B, C, S); `to_pixels` gives the logits."""
         hidden = (self.from_style(z) + self.from_class).relu()
         return self.to_hidden(hidden).relu()
 
-    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B P"], noise: Float[Tensor, "B S"]) -> Float[Tensor, "B C"]:
         """-L(x, y) of eq. 6 in nats, for each class y: (B, C).
 
         `x` (B, P) between 0 and 1; `noise` (B, S) is standard normal, and shared by the classes of an image, so that
@@ -88,11 +89,11 @@ class SemiSupervisedVAE(nn.Module):
 
     def forward(
         self,
-        images: Tensor,
-        noise: Tensor | None = None,
+        images: UInt8[Tensor, "B ..."],
+        noise: Float[Tensor, "B S"] | None = None,
         *,
-        paired: Tensor | None = None,
-        directions: Tensor | None = None,
+        paired: UInt8[Tensor, "B2 ..."] | None = None,
+        directions: Float[Tensor, "B P"] | None = None,
         styles: bool = False,
     ) -> dict[str, Tensor]:
         """`logits` (B, C) of q(y | x) for uint8 `images` (B, ...), and what else was asked for.
@@ -117,7 +118,9 @@ class SemiSupervisedVAE(nn.Module):
             out["style"] = mean[torch.arange(len(x), device=x.device), out["logits"].argmax(-1)]
         return out
 
-    def local_divergence(self, x: Tensor, logits: Tensor, directions: Tensor) -> Tensor:
+    def local_divergence(
+        self, x: Float[Tensor, "B P"], logits: Float[Tensor, "B C"], directions: Float[Tensor, "B P"]
+    ) -> Float[Tensor, " B"]:
         """KL(q(y | x) || q(y | x + r)) in nats (B,), with r near the worst of its length."""
         target = logits.log_softmax(-1)
 
@@ -131,6 +134,6 @@ class SemiSupervisedVAE(nn.Module):
         return divergence(self.smoothness_radius * F.normalize(gradient, dim=1))
 
 
-def to_unit(images: Tensor) -> Tensor:
+def to_unit(images: UInt8[Tensor, "B ..."]) -> Float[Tensor, "B P"]:
     """uint8 images (B, ...) as vectors (B, P) between 0 and 1."""
     return images.flatten(1).float().div_(255)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,7 +38,7 @@ class ClassificationWithinTasks:
         correct = (logits.argmax(-1) == labels).sum()
         return Loss(F.cross_entropy(logits, labels, reduction="sum"), len(labels), sums={"accuracy": correct})
 
-    def sample_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def sample_losses(self, model: nn.Module, batch: Batch) -> Float[Tensor, " N"]:
         """(N): nats, each sample's own."""
         return F.cross_entropy(self._logits(model, batch), batch["label"], reduction="none")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
@@ -31,7 +32,9 @@ AT_ONCE = 500
 
 
 @torch.enable_grad()
-def fisher_information(model: nn.Module, inputs: Tensor, classes: Sequence[int] | None = None) -> dict[str, Tensor]:
+def fisher_information(
+    model: nn.Module, inputs: Shaped[Tensor, "N ..."], classes: Sequence[int] | None = None
+) -> dict[str, Tensor]:
     """Diagonal of the Fisher information of each parameter, added up over the examples `inputs` (N, ...):
 
         F_i = sum_n sum_c p(c | x_n) (d log p(c | x_n) / d w_i)^2

@@ -15,6 +15,7 @@ from itertools import accumulate, islice
 from typing import Literal
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -93,7 +94,7 @@ def permuted_stream(data: ImageData, *, seed: int, num_tasks: int = 5, divided: 
     orders = [torch.arange(pixels)]
     orders += [torch.randperm(pixels, generator=generator(seed, "pixels", task)) for task in range(1, num_tasks)]
 
-    def permute(images: Tensor, task: int) -> Tensor:
+    def permute(images: Shaped[Tensor, "N H W"], task: int) -> Shaped[Tensor, "N H W"]:
         return images.flatten(1).index_select(1, orders[task]).view_as(images)
 
     return _domains("permuted", data, permute, seed=seed, num_tasks=num_tasks, divided=divided)
@@ -136,7 +137,7 @@ def _domains(
     return TaskStream(name, _joined(parts(data.train, "train")), tuple(parts(data.test, "test")), data.num_classes)
 
 
-def rotate(images: Tensor, degrees: float) -> Tensor:
+def rotate(images: Shaped[Tensor, "N H W"], degrees: float) -> Shaped[Tensor, "N H W"]:
     """uint8 images (N, H, W) turned counter-clockwise about their middle, bilinear, black beyond the border."""
     if degrees == 0:
         return images

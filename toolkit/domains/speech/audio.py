@@ -11,13 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from toolkit.errors import UserError
 
 
 def decode(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
-    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file."""
+    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file, for samples that
+    are not finite, too.
+    """
+    samples, rate = _decode_any(content, name)
+    if not np.isfinite(samples).all() or rate < 1:
+        raise UserError(f"{name} has a sample that is not finite, or no rate: replace the file.")
+    return samples, rate
+
+
+def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     try:
         return _decode_wav(content)
     except (wave.Error, EOFError, ValueError):  # another format, or a kind of WAV that the standard library has not
@@ -102,7 +112,7 @@ class LogMel:
     def taper(self) -> Tensor:
         return torch.hann_window(self.window)
 
-    def __call__(self, samples: Tensor) -> Tensor:
+    def __call__(self, samples: Float[Tensor, " N"]) -> Float[Tensor, "T M"]:
         """(N,) to (frames, num_mels); samples after the last whole window are left out."""
         if len(samples) < self.window:
             return samples.new_zeros(0, self.num_mels)

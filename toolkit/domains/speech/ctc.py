@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,7 +56,7 @@ class CTC:
         sums = {name: torch.tensor(float(n), device=nats.device) for name, n in count_errors(said, heard).items()}
         return Loss(nats, len(said), sums=sums)
 
-    def recognise(self, log_probs: Tensor, steps: Tensor) -> list[list[int]]:
+    def recognise(self, log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"]) -> list[list[int]]:
         """The ids of each utterance."""
         if self.beam_size is None:
             return best_path(log_probs, steps, self.blank)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,7 +46,7 @@ class Lexicon:
         return labels in self.words
 
 
-def best_path(log_probs: Tensor, steps: Tensor, blank: int) -> list[list[int]]:
+def best_path(log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"], blank: int) -> list[list[int]]:
     """The most probable label of each step of (B, T, V), repetitions merged, blanks left out."""
     ids = log_probs.argmax(-1)
     repeated = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
@@ -54,7 +55,7 @@ def best_path(log_probs: Tensor, steps: Tensor, blank: int) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(ids.cpu(), kept.cpu(), strict=True)]
 
 
-def log_probability(log_probs: Tensor, labels: Sequence[int], blank: int) -> float:
+def log_probability(log_probs: Float[Tensor, "T V"], labels: Sequence[int], blank: int) -> float:
     """The log-probability of `labels` given (T, V), summed over all alignments."""
     target = torch.tensor([list(labels)], dtype=torch.long)
     lengths = torch.tensor([len(log_probs)]), torch.tensor([len(labels)])
@@ -62,7 +63,7 @@ def log_probability(log_probs: Tensor, labels: Sequence[int], blank: int) -> flo
 
 
 def beam_search(
-    log_probs: Tensor, blank: int, beam_size: int, lexicon: Lexicon | None = None
+    log_probs: Float[Tensor, "T V"], blank: int, beam_size: int, lexicon: Lexicon | None = None
 ) -> tuple[list[int], float]:
     """The most probable labels for (T, V) among those that a beam of prefixes finds, with their log-probability.
 

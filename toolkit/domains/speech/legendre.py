@@ -13,6 +13,7 @@ import math
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ CHUNK = 32
 """Steps per chunk of the chunked form, which costs (CHUNK + D) * D per step and signal."""
 
 
-def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
+def delay_system(order: int, theta: float) -> tuple[Float[Tensor, "D D"], Float[Tensor, " D"]]:
     """A (D, D) and B (D,) of m_t = A m_{t-1} + B u_t in float64, with zero-order hold and a time step of 1."""
     i = torch.arange(order, dtype=torch.float64)
     scale = (2 * i + 1) / theta
@@ -33,7 +34,7 @@ def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
     return discrete[:order, :order].contiguous(), discrete[:order, order].contiguous()
 
 
-def impulse_response(a: Tensor, b: Tensor, length: int) -> Tensor:
+def impulse_response(a: Float[Tensor, "D D"], b: Float[Tensor, " D"], length: int) -> Float[Tensor, "T D"]:
     """(length, D): A^t B for t = 0, 1, ... Doubles what it has with each product."""
     response, power = b[None], a
     while len(response) < length:
@@ -73,7 +74,9 @@ class LegendreMemory(nn.Module):
         self._exact = (a, b)
         self._response = response.float()
 
-    def forward(self, u: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, u: Float[Tensor, "B T C"], state: Float[Tensor, "B C D"] | None = None
+    ) -> tuple[Float[Tensor, "B T C D"], Float[Tensor, "B C D"]]:
         """The memory after each step (B, T, C, D), and after the last (B, C, D): the `state` of what comes next."""
         with torch.autocast(u.device.type, enabled=False):  # half the digits would not carry a window of 1000 steps
             u = u.float()
@@ -90,12 +93,12 @@ class LegendreMemory(nn.Module):
                     memory = memory + self._by_steps(torch.zeros_like(u), state)
         return memory, memory[:, -1]
 
-    def last(self, u: Tensor) -> Tensor:
+    def last(self, u: Float[Tensor, "B T C"]) -> Float[Tensor, "B C D"]:
         """The memory after the last step alone, (B, C, D), at the cost of one matrix product."""
         weights = self.response(u.shape[1]).flip(0)
         return torch.einsum("btc,td->bcd", u, weights)
 
-    def response(self, length: int) -> Tensor:
+    def response(self, length: int) -> Float[Tensor, "T D"]:
         """The impulse response (length, D), which is kept for the longest signal so far."""
         if len(self._response) < length:
             self._response = impulse_response(*self._exact, 2 ** math.ceil(math.log2(length))).float()

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from toolkit.domains.speech.legendre import Form, LegendreMemory, delay_system
@@ -40,7 +41,9 @@ class LMU(nn.Module):
         self.register_buffer("A", a.float(), persistent=False)
         self.register_buffer("B", b.float(), persistent=False)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Float[Tensor, "B T I"], state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Float[Tensor, "B T H"], tuple[Float[Tensor, "B H"], Float[Tensor, "B D"]]]:
         with torch.autocast(x.device.type, enabled=False):
             x = x.transpose(0, 1).to(self.W_x.dtype)  # (T, B, input_size)
             if state is None:
@@ -50,7 +53,7 @@ class LMU(nn.Module):
             h, m = _Recurrence.apply(written, driven, *state, self.e_h, self.e_m, self.W_h, self.W_m, self.A, self.B)
             return h.transpose(0, 1), (h[-1], m[-1])
 
-    def last(self, x: Tensor) -> Tensor:
+    def last(self, x: Float[Tensor, "B T I"]) -> Float[Tensor, "B H"]:
         """(B, H) after the last step alone."""
         return self(x)[1][0]
 
@@ -133,11 +136,13 @@ class ParallelLMU(nn.Module):
         self.read = nn.Linear(channels * order, hidden_size)
         self.skip = nn.Linear(input_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Float[Tensor, "B T I"], state: Float[Tensor, "B C D"] | None = None
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B C D"]]:
         memory, state = self.memory(self.write(x), state)
         return (self.read(memory.flatten(2)) + self.skip(x)).relu(), state
 
-    def last(self, x: Tensor) -> Tensor:
+    def last(self, x: Float[Tensor, "B T I"]) -> Float[Tensor, "B H"]:
         """(B, H) after the last step alone."""
         return (self.read(self.memory.last(self.write(x)).flatten(1)) + self.skip(x[:, -1])).relu()
 
@@ -166,6 +171,6 @@ class SequenceClassifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(hidden_size, num_classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Shaped[Tensor, "B ..."]) -> Float[Tensor, "B K"]:
         sequence = self.pixels(images)[:, self.order, None]
         return self.head(self.dropout(self.unit.last(sequence)))

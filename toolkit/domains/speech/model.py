@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,7 +30,7 @@ class Standardise(nn.Module):
         self.register_buffer("mean", mean.float().clone())
         self.register_buffer("std", std.float().clone())
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Shaped[Tensor, "*B T M"]) -> Float[Tensor, "*B T M"]:
         return (features.float() - self.mean) / self.std
 
 
@@ -51,7 +52,9 @@ class MemoryBlock(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Float[Tensor, "B T H"], state: Float[Tensor, "B C D"] | None = None
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B C D"]]:
         """(B, T, H) and the memory (B, C, D) before it; returns both, changed."""
         here = self.norm(x)
         memory, state = self.memory(self.write(here), state)
@@ -86,12 +89,16 @@ class MemoryEncoder(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, features: Shaped[Tensor, "B T M"], lengths: Int[Tensor, " B"]
+    ) -> tuple[Float[Tensor, "B steps H"], Int[Tensor, " B"]]:
         """(B, T, M) to (B, T // stride, H), and how many of its steps belong to each utterance."""
         whole = features.shape[1] // self.stride * self.stride
         return self.advance(features[:, :whole], None)[0], lengths // self.stride
 
-    def advance(self, features: Tensor, states: States | None) -> tuple[Tensor, States]:
+    def advance(
+        self, features: Shaped[Tensor, "B T M"], states: States | None
+    ) -> tuple[Float[Tensor, "B steps H"], States]:
         """The steps of the next frames of a stream, a multiple of `stride`, and the memories after them."""
         x = self.stem(features.unflatten(1, (-1, self.stride)).flatten(2))
         after = []
@@ -130,7 +137,9 @@ class AttentionEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.project = nn.Linear(width, width)
 
-    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, features: Shaped[Tensor, "B T M"], lengths: Int[Tensor, " B"]
+    ) -> tuple[Float[Tensor, "B steps H"], Int[Tensor, " B"]]:
         """(B, T, M) to (B, T, H); the lengths stay as they are."""
         if len(features) == 0:  # which attention does not take: one of silence, thrown away
             hidden, _ = self(features.new_zeros(1, 1, features.shape[2]), lengths.new_ones(1))
@@ -153,12 +162,16 @@ class SpeechRecogniser(nn.Module):
         self.standardise, self.encoder = standardise, encoder
         self.head = nn.Linear(encoder.width, num_outputs)
 
-    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, features: Shaped[Tensor, "B T M"], lengths: Int[Tensor, " B"]
+    ) -> tuple[Float[Tensor, "B steps H"], Int[Tensor, " B"]]:
         """(B, T, M), (B,) to (B, steps, num_outputs) and the steps of each utterance (B,)."""
         hidden, steps = self.encoder(self.standardise(features), lengths)
         return self.head(hidden).float().log_softmax(-1), steps
 
-    def advance(self, features: Tensor, states: States | None) -> tuple[Tensor, States]:
+    def advance(
+        self, features: Shaped[Tensor, "B T M"], states: States | None
+    ) -> tuple[Float[Tensor, "B steps H"], States]:
         """The same for the next frames of a stream; see `MemoryEncoder.advance`."""
         if not isinstance(self.encoder, MemoryEncoder):
             raise TypeError("attention looks at the whole utterance, which a stream has not")
@@ -174,7 +187,7 @@ class SpeechClassifier(nn.Module):
         self.standardise, self.encoder = standardise, encoder
         self.head = nn.Linear(encoder.width, num_classes)
 
-    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, features: Shaped[Tensor, "B T M"], lengths: Int[Tensor, " B"]) -> Float[Tensor, "B K"]:
         """(B, T, M), (B,) to logits (B, num_classes)."""
         hidden, steps = self.encoder(self.standardise(features), lengths)
         within = torch.arange(hidden.shape[1], device=hidden.device) < steps[:, None]

@@ -6,18 +6,21 @@ its files. Sound files are bytes until then; nothing here needs torchcodec.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from toolkit.data.parquet import first_line, read_columns
+from toolkit.data.files import check_digest, content_key, damaged, first_line
+from toolkit.data.hub import why_out_of_reach
+from toolkit.data.parquet import read_columns
 from toolkit.domains.speech.audio import decode
 from toolkit.domains.speech.characters import without_tags
 from toolkit.errors import UserError
@@ -55,10 +58,10 @@ class NotHere(Exception):
     """A folder does not have the set; the message says what it would need."""
 
 
-def digest(paths: Sequence[Path]) -> str:
-    """Changes with a file's name, size or modification time."""
-    facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+def _sound(path: Path) -> tuple[np.ndarray, int]:
+    """Samples and rate of a sound file. Raises UserError where it is not as it should be."""
+    check_digest(path)
+    return decode(path.read_bytes(), path)
 
 
 # --- digits ------------------------------------------------------------------------------------------------------
@@ -73,9 +76,9 @@ def find_digits(folder: Path) -> Source:
         train, test = (sorted(place.glob(f"{split}-*.parquet")) for split in ("train", "test"))
         if train and test:
             files = {"train": train, "test": test}
-            return Source("fsdd", digest([*train, *test]), partial(_digits_in_parquet, files))
+            return Source("fsdd", content_key([*train, *test]), partial(_digits_in_parquet, files))
         if recordings := sorted((place / "recordings").glob("*_*_*.wav")):
-            return Source("fsdd", digest(recordings), partial(_digits_in_folder, recordings))
+            return Source("fsdd", content_key(recordings), partial(_digits_in_folder, recordings))
     raise NotHere(f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav")
 
 
@@ -83,15 +86,21 @@ def _digits_in_parquet(files: Mapping[str, Sequence[Path]], split: str) -> Itera
     for path in files[split]:
         columns = read_columns(path, ["audio", "digit", "speaker"])
         for row, (audio, digit, speaker) in enumerate(zip(*columns.values(), strict=True)):
+            if audio is None or audio["bytes"] is None or speaker is None:
+                raise damaged(path, f"has a null in row {row}")
+            if digit not in range(len(DIGITS)):
+                raise damaged(path, f"has the digit {digit} in row {row}, which is not from 0 to 9")
             samples, rate = decode(audio["bytes"], f"row {row} of {path}")
             yield Utterance(samples, rate, DIGITS[digit], speaker, digit)
 
 
 def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Utterance]:
     for path in recordings:
+        if not re.fullmatch(r"[0-9]_[^_]+_[0-9]+", path.stem):
+            raise damaged(path, "is not named <digit>_<speaker>_<number>.wav")
         digit, speaker, index = path.stem.split("_")
         if (int(index) < 5) == (split == "test"):
-            samples, rate = decode(path.read_bytes(), path)
+            samples, rate = _sound(path)
             yield Utterance(samples, rate, DIGITS[int(digit)], speaker, int(digit))
 
 
@@ -163,15 +172,27 @@ def find_manifest(folder: Path) -> Source:
         for number, line in enumerate(manifests[split].read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 record = json.loads(line)
+                if not isinstance(record["text"], str):
+                    raise TypeError("its text is no string")
                 path = folder / record["audio"]
-                samples, rate = decode(path.read_bytes(), path)
-                yield Utterance(samples, rate, record["text"], str(record.get("speaker", "")))
+                samples, rate = _sound(path)
+                yield Utterance(samples, rate, record["text"], str(record.get("speaker") or ""))
             except (ValueError, KeyError, TypeError, OSError) as error:
                 if isinstance(error, UserError):
                     raise
                 raise UserError(f"{manifests[split]}, line {number} is not right ({error}): mend or drop it.") from None
 
-    return Source("manifest", digest(list(manifests.values())), read)
+    return Source("manifest", content_key([*manifests.values(), *_sounds_of(manifests.values())]), read)
+
+
+def _sounds_of(manifests: Iterable[Path]) -> list[Path]:
+    """The sound files that lines of `manifests` name and that are there; what is wrong is said when they are read."""
+    named = []
+    for path in manifests:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                named.append(path.parent / json.loads(line)["audio"])
+    return [path for path in named if path.is_file()]
 
 
 def find_librispeech(folder: Path) -> Source:
@@ -192,10 +213,10 @@ def find_librispeech(folder: Path) -> Source:
                 path = transcript.parent / f"{name}.flac"
                 if not path.is_file():
                     raise UserError(f"{transcript} speaks of {path.name}, which is not there: unpack the set again.")
-                samples, rate = decode(path.read_bytes(), path)
+                samples, rate = _sound(path)
                 yield Utterance(samples, rate, text, transcript.parent.parent.name)
 
-    return Source("librispeech", digest([*train, *test]), read)
+    return Source("librispeech", content_key([*train, *test]), read)
 
 
 def find_gigaspeech(folder: Path, subset: str) -> Source:
@@ -213,13 +234,13 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
             if not segments:
                 continue
             path = index.parent / recording["path"]
-            samples, rate = decode(path.read_bytes(), path)
+            samples, rate = _sound(path)
             for segment in segments:
                 begin, end = (round(segment[key] * rate) for key in ("begin_time", "end_time"))
                 if text := without_tags(segment["text_tn"]).strip():
                     yield Utterance(samples[begin:end], rate, text, segment.get("speaker", "N/A"))
 
-    return Source(f"gigaspeech-{subset}", digest([index]), read)
+    return Source(f"gigaspeech-{subset}", content_key([index]), read)
 
 
 def on_hub(name: str, subset: str | None) -> Source:
@@ -228,10 +249,14 @@ def on_hub(name: str, subset: str | None) -> Source:
         import datasets
     except ImportError:
         raise UserError(f"--dataset {name}: the package datasets is missing: pip install datasets.") from None
+    from huggingface_hub import constants
+
     config = subset or {"librispeech": "clean", "gigaspeech": "xs"}[name]
     splits = {"train": "train.100" if name == "librispeech" else "train", "test": "test"}
 
     def read(split: str) -> Iterator[Utterance]:
+        if not constants.HF_HUB_OFFLINE and (unreachable := why_out_of_reach()):
+            raise UserError(f"--dataset {name}: {unreachable}: pass --data-dir with the publisher's folder.")
         try:
             rows = datasets.load_dataset(HUB[name], config, split=splits[split], streaming=True)
             rows = rows.cast_column("audio", datasets.Audio(decode=False))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import has_stacked_parameters
-from toolkit.moe.recompute import recomputing
+from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.router import Routing
 
 
@@ -76,6 +76,16 @@ class RouterWatch:
         return self.__dict__ | {"routing": None}
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise UserError(
+                f"the router of the experts at {self.name!r} ({type(router).__name__}) does not return logits, weights "
+                "and expert ids, so RouterPenalty cannot balance it: use the model's own balance loss."
+            )
+        if router.training and not torch.is_grad_enabled() and in_reentrant_forward():
+            raise UserError(
+                "reentrant checkpointing gives RouterPenalty a routing without gradients, so it would balance nothing: "
+                'call gradient_checkpointing_enable({"use_reentrant": False}).'
+            )
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
         probs_TE = logits_TE.softmax(-1)

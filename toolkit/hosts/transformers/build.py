@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from toolkit.data.hub import pretrained_folder
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,39 +60,10 @@ def _refused(source: str, error: Exception) -> UserError:
 
 def _folder_of(source: str | os.PathLike[str]) -> str:
     """A folder of files, downloaded where they are neither here nor in the cache."""
-    name, path = os.fspath(source), Path(source)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"model folder {name} has no config.json: give one that save_pretrained wrote, or a Hub name."
-            )
-        return name
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
-    try:
-        return snapshot_download(name, allow_patterns=wanted, local_files_only=True)
-    except HFValidationError:
-        raise UserError(f"model {name!r} is neither a folder nor a Hub name such as owner/model.") from None
-    except LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
-            raise UserError(
-                f"model {name!r} is neither a folder nor in the Hub's cache, and HF_HUB_OFFLINE forbids to download "
-                "it: give a local folder, or unset HF_HUB_OFFLINE."
-            ) from None
-    try:
-        HfApi().model_info(name, timeout=10)  # one question, because a download would retry for minutes
-        return snapshot_download(name, allow_patterns=wanted)
-    except (OSError, HfHubHTTPError) as error:
+    folder = pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])
+    if not (Path(folder) / "config.json").is_file():
         raise UserError(
-            f"model {name!r} cannot be downloaded ({type(error).__name__}): "
-            "check its name and the network, or give a local folder."
-        ) from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "requests"):
-            raise
-        raise UserError(
-            f"model {name!r} cannot be downloaded ({type(error).__name__}): "
-            "check its name and the network, or give a local folder."
-        ) from error
+            f"model folder {source} has no config.json: give one that save_pretrained wrote, or a Hub name."
+        )
+    return folder

@@ -13,11 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.compat import apply_gate, has_default_gate, register_experts_function
-from toolkit.hosts.foreign import slots_of_rows
-from toolkit.moe.dispatch import LocalDispatcher
+from toolkit.hosts.foreign import in_order_of_slots, slots_of_rows
 from toolkit.moe.feed_forward import GroupedFeedForward
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.placement.placement import contiguous
 
 NAME = "toolkit"
 
@@ -32,12 +30,7 @@ def experts_forward(
     experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T D"]:
     """The forward of an experts module of transformers, (T, D) to (T, D)."""
-    rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
-    if rows_per_slot is not None:
-        return _feed_forward(experts, hidden_TD, rows_per_slot)
-    dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))
-    rows, plan = dispatcher.dispatch(hidden_TD, ids_TK)
-    return dispatcher.combine(_feed_forward(experts, rows, plan.rows_per_slot), plan, weights_TK)
+    return in_order_of_slots(_feed_forward, experts, hidden_TD, ids_TK, weights_TK)
 
 
 def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:

@@ -21,7 +21,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     every rank alike where the folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
-    stacks = [stack for stack in expert_stacks(inner).values() if stack.groups.ep_size > 1 or _moved(stack)]
+    stacks = [stack for stack in expert_stacks(inner).values() if stack.groups.ep_size > 1 or _differs(stack)]
     place_of = {id(p): (stack, p) for stack in stacks for p in stack.parameters.values()}
     state: dict[str, Tensor] = {}
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -46,13 +46,15 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
         raise UserError(failure[0])
 
 
-def _moved(stack: ExpertStack) -> bool:
-    return stack.placement.slots != (tuple(range(stack.num_experts)),)
+def _differs(stack: ExpertStack) -> bool:
+    """Whether rows are in another order or shape than in files."""
+    fused = any(hasattr(parameter, "fused_rows") for parameter in stack.parameters.values())
+    return fused or stack.placement.slots != (tuple(range(stack.num_experts)),)
 
 
 @torch.no_grad()
 def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None:
-    """(E, ...) in main memory of rank 0, by expert id; None elsewhere. A collective of rank 0's EP group."""
+    """(E, ...) by expert id, as in files, in main memory of rank 0; None elsewhere. A collective of its EP group."""
     groups, placement = stack.groups, stack.placement
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= groups.ep_size:
@@ -74,4 +76,4 @@ def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None
             dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
             whole[[expert for _, expert in held]] = rows.cpu()
-    return whole
+    return whole.flatten(0, 1) if hasattr(parameter, "fused_rows") else whole

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.errors import UserError
 from toolkit.moe.replan import Replanner
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.optimizer_rows import refuse_coupled_rows
@@ -45,7 +46,8 @@ def replan_callback(
     `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
     to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`.
 
-    Raises UserError for an unknown planner, and on resuming from a checkpoint outside `output_dir` or without these.
+    Raises UserError for an unknown planner, and on resuming from a checkpoint outside `output_dir` or without these,
+    and for a model whose experts cannot move, as under DDP alone.
     """
     from transformers import TrainerCallback
 
@@ -73,6 +75,12 @@ def replan_callback(
         def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             model, optimizer, scheduler = trainer["model"], trainer["optimizer"], trainer["lr_scheduler"]
             stacks = expert_stacks(model)
+            if not stacks:
+                raise UserError(
+                    f"replan_callback found no experts in {type(model).__name__} that it could move: load the model "
+                    'with use_toolkit_ep() and a DistributedConfig of ep_implementation="toolkit", because under DDP '
+                    "alone Trainer has all experts on every rank."
+                )
             for stack in stacks.values():
                 stack.mark()
             refuse_coupled_rows(optimizer)

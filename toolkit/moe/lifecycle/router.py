@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.config.router import RouterOptions
@@ -62,26 +63,26 @@ class DynamicRouter(TopKRouter):
         """
         self.has_inactive, self.has_splits = not bool(self.active_E.all()), bool(self.side_EE.any())
 
-    def masked(self, logits_TE: Tensor, x_TD: Tensor) -> Tensor:
+    def masked(self, logits_TE: Float[Tensor, "T E"], x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
         if not self.has_inactive and not self.has_splits:
             return logits_TE
         allowed_TE = self.allowed_TE(x_TD) if self.has_splits else self.active_E
         return logits_TE.masked_fill(~allowed_TE, -torch.inf)
 
     @torch.no_grad()
-    def allowed_TE(self, x_TD: Tensor) -> Tensor:
+    def allowed_TE(self, x_TD: Float[Tensor, "T D"]) -> Bool[Tensor, "T E"]:
         """(T, E) bool: True where the expert is active and the token on its side of all hyperplanes."""
         with torch.autocast(x_TD.device.type, enabled=False):
             above_TE = torch.where(x_TD.to(self.normal_ED.dtype) @ self.normal_ED.T > self.offset_E, 1.0, -1.0)
             inside_TE = above_TE.to(self.side_EE.dtype) @ self.side_EE == self.side_EE.abs().sum(0)
         return inside_TE & self.active_E
 
-    def choose(self, scores_TE: Tensor) -> Tensor:
+    def choose(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
         # Masked experts have a score of 0, which a bias could lift above that of an allowed one.
         return super().choose(scores_TE.masked_fill(scores_TE == 0, -torch.inf))
 
     @property
-    def num_choices(self) -> Tensor:
+    def num_choices(self) -> Int[Tensor, ""]:
         """int64 scalar: the number of active experts."""
         return self.active_E.sum()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -20,7 +21,7 @@ Rows = Mapping[str, Tensor]
 """One expert's rows of the stacked parameters, by name: `up` (F or 2F, D) and `down` (F, D)."""
 
 
-def units(rows: Rows) -> Tensor:
+def units(rows: Rows) -> Float[Tensor, "F P"]:
     """(F, P): the weights of each hidden unit, concatenated: its rows of `up` (with swiglu the gate's too) and `down`.
 
     Input and output weights of a unit are scaled to equal norms, as relu(c x) / c = relu(x).
@@ -32,14 +33,14 @@ def units(rows: Rows) -> Tensor:
     return torch.cat([up * (norm / up_norm.clamp(min=1e-12)), down * (norm / down_norm.clamp(min=1e-12))], dim=1)
 
 
-def alignment(rows: Rows, other: Rows) -> Tensor:
+def alignment(rows: Rows, other: Rows) -> Int[Tensor, " F"]:
     """int64 (F): `other`'s unit for each unit of `rows`."""
     similarity_FF = units(rows) @ units(other).T
     _, matched = linear_sum_assignment(similarity_FF.double().cpu().numpy(), maximize=True)
     return torch.from_numpy(matched)
 
 
-def reordered(rows: Rows, order_F: Tensor) -> dict[str, Tensor]:
+def reordered(rows: Rows, order_F: Int[Tensor, " F"]) -> dict[str, Tensor]:
     """The same expert with its units in the order of `order_F`; works on optimizer states alike."""
     hidden = len(order_F)
     return {
@@ -54,7 +55,7 @@ def weight_similarity(rows: Rows, other: Rows) -> float:
 
 
 @torch.no_grad()
-def output_distances(layer: MoE, x_TD: Tensor, logical_ids: Sequence[int]) -> Tensor:
+def output_distances(layer: MoE, x_TD: Float[Tensor, "T D"], logical_ids: Sequence[int]) -> Float[Tensor, "L L"]:
     """float64 (L, L): normalised distance of the outputs of experts `logical_ids` on all ranks' tokens. A collective.
 
     |f - g| / sqrt(|f|^2 + |g|^2), with norms over tokens: 0 for equal outputs, 1 for orthogonal ones.

@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from toolkit.callbacks.base import Callback
+from toolkit.config.experts import ExpertRunConfig, MoERunConfig
+from toolkit.config.run import RunConfig
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.load.metrics import Window
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
+
+
+BUSY, IDLE = 2.0, 0.1
+"""Above and below these multiples of the mean load over an epoch an expert's load is said to be uneven."""
+FEW = 100
+"""Assignments per expert that say too little."""
 
 
 class ExpertLoad(Callback):
@@ -21,7 +30,8 @@ class ExpertLoad(Callback):
     `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what `toolkit.moe.load.metrics`
     computes: `expert_metrics` always, and with expert parallelism `balance_metrics`, `traffic_metrics`,
     `deduplicated_metrics` and `replica_metrics`. The result `min_expert_load` is the smallest fraction over the last
-    whole epoch, of experts that were active throughout it. `ranks_per_node` None takes the launcher's number.
+    whole epoch, of experts that were active throughout it; `expert_load_notice` is there where that epoch, or a run
+    that ends within one, was uneven: a sentence for the summary. `ranks_per_node` None takes the launcher's number.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
@@ -38,7 +48,8 @@ class ExpertLoad(Callback):
         if not self.meter.names:
             return
         self._add(self.meter.fold_when_many())
-        ends_epoch = trainer.state.step % trainer.batches.steps_per_epoch == 0
+        step, per_epoch = trainer.state.step, trainer.batches.steps_per_epoch
+        ends_epoch = step % per_epoch == 0
         if not (trainer.at_log_step or ends_epoch):
             return
         self._add(self.meter.fold())
@@ -49,10 +60,28 @@ class ExpertLoad(Callback):
             if load_LE.any(1).all():
                 share_LE = load_LE / load_LE.sum(1, keepdims=True)
                 trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
+            self._judge(trainer, load_LE, whole_LE)
+        elif step == trainer.max_steps and step < per_epoch:
+            self._judge(trainer, self._epoch_load_LE, self.forwards.active() & self._stayed_active_LE)
         if trainer.at_log_step:
             shares, metrics = self.meter.read(trainer.state.step)
             for name, value in {**shares, **metrics}.items():
                 trainer.record(name, value)
+
+    def _judge(self, trainer: Trainer, load_LE: NDArray[Any], judged_LE: NDArray[Any]) -> None:
+        """Note the layer with the most uneven load, of the judged experts, where it is uneven."""
+        uneven = {}
+        for layer, load_E, judged_E in zip(self.meter.names, load_LE, judged_LE, strict=True):
+            experts = judged_E.sum()
+            if experts > 1 and load_E[judged_E].sum() >= FEW * experts:
+                times_mean_E = load_E[judged_E] / load_E[judged_E].mean()
+                busiest, least = times_mean_E.max(), times_mean_E.min()
+                if busiest > BUSY or least < IDLE:
+                    said = f"the busiest expert has {busiest:.1f} times the mean load, the least busy {least:.2f} times"
+                    uneven[busiest - least] = f"uneven in {layer}: {said}; {_remedy(trainer.run.config)}"
+        trainer.results.pop("expert_load_notice", None)
+        if uneven:
+            trainer.results["expert_load_notice"] = uneven[max(uneven)]
 
     def _add(self, window: Window | None) -> None:
         if window is not None:
@@ -75,3 +104,12 @@ class ExpertLoad(Callback):
         self.meter.load_state_dict(state)
         self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
         self._stayed_active_LE = np.array(state["stayed_active"], dtype=bool)
+
+
+def _remedy(config: RunConfig) -> str:
+    if not isinstance(config, ExpertRunConfig):
+        return "raise the weight of the balance loss"
+    balance = config.balance if isinstance(config, MoERunConfig) else None
+    if balance in ("bias", "none"):
+        return "use --balance loss"
+    return f"raise --balance-weight {config.balance_weight:g}" + (", or use --balance bias" if balance else "")

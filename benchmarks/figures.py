@@ -1,0 +1,276 @@
+"""Compares the measured numbers of README.md and docs/ with the records in benchmarks/results/.
+
+    python benchmarks/figures.py            prints each number that no record has, and fails if there is one
+
+A comment on a line of its own tells where the numbers of the next block (a paragraph, a list or a table) are from:
+
+    <!-- figures: mnist_accuracy.json -->
+    <!-- figures: moe_layer.json[threads=2 and tokens=64] by experts; 1.27 = 41.55 / 32.78; given: 1.15, 1.5 -->
+    <!-- figures: none -->
+
+Each line of a table has to agree with one row of the record, or with one group of rows that are equal in the keys
+after `by`, and shows each of its values once; prose has to agree with all of its rows together. `[key=value and ...]`
+leaves only the rows that have these values. A number agrees with a value that rounds to it. `a = b / c` is a number
+that was computed: the formula has to give it, and its operands with a decimal point have to be in the record. `given`
+are settings, targets and figures that others published; `none` stands above a block of such numbers alone.
+
+Checked are: in a table, every number; in prose, numbers with a decimal point, a percent sign or a unit of
+measurement. Code, links and comments are not looked at. A block that is "measured once, without a record" says so in
+these words, or its page does before its first heading.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+UNRECORDED = "measured once, without a record"
+
+NOT_MEASURED = ("rows", "machine", "command", "commit", "sha256")
+"""Entries of a record that are not figures; its rows are looked at one by one."""
+
+COMMENT = re.compile(r"^ *<!-- figures: (?P<text>.*?) -->$", re.DOTALL | re.MULTILINE)
+SOURCE = re.compile(r"^(?P<file>\w+\.json)(?:\[(?P<where>[^]]*)\])?(?: by (?P<keys>.+))?$")
+NUMBER = re.compile(r"(?<![\w.=/^-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?!\w|\.\d)")
+UNIT = re.compile(
+    r" ?(%|ms\b|microseconds\b|points?\b|times (the|as|more|fewer|faster)|(samples|images|tokens) (per|a) "
+    r"|bits per byte|nats\b|GB/s|MiB\b)"
+)
+CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
+OPERATORS: dict[type, Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclass
+class Sources:
+    """What a comment says."""
+
+    groups: list[list[float]] = field(default_factory=list)
+    """The values of each row, or group of rows, that a line of a table may show."""
+    common: set[float] = field(default_factory=set)
+    """What a record says of all of its rows, such as the number of rounds."""
+    given: set[float] = field(default_factory=set)
+    computed: list[tuple[str, str]] = field(default_factory=list)
+    """A number, and the formula that gives it."""
+
+    @property
+    def values(self) -> set[float]:
+        return self.common.union(*self.groups)
+
+
+def tolerance(shown: str) -> float:
+    """Half of the last decimal that is shown."""
+    decimals = len(shown.partition(".")[2]) if "e" not in shown else 9
+    return 0.5 * 10**-decimals + 1e-9
+
+
+def agrees(shown: str, values: set[float]) -> bool:
+    """Whether one of `values` rounds to the number `shown`; the sign is not looked at."""
+    number = abs(float(shown.replace(",", "")))
+    return any(abs(abs(value) - number) <= tolerance(shown) for value in values)
+
+
+def unaccounted(line: Sequence[str], group: Sequence[float], others: set[float]) -> list[str]:
+    """The numbers of a table's line that are neither in `others` nor in the group, each value of which may be shown
+    once: so a number that was changed into its neighbour is found."""
+    left = list(group)
+    missing = []
+    for shown in sorted(line, key=tolerance):
+        number = abs(float(shown.replace(",", "")))
+        nearest = min(left, key=lambda value: abs(abs(value) - number), default=math.inf)
+        if abs(abs(nearest) - number) <= tolerance(shown):
+            left.remove(nearest)
+        elif not agrees(shown, others):
+            missing.append(shown)
+    return missing
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """All numbers of a record's value, those inside strings as well."""
+    if isinstance(value, str):
+        yield from (float(found.group().replace(",", "")) for found in re.finditer(r"[-+]?\d[\d,]*(?:\.\d+)?", value))
+    elif isinstance(value, Mapping):
+        yield from (number for one in value.values() for number in numbers_in(one))
+    elif isinstance(value, Sequence):
+        yield from (number for one in value for number in numbers_in(one))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+@cache
+def record(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def read_comment(text: str, records: Path) -> Sources:
+    """Raises ValueError where it names a record, a key or a formula that does not hold."""
+    sources = Sources()
+    for part in (part.strip() for part in " ".join(text.split()).split(";")):
+        if part.startswith("given: "):
+            sources.given |= {float(number.replace(",", "")) for number in part.removeprefix("given: ").split(", ")}
+        elif " = " in part:
+            shown, _, formula = part.partition(" = ")
+            sources.computed.append((shown, formula))
+        elif match := SOURCE.match(part):
+            groups, common = groups_of(match, records)
+            sources.groups += groups
+            sources.common |= common
+        else:
+            raise ValueError(f"cannot read {part!r}")
+    for shown, formula in sources.computed:
+        for operand in re.findall(r"\d+\.\d+", formula):
+            if not agrees(operand, sources.values | sources.given):
+                raise ValueError(f"{operand} of {shown} = {formula} is not in the record")
+        if not agrees(shown, {result_of(formula)}):
+            raise ValueError(f"{formula} is {result_of(formula):.6g}, not {shown}")
+    return sources
+
+
+def groups_of(match: re.Match[str], records: Path) -> tuple[list[list[float]], set[float]]:
+    path = records / match["file"]
+    if not path.exists():
+        raise ValueError(f"there is no {match['file']}")
+    found = record(path)
+    rows = found["rows"]
+    for pair in (match["where"] or "").split(" and "):
+        if pair:
+            key, _, value = pair.partition("=")
+            rows = [row for row in rows if str(row.get(key)) == value]
+    if not rows:
+        raise ValueError(f"{match['file']} has no rows where {match['where']}")
+    keys = match["keys"].split(" and ") if match["keys"] else []
+    if missing := [key for key in keys if not any(key in row for row in rows)]:
+        raise ValueError(f"{match['file']} has no key {missing[0]!r}")
+    grouped: dict[Any, list[Any]] = {}
+    for place, row in enumerate(rows):
+        grouped.setdefault(tuple(row.get(key) for key in keys) if keys else place, []).append(row)
+    common = set(numbers_in({name: value for name, value in found.items() if name not in NOT_MEASURED}))
+    return [list(numbers_in(some)) for some in grouped.values()], common if len(common) < 100 else set()
+
+
+def result_of(formula: str) -> float:
+    """The value of a formula of numbers with + - * / and parentheses."""
+
+    def value(node: ast.expr) -> float:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return float(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"cannot compute {formula!r}")
+
+    return value(ast.parse(formula, mode="eval").body)
+
+
+def blocks(text: str) -> Iterator[tuple[int, str, str | None]]:
+    """Each block of a page that is no code: its first line's number, its text, and the comment above it."""
+    kept = re.sub(r"^ *```.*?^ *```$", lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    comment, lines, first = None, list[str](), 0
+    number = 0
+    rest = [*kept.split("\n"), ""]
+    while number < len(rest):
+        line = rest[number]
+        opened = number
+        if line.lstrip().startswith("<!-- figures:"):
+            while not rest[number].rstrip().endswith("-->"):
+                number += 1
+            if lines:
+                yield first, "\n".join(lines), comment
+                lines = []
+            matched = COMMENT.match("\n".join(rest[opened : number + 1]))
+            comment = matched["text"] if matched else ""
+        elif line.strip():
+            first = first if lines else number + 1
+            lines.append(line)
+        elif lines:
+            yield first, "\n".join(lines), comment
+            lines, comment = [], None
+        number += 1
+
+
+def measured(line: str, *, every: bool) -> Iterator[str]:
+    """The numbers of a line that a record should have; with `every`, all of them."""
+    plain = CODE.sub(lambda code: " " * len(code.group()), line)
+    for found in NUMBER.finditer(plain):
+        number = found.group()
+        if every or UNIT.match(plain, found.end()) or "." in number:
+            yield number
+
+
+def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]:
+    """A sentence for each number of a block that is in no record."""
+    if comment == "none":
+        return
+    try:
+        sources = read_comment(comment, records) if comment is not None else None
+    except ValueError as error:
+        yield str(error)
+        return
+    block = CODE.sub(lambda code: re.sub(r"[^\n]", " ", code.group()), block)
+    table = block.lstrip().startswith("|")
+    if sources is None:
+        lines = block.split("\n")
+        if table or UNRECORDED not in " ".join(block.split()):
+            shown = [number for line in lines for number in bare(line, table=table)]
+            if shown:
+                yield f"no record is named for {' '.join(shown)}"
+        return
+    allowed = sources.given | {float(shown.replace(",", "")) for shown, _ in sources.computed}
+    if not table:
+        for number in measured(" ".join(block.split("\n")), every=False):
+            if not agrees(number, sources.values | allowed):
+                yield f"{number} is not in the record"
+        return
+    for line in block.split("\n")[2:]:
+        shown = list(measured(line, every=True))
+        others = allowed | sources.common
+        least = min((unaccounted(shown, group, others) for group in sources.groups), key=len, default=shown)
+        if least:
+            yield f"{' '.join(least)}: no row of the record agrees with {line.strip()!r}"
+
+
+def bare(line: str, *, table: bool) -> Iterator[str]:
+    """The numbers of a line for which no record is named, and which look measured: of two digits or more with a unit,
+    or with a decimal point in a cell of a table that has nothing but numbers.
+    """
+    for cell in line.split("|") if table else [line]:
+        only_numbers = table and not re.search("[A-Za-z]", re.sub(r"\b(sd|seeds|times|to|ms|e)\b", "", cell))
+        for found in NUMBER.finditer(cell):
+            number = found.group()
+            if (len(number.strip("+-")) > 1 and UNIT.match(cell, found.end())) or (only_numbers and "." in number):
+                yield number
+
+
+def problems(text: str, records: Path = RECORDS) -> list[str]:
+    """A line for each place where a page and the records differ."""
+    introduction = " ".join(re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0].split())
+    if UNRECORDED in introduction:
+        return []
+    return [
+        f"line {first}: {problem}"
+        for first, block, comment in blocks(text)
+        for problem in problems_of(block, comment, records)
+    ]
+
+
+if __name__ == "__main__":
+    found = [f"{page.relative_to(ROOT)}, {line}" for page in PAGES for line in problems(page.read_text("utf-8"))]
+    print("\n".join(found) or "every measured number agrees with its record")
+    sys.exit(bool(found))

@@ -1,0 +1,97 @@
+"""A file of flags: it counts more than the preset and less than the command line, and what is wrong in it is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.mnist_moe import PRESETS, debug, full
+from toolkit import cli
+from toolkit.config.run import OptimizerConfig, to_dict
+from toolkit.errors import UserError
+
+YAML = """
+epochs: 3                # a comment
+lr: 1e-3
+mixed_precision: no
+max-steps: null
+cpu: true
+guard: false
+optimizer:
+  weight_decay: 0.5
+lifecycle.no-merge: true
+"""
+
+
+def parse(tmp_path: Path, text: str, *flags: str, name: str = "mine.yaml", preset: str = "full"):
+    (tmp_path / name).write_text(text)
+    return cli.parse(PRESETS, [preset, "--config", str(tmp_path / name), *flags])
+
+
+def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
+    config = parse(tmp_path, YAML, "--epochs", "4")
+    expected = replace(
+        full(),
+        epochs=4,
+        lr=1e-3,
+        mixed_precision="no",
+        max_steps=None,
+        cpu=True,
+        guard=False,
+        optimizer=OptimizerConfig(weight_decay=0.5),
+        lifecycle=replace(full().lifecycle, merge=False),
+    )
+    assert config == expected
+    (tmp_path / "mine.yaml").write_text(YAML)
+    assert cli.parse(PRESETS, ["--epochs", "4", f"--config={tmp_path / 'mine.yaml'}"]) == expected
+
+
+def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):
+    config = replace(debug(), seed=3, lr=2.5e-3, max_experts=8)
+    text = json.dumps({"recipe": "mnist_moe", **to_dict(config)}, indent="\t")
+    assert parse(tmp_path, text, name="config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("experst: 4", "unknown flag --experst: did you mean --experts?"),
+        (
+            "optimizer:\n  weight_decy: 4",
+            "unknown flag --optimizer.weight-decy: did you mean --optimizer.weight-decay?",
+        ),
+        ("optimizer: adam", "unknown flag --optimizer: it is a group of flags"),
+        ("epochs: many", "--epochs many: take an integer."),
+        ("epochs: [1, 2]", "unexpected '2': --epochs takes one value."),
+        ("cpu: 1", "--cpu 1: take true or false."),
+        ("no-cpu: false", "--no-cpu false: take true."),
+        ("config: other.yaml", "unknown flag --config: a file cannot name another one."),
+        ("epochs 3", "has no flags: write a line for each"),
+        ("", "has no flags: write a line for each"),
+        ("lr: 1\nepochs: [3", "line 2 is neither YAML nor JSON: correct it."),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line_with_its_name(tmp_path: Path, text: str, says: str):
+    with pytest.raises(UserError) as refusal:
+        parse(tmp_path, text)
+    assert str(refusal.value).startswith(f"--config {tmp_path / 'mine.yaml'}: ")
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_broken_json_is_named_by_its_line(tmp_path: Path):
+    with pytest.raises(UserError, match="line 3 is neither YAML nor JSON"):
+        parse(tmp_path, '{\n"epochs": 3,\n}', name="mine.json")
+
+
+def test_a_value_on_the_command_line_is_not_said_to_be_of_the_file(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^--epochs many: take an integer\.$"):
+        parse(tmp_path, "epochs: 3", "--epochs", "many")
+
+
+def test_two_files_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="was given as well: take one file"):
+        parse(tmp_path, "epochs: 3", "--config", "another.yaml")

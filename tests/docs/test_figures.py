@@ -1,0 +1,124 @@
+"""Each measured number of README.md and docs/ is in the record that its page names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import PAGES, RECORDS, blocks, problems, problems_of
+
+ROW = {
+    "arm": "mixture",
+    "threads": 1,
+    "accuracy %": 97.36,
+    "each": [97.312, 97.41],
+    "note": "1.408 to 1.502",
+    "rate": 15841,
+}
+OTHER = {"arm": "dense", "threads": 2, "accuracy %": 97.45, "each": [97.4, 97.5], "note": "", "rate": 25405}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    machine = {"processor": "99.99", "date": "2026-11-22"}
+    (tmp_path / "speed.json").write_text(json.dumps({"rounds": 9, "machine": machine, "rows": [ROW, OTHER]}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_agrees_with_the_records(page: Path):
+    assert problems(page.read_text(encoding="utf-8")) == []
+
+
+def numbers_of(page: Path) -> Iterator[tuple[str, str, int]]:
+    """Each number of two decimals or more below a comment that names a record: the comment, the block, and where in
+    the block the number ends."""
+    for _, block, comment in blocks(page.read_text(encoding="utf-8")):
+        if comment is not None and ".json" in comment:
+            for number in re.finditer(r"(?<![\w.`])\d+\.\d{2,}(?![\w.`])", block):
+                yield comment, block, number.end()
+
+
+def test_a_page_that_differs_from_a_record_in_a_digit_fails(tmp_path: Path):
+    copy = tmp_path / "README.md"
+    text = PAGES[0].read_text(encoding="utf-8")
+    _, block, end = next(numbers_of(PAGES[0]))
+    changed = f"{block[: end - 1]}{(int(block[end - 1]) + 1) % 10}{block[end:]}"
+    copy.write_text(text.replace(block, changed), encoding="utf-8")
+    (problem,) = problems(copy.read_text(encoding="utf-8"))
+    number = re.search(r"[\d.]+$", changed[:end])
+    assert number is not None
+    assert number.group() in problem
+
+
+def test_nearly_every_digit_that_differs_is_found():
+    """Not every one: a changed number can be another value that its row has, or a setting of the block."""
+    found, missed = 0, list[str]()
+    for page in PAGES:
+        for comment, block, end in numbers_of(page):
+            changed = f"{block[: end - 1]}{(int(block[end - 1]) + 5) % 10}{block[end:]}"
+            if list(problems_of(changed, comment, RECORDS)):
+                found += 1
+            else:
+                missed.append(f"{page.name}: {changed[max(0, end - 40) : end]}")
+    assert found > 300
+    assert len(missed) < 0.08 * found, missed
+
+
+def page(comment: str, block: str) -> str:
+    return f"# A page\n\nWords.\n\n{comment}\n{block}\n\nMore words.\n"
+
+
+TABLE = "| network | accuracy |\n|---|---|\n| mixture | 97.36 % (97.31 97.41) |\n| dense | 97.45 % |"
+
+
+@pytest.mark.parametrize(
+    ("comment", "block"),
+    [
+        ("<!-- figures: speed.json -->", TABLE),
+        ("<!-- figures: speed.json by threads -->", TABLE),
+        ("<!-- figures: speed.json[arm=mixture] -->", "The mixture reaches 97.4 %, 15,841 samples per second."),
+        ("<!-- figures: speed.json; 0.09 = 97.45 - 97.36 -->", "The dense network is better by 0.09 points."),
+        ("<!-- figures: speed.json; given: 98 -->", "It reaches 97.36 %, where 98 % were wanted."),
+        ("<!-- figures: speed.json -->", "From 1.41 to 1.50 times as fast, with `--lr 0.002`, see [x](x-3.77.md)."),
+        ("<!-- figures: none -->", "A link of 100 GB/s."),
+        ("", "The error was 13.5 %, measured once,\nwithout a record."),
+        ("", "Nine of ten; torch 2.13; `97.11 %`; 5 %."),
+    ],
+)
+def test_numbers_that_are_accounted_for(comment: str, block: str, records: Path):
+    assert problems(page(comment, block), records) == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "block", "words"),
+    [
+        ("<!-- figures: speed.json -->", TABLE.replace("97.41", "97.42"), "97.42: no row"),
+        ("<!-- figures: speed.json -->", TABLE.replace("97.31", "97.45"), "97.45: no row"),  # of the other row
+        ("<!-- figures: speed.json[arm=dense] -->", "The mixture reaches 97.36 %.", "97.36 is not in the record"),
+        ("<!-- figures: speed.json; 0.08 = 97.45 - 97.36 -->", "Better by 0.08 points.", "is 0.09, not 0.08"),
+        ("<!-- figures: speed.json; 0.09 = 97.55 - 97.46 -->", "Better by 0.09 points.", "97.55 of"),
+        ("<!-- figures: speed.json -->", "It was 99.99 %.", "99.99 is not"),  # the machine is no figure
+        ("<!-- figures: gone.json -->", "It was 97.36 %.", "there is no gone.json"),
+        ("<!-- figures: speed.json by seed -->", TABLE, "no key 'seed'"),
+        ("<!-- figures: speed.json[arm=none] -->", TABLE, "no rows where arm=none"),
+        ("<!-- figures: somewhere -->", TABLE, "cannot read 'somewhere'"),
+        ("", "It reaches 97.36 %.", "no record is named for 97.36"),
+        ("", "It takes 15 ms.", "no record is named for 15"),
+        ("", TABLE, "no record is named for 97.36"),
+    ],
+)
+def test_numbers_that_are_not(comment: str, block: str, words: str, records: Path):
+    (problem,) = problems(page(comment, block), records)
+    assert words in problem
+    assert problem.startswith("line 6:")
+
+
+def test_a_page_may_say_that_its_figures_have_no_record(records: Path):
+    said = "# Log\n\nAll figures were measured once, without a record.\n\n## First\n\nIt was 97.11 %.\n"
+    assert problems(said, records) == []
+    assert problems(said.replace("measured once, ", ""), records) == ["line 7: no record is named for 97.11"]

@@ -1,0 +1,149 @@
+"""What users do in loops of their own: refused in one line where it goes wrong, or made right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import run_distributed
+from tests.hosts.test_engine import Model
+from toolkit.errors import UserError
+from toolkit.hosts.engine import ExpertParallel
+
+
+class CheckpointedModel(Model):
+    """Each block is recomputed in the backward, if `use_reentrant` is not None."""
+
+    use_reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        for block in self.blocks:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class WithUnused(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def refused(train: Any) -> str:
+    try:
+        train()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def clipped_with(max_norm: float, *, by_torch: bool) -> str:
+    accelerator, model = Accelerator(cpu=True), Model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+
+    def train() -> None:
+        for step in range(3):
+            accelerator.backward(model(batch(step)).square().mean())
+            (nn.utils.clip_grad_norm_ if by_torch else accelerator.clip_grad_norm_)(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return refused(train)
+
+
+def clips() -> list[str]:
+    return [clipped_with(0.01, by_torch=True), clipped_with(0.01, by_torch=False), clipped_with(1e6, by_torch=True)]
+
+
+def test_clipping_by_torch_is_noticed_where_ranks_scale_unequally():
+    first, second = run_distributed(clips, 2)
+    assert first == second
+    noticed, ours, harmless = first
+    assert "step 1: the gradients of" in noticed
+    assert "clip with accelerator.clip_grad_norm_" in noticed
+    assert "\n" not in noticed
+    assert ours == harmless == ""
+
+
+def steps_with_an_unused_parameter() -> list[str]:
+    said = []
+    for find_unused in (False, True):
+        from accelerate import DistributedDataParallelKwargs
+
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if find_unused else []
+        accelerator, model = Accelerator(cpu=True, kwargs_handlers=handlers), WithUnused()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+
+        def train(wrapped: Any = wrapped, optimizer: Any = optimizer) -> None:
+            for step in range(3):
+                wrapped(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        said.append(refused(train))
+    return said
+
+
+def test_a_parameter_without_a_gradient_is_named_with_the_setting_that_it_needs():
+    first, second = run_distributed(steps_with_an_unused_parameter, 2)
+    assert first == second
+    assert "2 parameter(s), first 'unused.weight', got no gradient" in first[0]
+    assert "find_unused_parameters=True" in first[0]
+    assert first[1] == ""
+
+
+def loads_when_checkpointed() -> list[list[list[int]]]:
+    found = []
+    for use_reentrant in (None, False, True):
+        model = CheckpointedModel()
+        model.use_reentrant = use_reentrant
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        experts = ExpertParallel(Accelerator(cpu=True))
+        wrapped, optimizer = experts.prepare(model, optimizer)
+        wrapped(batch()).square().mean().backward()
+        with torch.no_grad():
+            wrapped(batch(1))  # in training mode, and still no training
+        found.append([stack.log.load_E.tolist() for stack in experts.stacks.values()])
+    return found
+
+
+def test_loads_are_counted_once_however_activations_are_checkpointed():
+    for plain, not_reentrant, reentrant in run_distributed(loads_when_checkpointed, 2):
+        assert sum(plain[0]) == 12
+        assert plain == not_reentrant == reentrant
+
+
+def evaluated(forwards: list[int]) -> list[Tensor]:
+    """What the model says of this rank's batches, of which each has its own number, and of the same after the join."""
+    torch.manual_seed(0)
+    alone, model = Model(), Model()
+    model.register_buffer("counter", torch.zeros(2))  # which DDP would broadcast in each forward
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    experts = ExpertParallel(Accelerator(cpu=True))
+    wrapped, optimizer = experts.prepare(model, optimizer)
+    differences = []
+    with experts.join():
+        for step in range(forwards[dist.get_rank()]):
+            differences.append((wrapped(batch(step)) - alone(batch(step))).abs().max())
+    wrapped(batch()).square().mean().backward()  # training goes on
+    optimizer.step()
+    return differences
+
+
+@pytest.mark.parametrize("forwards", [[3, 1], [0, 2], [0, 0]])
+def test_ranks_that_are_done_serve_their_experts_to_the_others(forwards: list[int]):
+    ranks = run_distributed(evaluated, 2, forwards, timeout_s=60)
+    assert [len(differences) for differences in ranks] == forwards
+    assert all(difference < 1e-5 for differences in ranks for difference in differences)

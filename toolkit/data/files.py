@@ -1,0 +1,90 @@
+"""The files of a data set: a key that changes with their content, and the digests that may come with them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from toolkit.errors import UserError
+
+MOST_BYTES = 2**27
+"""Files of together at most 128 MiB are read whole for their key."""
+PART_BYTES, PARTS = 2**16, 1000
+"""Of larger sets: the first and last 64 KiB of at most so many files, spread evenly over the list."""
+SUMS = "SHA256SUMS"
+LEVELS = 3
+"""A list of digests is looked for in so many folders, from the file's own upwards."""
+
+
+def content_key(paths: Iterable[Path]) -> str:
+    """16 digits that change with names and content of the files `paths`, and with lists of digests beside them.
+
+    Sets larger than `MOST_BYTES` are not read whole: of these the path, size and modification time of each file count
+    instead of its name, and the first and last bytes of some. Raises UserError for a file that cannot be read.
+    """
+    files = [*paths]
+    files += dict.fromkeys(sums for path in files for sums in _lists_of_digests(path))
+    key = hashlib.sha256()
+    try:
+        sizes = [path.stat().st_size for path in files]
+        whole = sum(sizes) <= MOST_BYTES
+        for index, (path, size) in enumerate(zip(files, sizes, strict=True)):
+            name = path.name if whole else (str(path.absolute()), path.stat().st_mtime_ns)
+            key.update(repr((name, size)).encode())
+            if whole:
+                key.update(path.read_bytes())
+            elif index % (len(files) // PARTS + 1) == 0:
+                with path.open("rb") as file:
+                    key.update(file.read(PART_BYTES))
+                    file.seek(max(0, size - PART_BYTES))
+                    key.update(file.read(PART_BYTES))
+    except OSError as error:
+        raise unreadable(error) from None
+    return key.hexdigest()[:16]
+
+
+def check_digest(path: Path) -> None:
+    """Compare the file `path` with its line in a list SHA256SUMS of its folder or one above, where there is one.
+
+    Raises UserError where they differ.
+    """
+    for sums in _lists_of_digests(path):
+        try:
+            wanted = _digests(sums, sums.stat().st_mtime_ns).get(os.path.relpath(path, sums.parent))
+            if wanted is None:
+                continue
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise unreadable(error) from None
+        if found != wanted:
+            raise damaged(path, f"does not match its SHA-256 in {sums}")
+
+
+def _lists_of_digests(path: Path) -> list[Path]:
+    return [sums for folder in list(path.parents)[:LEVELS] if (sums := folder / SUMS).is_file() and sums != path]
+
+
+@lru_cache(maxsize=8)
+def _digests(sums: Path, _changed: int) -> dict[str, str]:
+    """Digest by path relative to the list's folder, of lines as sha256sum writes them: digest, space, mark, path."""
+    lines = (line.split(maxsplit=1) for line in sums.read_text(encoding="utf-8", errors="replace").splitlines())
+    return {os.path.normpath(line[1].lstrip("*").strip()): line[0].lower() for line in lines if len(line) == 2}
+
+
+def unreadable(error: OSError) -> UserError:
+    """The error for a file or folder that the system does not let us read."""
+    return UserError(f"{error.filename} cannot be read ({error.strerror}): check permissions.")
+
+
+def damaged(path: Path, fault: str) -> UserError:
+    """The error for an invalid file."""
+    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another one.")
+
+
+def first_line(error: Exception) -> str:
+    """The message of `error`, in one line without a full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

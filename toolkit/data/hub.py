@@ -1,0 +1,73 @@
+"""The Hugging Face Hub: whether it can be asked, and folders of models and tokenizers in its cache or from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import UserError
+
+ANSWER_S = 2.0
+"""How long the Hub may take to connect, and then to answer, in seconds."""
+PROBE_S = 3.0
+"""How long both, and looking up its name, may take together, in seconds."""
+
+
+def why_out_of_reach() -> str | None:
+    """Why the Hub can't be asked, as part of a sentence; None where it answers.
+
+    One question, because the Hub's client would repeat each of its own for minutes.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to ask the Hub"
+    answers: list[int] = []
+
+    def ask() -> None:
+        try:
+            answers.append(get_session().head(constants.ENDPOINT, timeout=ANSWER_S).status_code)
+        except Exception:  # its client changed its HTTP library twice, and each raises its own kinds
+            answers.append(0)
+
+    # In a thread, because looking up a name has no time limit of its own.
+    probe = threading.Thread(target=ask, daemon=True)
+    probe.start()
+    probe.join(PROBE_S)
+    code = answers[0] if answers else 0
+    if code == 0:
+        return f"{constants.ENDPOINT} does not answer"
+    return f"{constants.ENDPOINT} answers {code}" if code >= 500 else None
+
+
+def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Sequence[str]) -> str:
+    """The folder of model repository `name` with the files that match `wanted`: itself a folder, or in the Hub's cache,
+    or downloaded where the cache has no file that matches one of `needed`.
+
+    Raises UserError, within seconds, downloads aside; `what`, such as "--tokenizer", begins its sentence.
+    """
+    if Path(name).is_dir():
+        return name
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=list(wanted), local_files_only=True)
+        if any(match for pattern in needed for match in Path(folder).glob(pattern)):
+            return folder
+    except HFValidationError:
+        raise UserError(f"{what} {name!r} is neither a folder nor a Hub name such as owner/model.") from None
+    except LocalEntryNotFoundError:
+        pass
+    if reason := why_out_of_reach():
+        raise UserError(f"{what} {name!r} is neither a folder nor in the Hub's cache, and {reason}: give a folder.")
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=ANSWER_S)  # for a name that is not there
+        return huggingface_hub.snapshot_download(name, allow_patterns=list(wanted))
+    except Exception as error:  # of the client, its HTTP library, or the disk
+        raise UserError(
+            f"{what} {name!r} cannot be downloaded ({type(error).__name__}): "
+            "check its name and the network, or give a folder."
+        ) from error

@@ -1,0 +1,73 @@
+"""What tells one data set from another, in a few numbers: a run is continued on the data that it began with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from toolkit.data.table import TensorTable
+
+ROWS_PER_READ = 256
+MOST_BYTES = 2**24
+"""Data up to this size are read whole; of larger ones so many bytes, of rows spread evenly over the table."""
+TOLERANCE = 1e-3
+
+Identity = Mapping[str, Any]
+"""What `identity` gives, in JSON."""
+
+
+def identity(table: TensorTable) -> dict[str, Any]:
+    """The number of `rows`, a `sha256` and, by column, `moments`.
+
+    The digest is of names, types, shapes and integers. Fractions, and pictures (integers of three or more dimensions),
+    depend in their last bits on the processor that decoded them: of these mean, root mean square, and mean of the
+    product with a straight line from -1 for the first row to 1 for the last.
+    """
+    digest = hashlib.sha256()
+    sums: dict[str, torch.Tensor] = {}
+    rows_read = bytes_read = 0
+    strides = math.ceil(len(table) / ROWS_PER_READ)
+    for first in range(strides):
+        rows = torch.arange(first, len(table), strides)
+        line = torch.linspace(-1, 1, len(table), dtype=torch.float64)[rows] if len(table) > 1 else torch.ones(1)
+        for name, column in sorted(table[rows].items()):
+            digest.update(f"{name} {column.dtype} {tuple(column.shape)}\n".encode())
+            if column.ndim <= 2 and not column.is_floating_point():
+                digest.update(column.cpu().contiguous().numpy().tobytes())
+            else:
+                value = column[:, None].flatten(1).cpu().float().nan_to_num(0, 0, 0)
+                mean, square = value.mean(1).double(), value.square().mean(1).double()
+                sums[name] = sums.get(name, 0) + torch.stack([mean, square, mean * line]).sum(1)
+            bytes_read += column.nbytes
+        rows_read += len(rows)
+        if bytes_read >= MOST_BYTES:
+            break
+    moments = {
+        name: [round(x, 9) for x in _of_sums(*(total / rows_read).nan_to_num().tolist())]
+        for name, total in sums.items()
+    }
+    return {"rows": len(table), "sha256": digest.hexdigest(), "moments": moments}
+
+
+def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, float]:
+    return mean, math.sqrt(square), tilt
+
+
+def same_data(one: Identity, other: Identity) -> bool:
+    """Whether two data sets are the same, but for what processors round differently."""
+    if (one["rows"], one["sha256"]) != (other["rows"], other["sha256"]):
+        return False
+    for name, moments in one["moments"].items():
+        theirs = other["moments"][name]  # names are part of the digest
+        if any(abs(a - b) > TOLERANCE * max(moments[1], theirs[1]) for a, b in zip(moments, theirs, strict=True)):
+            return False
+    return True
+
+
+def describe(of: Identity) -> str:
+    """An identity in half a sentence."""
+    return f"{of['rows']:,} rows (digest {of['sha256'][:12]})"

@@ -1,0 +1,71 @@
+"""Whether gradients of replicated parameters are the same on all ranks when an optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.compat import norm_of_each
+from toolkit.errors import UserError
+from toolkit.parallel.ownership import is_owned
+
+FIRST_STEPS, EVERY = 8, 64
+"""Checked are the first steps, and every so many: it costs a pass over the gradients and a host sync."""
+
+
+class ReplicaCheck:
+    """An optimizer's step hook, which compares the norms of replicated gradients over all ranks. A collective.
+
+    Where they differ, weights would drift apart without an error. One reason is `torch.nn.utils.clip_grad_norm_`,
+    whose norm has the experts of one rank. Raises UserError, the same on every rank.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.steps = model, 0
+
+    def __call__(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps <= FIRST_STEPS or self.steps % EVERY == 0:
+            self.check()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        replicated = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and not is_owned(parameter) and not isinstance(parameter, DTensor)
+        }
+        if not replicated:
+            return
+        grads = {name: parameter.grad for name, parameter in replicated.items() if parameter.grad is not None}
+        norms = dict(zip(grads, norm_of_each(list(grads.values())), strict=True)) if grads else {}
+        missing = torch.full((), -1.0, device=next(iter(replicated.values())).device)
+        mine = torch.stack([norms.get(name, missing).float() for name in replicated]).nan_to_num()
+        extremes = torch.cat([mine, -mine])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, least = extremes.cpu().chunk(2)
+        names = [name.removeprefix("module.") for name in replicated]
+        unused = [name for name, value in zip(names, least.tolist(), strict=True) if value > 0]
+        if unused and self.steps == 1 and _waits_for_all(self.model):
+            raise UserError(
+                f"{len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP waits "
+                "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
+                "find_unused_parameters=True)] of accelerate, or freeze them."
+            )
+        different = [name for name, same in zip(names, (most == -least).tolist(), strict=True) if not same]
+        if different:
+            raise UserError(
+                f"step {self.steps:,}: the gradients of {len(different)} replicated parameter(s), first "
+                f"{different[0]!r}, differ between ranks, so their weights would drift apart: clip with "
+                "accelerator.clip_grad_norm_, because torch.nn.utils.clip_grad_norm_ knows the experts of one rank "
+                "only, and change gradients alike on all ranks."
+            )
+
+
+def _waits_for_all(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)

@@ -1,0 +1,52 @@
+"""The data that a run trains on: recorded in config.json when it begins, compared when it is continued."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from toolkit.data.identity import describe, identity, same_data
+from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
+from toolkit.run.folder import DATA, recorded_config, write_json
+
+if TYPE_CHECKING:
+    from toolkit.run.run import Run
+
+REMEDY = "give the --dataset and --data-dir that it was started with, or another --run-dir"
+
+
+def record_data(run: Run, **tables: TensorTable) -> None:
+    """Note the identities of `tables`, by their use ("train", "test"), in `run.data` and config.json. A collective.
+
+    Raises UserError on every rank where another process, or the run that is continued, has other data.
+    """
+    found: list[dict[str, Any]] = [{part: identity(table) for part, table in tables.items()}]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, found[run.rank])
+
+    def decide() -> dict[str, Any]:
+        for rank, theirs in enumerate(found):
+            if line := other_data(found[0], theirs):
+                raise UserError(f"the data of processes differ: process 0 has {line} as process {rank}: copy one set.")
+        if line := other_data(run.data, found[0]):
+            raise UserError(f"the run in {run.folder} was started with {line}: {REMEDY}.")
+        data = found[0] | run.data
+        if data != run.data and (run.folder / "config.json").exists():
+            try:
+                write_json(run.folder / "config.json", recorded_config(run.name, run.config) | {DATA: data})
+            except OSError as error:
+                run.print(f"warning: config.json does not say which data these are ({error}); checkpoints do.")
+        return data
+
+    run.data = run.on_main_and_share(decide)
+
+
+def other_data(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The first use of data, present in both, whose data differ: "train data of 3 rows (digest 1a), not of 4 ..."."""
+    for part in before.keys() & now.keys():
+        if not same_data(before[part], now[part]):
+            return f"{part} data of {describe(before[part])}, not of {describe(now[part])}"
+    return None
