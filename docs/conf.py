@@ -34,6 +34,7 @@ CONTENTS = {
         "docs/lifecycle",
         "docs/knowledge_graph",
         "docs/transformers",
+        "docs/adapters",
         "docs/transformers_families",
         "toolkit/moe/README",
     ],

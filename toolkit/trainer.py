@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.loader import LoaderBatches, LoaderEvalBatches
 from toolkit.finite_check import FiniteCheck
 from toolkit.metrics import MetricSums, global_counts
 from toolkit.optim import Schedule, initial_rates
@@ -44,7 +45,7 @@ class Trainer:
         task: Task,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        batches: TrainBatches,
+        batches: TrainBatches | LoaderBatches,
         *,
         max_steps: int,
         schedule: Schedule,
@@ -108,8 +109,8 @@ class Trainer:
         multiplier = self.schedule(self.state.step)
         self.hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
+        self.state.samples += self.batches.samples_of(self.state.step)
         self.state.step += 1
-        self.state.samples = self.batches.order.samples_before(self.state.step)
         if self.at_log_step:
             self.record("train/grad_norm", norm)
             self.record("train/learning_rate", self.base_rates[0] * multiplier)
@@ -150,7 +151,7 @@ class Trainer:
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
 
     @torch.no_grad()
-    def evaluate(self, batches: EvalBatches, name: str = "eval") -> dict[str, float]:
+    def evaluate(self, batches: EvalBatches | LoaderEvalBatches, name: str = "eval") -> dict[str, float]:
         """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective."""
         sums = MetricSums(self.run.device)
         self.model.eval()

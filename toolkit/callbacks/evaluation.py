@@ -11,6 +11,7 @@ from toolkit.run.data import record_data
 
 if TYPE_CHECKING:
     from toolkit.data.batches import EvalBatches
+    from toolkit.data.loader import LoaderEvalBatches
     from toolkit.trainer import Trainer
 
 
@@ -25,7 +26,7 @@ class Evaluation(Callback):
     runs_after = (Throughput,)
     """The time that an evaluation takes would be counted as training."""
 
-    def __init__(self, batches: EvalBatches, every_steps: int | None = None):
+    def __init__(self, batches: EvalBatches | LoaderEvalBatches, every_steps: int | None = None):
         self.batches, self.every_steps = batches, every_steps
         self._last_step = -1
         self._results: dict[str, Any] = {}

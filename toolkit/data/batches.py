@@ -116,6 +116,14 @@ class TrainBatches:
         """The source of batches: the table, augmented where there is an `augment`."""
         return self.table if self.augment is None else AugmentedTable(self.table, self.augment)
 
+    def samples_of(self, step: int) -> int:
+        """Samples of the global batch of `step`."""
+        return self.order.samples_before(step + 1) - self.order.samples_before(step)
+
+    def empty(self) -> Batch:
+        """A batch without samples."""
+        return send_to_device(self.source[torch.arange(0)], self.device)
+
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
         for step, batch in enumerate(self.order.batches(start_step), start_step):

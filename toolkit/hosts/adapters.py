@@ -87,10 +87,14 @@ def _unfuse(experts: Any) -> None:
     (part,) = experts.children()
     for table in part.parameters():
         table.data = table.data.view(experts.num_experts, -1, table.shape[1])
-        table.fused_rows = True  # for `toolkit.hosts.transformers.saving`
+        table.as_saved = _one_after_another  # for `toolkit.hosts.transformers.saving`
     part.num_experts = experts.num_experts
     part.forward = partial(in_order_of_slots, _one_by_one, part)
     experts.forward = partial(_call_part, experts)
+
+
+def _one_after_another(rows_ESF: Tensor) -> Tensor:
+    return rows_ESF.flatten(0, 1)
 
 
 def _call_part(experts: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

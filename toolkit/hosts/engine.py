@@ -265,14 +265,15 @@ class ExpertParallel:
                 "use save_pretrained(model, folder) of toolkit.hosts.transformers."
             )
 
-        if hasattr(self._model, "save_pretrained"):
-            self._model.save_pretrained = refuse_weights  # type: ignore[assignment]
+        for module in self._model.modules():  # the model within PEFT's, too
+            if hasattr(type(module), "save_pretrained"):
+                module.save_pretrained = refuse_weights  # type: ignore[assignment]
 
     # --- while training -----------------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
         self.steps += 1
-        refresh_replicas(self.expert_parameters())
+        refresh_replicas(parameter for parameter in self.expert_parameters() if parameter.requires_grad)
         if self._meter is not None:
             self._meter.fold_when_many()
         if self.replanner is not None:

@@ -6,7 +6,9 @@ along dimension 0, called with (hidden (T, D), expert ids (T, K), weights (T, K)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +18,16 @@ from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import contiguous
+
+
+class LowRank(NamedTuple):
+    """What is added to one stacked parameter of experts: `scaling * B @ A`, slot by slot."""
+
+    a_SRI: Float[Tensor, "S R I"]
+    b_SOR: Float[Tensor, "S O R"]
+    scaling: float
 
 
 def has_stacked_parameters(module: nn.Module) -> bool:
@@ -24,6 +35,21 @@ def has_stacked_parameters(module: nn.Module) -> bool:
     experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     stacked = all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
     return isinstance(experts, int) and bool(parameters) and stacked
+
+
+def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
+    """The rows of `experts`, zeros for an empty slot."""
+    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
+    rows = stacked.index_select(0, index)
+    for slot, expert in enumerate(experts):
+        if expert == EMPTY_ROW:
+            rows[slot].zero_()
+    return rows
+
+
+def outside_wrappers(name: str) -> str:
+    """The name of the outermost of PEFT's wrappers around the module `name`, or that module's where there are none."""
+    return re.sub(r"(\.base_layer)+$", "", name)
 
 
 def slots_of_rows(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> Int[Tensor, "N 1"]:

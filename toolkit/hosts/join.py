@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
+from toolkit.hosts.foreign import outside_wrappers
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack
@@ -23,7 +24,7 @@ class _Meeting:
     """What ranks of an EP group tell each other before each dispatch: at which layer those are that compute."""
 
     def __init__(self, model: nn.Module, stacks: Mapping[str, ExpertStack]):
-        self.layers = [(name, model.get_submodule(name), stack) for name, stack in stacks.items()]
+        self.layers = [(name, model.get_submodule(outside_wrappers(name)), stack) for name, stack in stacks.items()]
         self.serving = False
         self.device = next(model.parameters()).device
         self.group = self.layers[0][2].groups.ep_group

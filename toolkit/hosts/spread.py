@@ -9,17 +9,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts
 from toolkit.hosts.contract import check_experts
-from toolkit.hosts.foreign import has_stacked_parameters, run_experts
+from toolkit.hosts.foreign import has_stacked_parameters, rows_of, run_experts
+from toolkit.hosts.peft.adapters import adapter_rows, stack_adapters
 from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups
-from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
@@ -45,6 +44,7 @@ def spread_experts(
     for name, module in layers.items():
         if not isinstance(module, MoE):
             check_experts(name, module)
+    stack_adapters(model, layers.values())
     for name, module in layers.items():
         experts, ranks = num_experts(module), groups.ep_size
         if isinstance(placement, str):
@@ -55,7 +55,7 @@ def spread_experts(
             raise UserError(f"placement of {place.num_experts} experts for {name!r}, which has {experts}.")
         parameters = _stacked_parameters(module)
         for parameter in parameters.values():
-            parameter.data = _rows(parameter.data, list(place.slots[groups.ep_rank]))
+            parameter.data = rows_of(parameter.data, place.slots[groups.ep_rank])
         module.expert_stack = ExpertStack(parameters, place, groups)  # type: ignore[assignment]
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def _stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     holder = module.experts if isinstance(module, MoE) else module
-    return dict(holder.named_parameters(recurse=False))
+    return dict(holder.named_parameters(recurse=False)) | adapter_rows(holder)
 
 
 def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
@@ -110,16 +110,6 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
 def num_experts(module: nn.Module) -> int:
     """Of one layer, before it is sharded."""
     return module.expert_stack.num_experts if isinstance(module, MoE) else int(module.num_experts)  # type: ignore[arg-type]
-
-
-def _rows(stacked: Tensor, experts: list[int]) -> Tensor:
-    """The rows of `experts`, zeros for an empty slot."""
-    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
-    rows = stacked.index_select(0, index)
-    for slot, expert in enumerate(experts):
-        if expert == EMPTY_ROW:
-            rows[slot].zero_()
-    return rows
 
 
 def _dispatch_tokens(module: nn.Module, stack: ExpertStack) -> None:

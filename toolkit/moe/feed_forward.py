@@ -33,11 +33,11 @@ class GroupedFeedForward(torch.autograd.Function):
         x_ND, up_SHD, down_SFD, ends_S, *hidden = ctx.saved_tensors
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)
         grad_ND = grads[0].contiguous()  # `grouped_mm` refuses expanded gradients, such as that of `.sum()`
+        grad_down = grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S) if ctx.needs_input_grad[2] else None
         grad_NF = grouped_mm(grad_ND, down_SFD.transpose(1, 2), offs=ends_S)
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
         grad_x = grouped_mm(grad_NH, up_SHD, offs=ends_S) if ctx.needs_input_grad[0] else None
-        grad_up = grouped_mm(grad_NH.t(), x_ND, offs=ends_S)
-        grad_down = grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S)
+        grad_up = grouped_mm(grad_NH.t(), x_ND, offs=ends_S) if ctx.needs_input_grad[1] else None
         return grad_x, grad_up, grad_down, None, None
 
 

@@ -48,6 +48,9 @@ def prepare(
         fully_shard_dense(model, optimizer, accelerator, ignored=owned(model.parameters()))
     elif names and accelerator.num_processes > 1:
         exclude_from_ddp(model, names)
+        if not any(p.requires_grad for p in model.parameters() if not is_owned(p)):
+            # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
+            return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, DistributedDataParallel):
         _keep_group_longer_than(model)

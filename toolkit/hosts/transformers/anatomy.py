@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import has_stacked_parameters
+from toolkit.hosts.foreign import has_stacked_parameters, outside_wrappers
 from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.router import Routing
 
@@ -39,8 +39,9 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = {}
     for name, experts in experts_modules(model).items():
-        block = model.get_submodule(name.rpartition(".")[0])
-        candidates = [m for m in block.children() if _router_rows(m) == _num_experts(experts)]
+        block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in block.children()]
+        candidates = [m for m in children if _router_rows(m) == _num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "

@@ -1,0 +1,237 @@
+"""`toolkit adapter verify`: nothing is said of what was saved well, and each of twelve faults is named.
+
+The faults are of the kinds that users of other stacks reported. Each file is whole: its digest was taken after the
+fault, as a training loop would, so digests find none.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers import run_distributed
+from tests.hosts.peft.models import config
+from tests.hosts.transformers.families import EXPERTS, awaken, tokens
+from toolkit.checkpoint import manifest
+from toolkit.commands import main
+from toolkit.hosts.transformers import causal_lm, save_pretrained
+
+FAMILY = "olmoe"
+MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def trained(folder: Path, shared: bool) -> None:
+    """A few steps on two processes; `shared`: gradients of attention's adapters are averaged over them."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    from toolkit.hosts.engine import ExpertParallel
+    from toolkit.hosts.peft.saving import save_merged
+
+    torch.manual_seed(0)
+    settings = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"], target_parameters=MATRICES)
+    model: Any = get_peft_model(causal_lm(folder / "base"), settings)
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    accelerator: Any = Accelerator(cpu=True)
+    wrapped, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    forward = wrapped if shared else wrapped.module
+    for step in range(2):
+        ids = tokens(step + 7 * accelerator.process_index, 16)
+        accelerator.backward(forward(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    save_pretrained(wrapped, folder / ("adapter" if shared else "each its own"))
+    if shared:
+        save_merged(wrapped, folder / "merged")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(3)
+    awaken(causal_lm(config(FAMILY))).save_pretrained(folder / "base")
+    run_distributed(trained, 2, folder, True)
+    run_distributed(trained, 2, folder, False)
+    return folder
+
+
+Tensors = dict[str, Tensor]
+
+
+def experts_of(tensors: Tensors, matrix: str) -> list[str]:
+    return [name for name in tensors if "experts" in name and matrix in name]
+
+
+def lose_rows(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_A"):
+        tensors[name][len(tensors[name]) // 8 :] = 0
+    for name in experts_of(tensors, "lora_B"):
+        tensors[name].view(len(tensors[name]), -1, EXPERTS)[..., 1:] = 0
+
+
+def freeze(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_B"):
+        tensors[name].zero_()
+
+
+def order_as_in_a(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_B"):
+        b = tensors[name]
+        tensors[name] = b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1).contiguous()
+
+
+def swap_experts(tensors: Tensors) -> None:
+    order = [1, 0, *range(2, EXPERTS)]
+    for name in experts_of(tensors, "lora_A"):
+        tensors[name] = tensors[name].view(EXPERTS, -1)[order].view_as(tensors[name]).contiguous()
+    for name in experts_of(tensors, "lora_B"):
+        b = tensors[name]
+        tensors[name] = b.view(len(b), -1, EXPERTS)[..., order].reshape(b.shape).contiguous()
+
+
+def repeat_a_rank(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_A"):
+        half = tensors[name][: len(tensors[name]) // 2]
+        tensors[name] = torch.cat([half, half])
+
+
+def drop_a_matrix(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "experts.lora_" in name]:
+        del tensors[name]
+
+
+def break_numbers(tensors: Tensors) -> None:
+    tensors[experts_of(tensors, "lora_A")[0]][-1] = float("nan")
+
+
+def cut_to_a_rank(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_A"):
+        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+
+
+def keep_prefix(tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"module.{name}"] = tensors.pop(name)
+
+
+WEIGHTS: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "one eighth of the rows": (lose_rows, "A is zero, as no training makes it, in expert(s) 1, 2, 3, 4, 5, 6, 7"),
+    "frozen while the log says otherwise": (freeze, "no adapter of an expert was ever changed"),
+    "experts ordered in B as in A": (order_as_in_a, "norms are not those of what the ranks held"),
+    "experts in another order": (swap_experts, "experts are in another order than the ranks held, in expert(s) 0, 1"),
+    "the rows of rank 0 for all": (repeat_a_rank, "bit by bit, in expert(s) 4, 5, 6, 7"),
+    "a matrix left out": (drop_a_matrix, "adapter_model.safetensors lacks"),
+    "numbers that are not finite": (break_numbers, "not finite in expert(s) 7"),
+    "the rows of rank 0 alone": (cut_to_a_rank, "stock PEFT cannot load it: size mismatch"),
+    "names of a wrapped model": (keep_prefix, "adapter_model.safetensors lacks"),
+}
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "scaling lost": ({"lora_alpha": 4}, "scaling was 16 in training and is 1 by adapter_config.json"),
+    "another rule of scaling": ({"use_rslora": True}, "scaling was 16 in training and is 32"),
+    "an older layout": ({"peft_version": "0.18.1"}, "the other way round"),
+}
+
+
+def verify(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["adapter", "verify", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def faulty(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved / "adapter", tmp_path / "faulty")
+    return tmp_path / "faulty"
+
+
+def assert_digests_find_nothing(folder: Path) -> None:
+    """As they are taken where a checkpoint is written: of the files that are there."""
+    seals = {path.name: manifest.seal(path) for path in folder.iterdir() if path.is_file()}
+    about = {"format": 1, "step": None, "rows": {}, "files": seals}
+    manifest.write_json(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
+    assert manifest.find_damage(folder) is None
+
+
+def test_nothing_is_found_in_what_was_saved_well(saved: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, err = verify(capsys, saved / "adapter", "--merged", saved / "merged")
+    assert code == 0
+    assert "fault" not in err
+    assert "no fault found" in out
+    assert "written by PEFT" in out
+    assert "model.layers.1.mlp.experts.down_proj: 8 experts, norms from" in out
+    assert "merged and unmerged logits agree" in out
+    assert f"{saved / 'merged'} gives these logits" in out
+
+
+def test_experts_that_never_changed_are_named_and_no_fault(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = faulty(saved, tmp_path)
+    (folder / "adapter_record.json").unlink()  # as another program saves it
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in experts_of(tensors, "lora_B"):
+        tensors[name].view(len(tensors[name]), -1, EXPERTS)[..., 5] = 0
+    save_file(tensors, folder / "adapter_model.safetensors")
+    code, out, err = verify(capsys, folder, "--base", saved / "base")
+    assert code == 0
+    assert "fault" not in err
+    assert "never changed: expert(s) 5" in out
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_fault_of_the_weights_is_named(name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, (fault, words) = faulty(saved, tmp_path), WEIGHTS[name]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    fault(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert_digests_find_nothing(folder)
+    code, _, err = verify(capsys, folder)
+    assert code == 2
+    assert words in err
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_fault_of_the_settings_is_named(name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, (change, words) = faulty(saved, tmp_path), SETTINGS[name]
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | change))
+    assert_digests_find_nothing(folder)
+    code, _, err = verify(capsys, folder)
+    assert code == 2
+    assert words in err
+
+
+def test_ranks_that_trained_an_adapter_each_are_named(saved: Path, capsys: pytest.CaptureFixture[str]):
+    assert_digests_find_nothing(saved / "each its own")
+    code, _, err = verify(capsys, saved / "each its own")
+    assert code == 2
+    assert "each rank trained its own" in err
+
+
+def test_a_merge_that_dropped_the_experts_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    merged, plain = causal_lm(saved / "merged"), causal_lm(saved / "base")
+    state = {name: value for name, value in plain.state_dict().items() if "experts" in name}
+    merged.load_state_dict(state, strict=False)
+    merged.save_pretrained(tmp_path / "merged")
+    assert_digests_find_nothing(tmp_path / "merged")
+    code, _, err = verify(capsys, saved / "adapter", "--merged", tmp_path / "merged")
+    assert code == 2
+    assert "is not the base with these adapters" in err
+    assert "as in the base are 4 tensor(s), such as model.layers.0.mlp.experts" in err
+
+
+def test_what_is_no_adapter_is_refused_in_one_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert verify(capsys, tmp_path)[0] == 2
+    folder = faulty(saved, tmp_path)
+    settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    code, _, err = verify(capsys, folder)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give it as --base" in err

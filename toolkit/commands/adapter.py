@@ -1,0 +1,33 @@
+"""`toolkit adapter`: check a folder of PEFT's adapters, as `save_pretrained` wrote it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.commands.arguments import Parser
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where nothing is wrong, 2 for faults (each a line) and bad input."""
+    parser = Parser("toolkit adapter", __doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("verify", help="load it with stock PEFT, and look at each expert's rows: exit 0 or 2")
+    command.add_argument("folder", type=Path, help="with adapter_config.json and adapter_model.safetensors")
+    command.add_argument("--base", help="folder or Hub name of the base model; that of adapter_config.json without it")
+    command.add_argument(
+        "--merged", type=Path, help="a folder that is said to hold the base with these adapters merged"
+    )
+    args = parser.parse_args(argv)
+
+    from toolkit.hosts.peft.verify import verify_adapter
+
+    found = verify_adapter(args.folder, args.base, args.merged)
+    sys.stdout.write("".join(f"{line}\n" for line in found.lines))
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"fault: {fault}\n" for fault in found.faults))
+    if not found.faults:
+        sys.stdout.write(f"{args.folder}: no fault found\n")
+    return EXIT_USER_ERROR if found.faults else EXIT_DONE
