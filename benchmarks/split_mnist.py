@@ -40,9 +40,9 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.continual_learning import CELLS, DENSE, PAGE, SPLIT_SAMPLES, Cell, mean_and_error, train
+from benchmarks.continual_learning import CELLS, PAGE, SPLIT_SAMPLES, Cell, mean_and_error, train
 from benchmarks.report import markdown, put_tables, write_report
-from recipes.mnist_moe import build_model, full
+from recipes.mnist_moe import build_model, dense
 from toolkit.config.run import OptimizerConfig
 from toolkit.data.images import ImageData, load_images
 from toolkit.data.replay_memory import ReplayMemory
@@ -146,7 +146,7 @@ class Learner:
     """The network and its optimizer, as the recipe makes them."""
 
     def __init__(self, data: ImageData, seed: int):
-        config = replace(full(), **DENSE, blank_pixels=0.0)
+        config = replace(dense(), blank_pixels=0.0)
         torch.manual_seed(derive_seed(seed, "start"))
         self.model: nn.Module = build_model(config, data, make_expert_groups(1))
         self.optimizer = build_optimizer(self.model, lr=1e-3, config=OptimizerConfig())
