@@ -6,19 +6,24 @@ import copy
 import pickle
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.equality import assert_equal_rows
+from tests.equality import assert_equal_rows, in_float64
 from tests.helpers import run_distributed
+from tests.hosts.peft.models import adapted, base, rows
 from tests.hosts.test_engine import BATCH, MIGRATING, Model, by_id, place, shares, together
+from tests.hosts.transformers.families import tokens
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.hosts.transformers import save_pretrained
 from toolkit.moe.layer import make_moe
 from toolkit.moe.lifecycle.layer import make_dynamic_moe
 from toolkit.moe.migrate import place_experts
@@ -111,3 +116,30 @@ def pickled() -> str:
 def test_one_ranks_part_of_a_model_is_not_pickled() -> None:
     for said in run_distributed(pickled, 2):
         assert said.startswith("experts on several ranks cannot be pickled")
+
+
+def copy_with_adapters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of a copy whose original loses its weights: its rows on this rank, and those of what it saves."""
+    from peft import PeftModel
+
+    with in_float64():
+        model = adapted("mixtral")
+        optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+        ExpertParallel(Accelerator(cpu=True), placement=place("shuffled")).prepare(model, optimizer)
+        copied = copy.deepcopy(model)
+        ids = tokens(0, 4)
+        before = copied(input_ids=ids).logits
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert torch.equal(copied(input_ids=ids).logits, before)
+        save_pretrained(copied, folder)
+        dist.barrier()
+        return rows(copied), rows(PeftModel.from_pretrained(base("mixtral"), folder))
+
+
+def test_adapters_of_experts_are_copied_with_them(tmp_path: Path) -> None:
+    (first, saved), (second, _) = run_distributed(copy_with_adapters, 2, tmp_path)
+    held = first | second
+    assert held.keys() == saved.keys()
+    assert all(torch.equal(saved[name], value) for name, value in held.items())
