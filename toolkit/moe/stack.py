@@ -59,7 +59,7 @@ class ExpertStack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.copies = WeakSet()
-        self.mark()  # copied parameters have neither marks nor hooks
+        self.mark()  # those of copies have neither marks nor hooks
         if self._is_synchronising is not None:
             self.average_in_backward(self._is_synchronising)
 
