@@ -183,4 +183,4 @@ def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, mo
 
     monkeypatch.setitem(train.__globals__, "loader", shrinking)
     with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
-        train(tmp_path / "run", "shrinking", stop_at=7)
+        train(tmp_path / "run", "shrinking", stop_at=3)
