@@ -43,7 +43,8 @@ class Checkpointing(Callback):
         self._started_at = trainer.state.step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        step, every = trainer.state.step, self.every_steps or trainer.batches.steps_per_epoch
+        step = trainer.state.step
+        every = self.every_steps or trainer.batches.steps_per_epoch
         if step > self._started_at and step % every == 0:
             trainer.save(self.keep)
 

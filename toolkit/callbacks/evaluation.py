@@ -64,4 +64,5 @@ class Evaluation(Callback):
         return {"last_step": self._last_step, "results": self._results}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last_step, self._results = state["last_step"], dict(state["results"])
+        self._last_step = state["last_step"]
+        self._results = dict(state["results"])

@@ -40,7 +40,8 @@ def identity(table: TensorTable) -> dict[str, Any]:
                 digest.update(column.cpu().contiguous().numpy().tobytes())
             else:
                 value = column[:, None].flatten(1).cpu().float().nan_to_num(0, 0, 0)
-                mean, square = value.mean(1).double(), value.square().mean(1).double()
+                mean = value.mean(1).double()
+                square = value.square().mean(1).double()
                 sums[name] = sums.get(name, 0) + torch.stack([mean, square, mean * line]).sum(1)
             bytes_read += column.nbytes
         rows_read += len(rows)

@@ -126,7 +126,8 @@ class LoaderBatches:
 
     def _part(self, batch: Mapping[str, Any], micro: int) -> Batch:
         size = size_of(batch)
-        begin, end = micro * size // self.accumulation, (micro + 1) * size // self.accumulation
+        begin = micro * size // self.accumulation
+        end = (micro + 1) * size // self.accumulation
         return part_of_rank(batch, begin, end, self.rank, self.world_size, self.device)
 
     def __getattr__(self, name: str) -> Any:

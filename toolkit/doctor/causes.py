@@ -122,7 +122,8 @@ def _forward(c: Comparison, step: int) -> Finding | None:
     if step != 1:
         return None
     for name, kind in c.one.first.modules:
-        one, many = c.one.outputs(name), c.many.outputs(name)
+        one = c.one.outputs(name)
+        many = c.many.outputs(name)
         shared = one.keys() & many.keys()
         if not any(apart(many[s], one[s]) > max(c.tolerance, 1e-5) for s in shared):
             continue
@@ -151,7 +152,8 @@ def _forward(c: Comparison, step: int) -> Finding | None:
 
 
 def _gradients(c: Comparison) -> Finding:
-    check, world = c["gradients"], len(c.many.records)
+    check = c["gradients"]
+    world = len(c.many.records)
     step = check.step - 1
     ratios = _ratios(c, step)
     differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > check.limit}
@@ -205,11 +207,13 @@ def _gradients(c: Comparison) -> Finding:
 
 def _ratios(c: Comparison, step: int) -> dict[Key, tuple[float, float, float]]:
     """For each gradient: its least-squares ratio to that of one process, the distance beside it, and the distance."""
-    one, many = c.one.tensors(step, "gradient", c.split), c.many.tensors(step, "gradient", c.split)
+    one = c.one.tensors(step, "gradient", c.split)
+    many = c.many.tensors(step, "gradient", c.split)
     total = torch.stack([tensor.double().norm() for tensor in one.values()]).norm().item()
     ratios = {}
     for key in one.keys() & many.keys():
-        truth, value = one[key].double().flatten(), many[key].double().flatten()
+        truth = one[key].double().flatten()
+        value = many[key].double().flatten()
         if truth.shape == value.shape and truth.any():
             ratio = float(truth @ value / (truth @ truth))
             ratios[key] = ratio, apart(value, ratio * truth), apart(value, truth, GRADIENT_FLOOR * total)

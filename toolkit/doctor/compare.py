@@ -73,7 +73,8 @@ def worst_of(values: Mapping[Key, Tensor], truths: Mapping[Key, Tensor], floor: 
         many = values[key] if key in values else torch.zeros_like(one)
         distance = apart(many, one, floor)
         if distance > worst:
-            worst, where = distance, label(key)
+            worst = distance
+            where = label(key)
     return worst, where
 
 
@@ -151,19 +152,22 @@ class Comparison:
         return worst_of(self.many.tensors(0, "weight", self.split), self.one.tensors(0, "weight", self.split))
 
     def _samples(self, step: int) -> Distance:
-        one, many = self.one.samples(step), self.many.samples(step)
+        one = self.one.samples(step)
+        many = self.many.samples(step)
         missing = (one - many).total() + (many - one).total()
         return missing / max(1, one.total() + many.total()), f"{one.total()} in one process, {many.total()} in several"
 
     def _counts(self, step: int) -> Distance:
-        one, many = self.one.counts(step), self.many.counts(step)
+        one = self.one.counts(step)
+        many = self.many.counts(step)
         return worst_of(
             {(name, WHOLE): torch.tensor(load) for name, load in many.items()},
             {(name, WHOLE): torch.tensor(load) for name, load in one.items()},
         )
 
     def _balance(self, step: int) -> Distance:
-        one, many = self.one.balance_loss(step), self.many.balance_loss(step)
+        one = self.one.balance_loss(step)
+        many = self.many.balance_loss(step)
         return (relative(many, one), "") if one is not None and many is not None else (math.inf, "")
 
     def _gradients(self, step: int) -> Distance:

@@ -72,8 +72,11 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
             "toolkit.moe.migrate.place_experts(copy, placements).",
             stacklevel=2,
         )
-    groups, old, stored = stack.storage_groups, stack.stored(stack.placement), stack.stored(new)
-    weights, states = rows_of_weights(stack), rows_of_states(stack, optimizer)
+    groups = stack.storage_groups
+    old = stack.stored(stack.placement)
+    stored = stack.stored(new)
+    weights = rows_of_weights(stack)
+    states = rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
     payloads = [
         _Payload(list(weights.values()), schedule(moves(old, stored)), groups),
@@ -118,7 +121,8 @@ def place_experts(
     for name, new in wanted.items():
         if name not in stacks:
             raise UserError(f"model {type(model).__name__} has no experts at {name!r}: use one of {list(stacks)}.")
-        slots, experts = stacks[name].placement.slots_per_rank, stacks[name].num_experts
+        slots = stacks[name].placement.slots_per_rank
+        experts = stacks[name].num_experts
         if new.slots_per_rank != slots or new.num_experts != experts:
             raise UserError(
                 f"a placement of {new.num_experts} experts with {new.slots_per_rank} slots per rank cannot be used for "

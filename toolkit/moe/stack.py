@@ -33,7 +33,8 @@ class ExpertStack:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
-        self._parameters, self.groups = dict(parameters), groups
+        self._parameters = dict(parameters)
+        self.groups = groups
         self.dispatcher = make_dispatcher(placement, groups)
         self.log = RoutingLog(placement.num_experts, groups)
         self.node_of_peer: Tensor | None = None
@@ -150,7 +151,8 @@ class ExpertStack:
 
     def mark(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
-        groups, stored = self.storage_groups, self.stored(self.placement)
+        groups = self.storage_groups
+        stored = self.stored(self.placement)
         for parameter in self.parameters.values():
             mark_owned(
                 parameter,

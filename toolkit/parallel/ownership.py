@@ -77,7 +77,8 @@ class Ownership:
     def replicated(self) -> tuple[list[list[int]], list[list[int]]]:
         """For each rank of the EP group, in order of row id: rows here that it owns, and rows owned here that it holds
         a replica of."""
-        ranks, here = self.rows_of_ranks or (), self.groups.ep_rank
+        ranks = self.rows_of_ranks or ()
+        here = self.groups.ep_rank
         row_of = {row_id: row for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW}
         borrowed: list[list[int]] = [[] for _ in ranks]
         lent: list[list[int]] = [[] for _ in ranks]
