@@ -87,7 +87,7 @@ class Trainer:
         gradient or a weight was not finite.
         """
         try:
-            record_data(self.run, train=self.batches.table)
+            record_data(self.run, train=self.batches.identity())
             self.run.begin_tracking()
             self.hooks("on_fit_start")
             self.model.train()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import toolkit as tk
 from tests.equality import IN_FLOAT64, in_float64
@@ -172,3 +172,15 @@ def test_what_needs_single_rows_says_so(tmp_path: Path):
         trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
         with pytest.raises(UserError, match=r"need training data in a tk\.TensorTable"):
             _ = trainer.batches.order
+
+
+def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = iter([SAMPLES, SAMPLES - 1])
+
+    def shrinking(kind: str) -> DataLoader[Any]:
+        points = Points() if kind == "stream" else Subset(Points(), range(next(rows)))
+        return DataLoader(points, batch_size=BATCH, collate_fn=collate)
+
+    monkeypatch.setitem(train.__globals__, "loader", shrinking)
+    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
+        train(tmp_path / "run", "shrinking", stop_at=3)

@@ -32,7 +32,7 @@ class Evaluation(Callback):
         self._results: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        record_data(trainer.run, **{self.state_key or "test": self.batches.table})
+        record_data(trainer.run, **{self.state_key or "test": self.batches.identity()})
 
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step

@@ -57,6 +57,11 @@ def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, flo
     return mean, math.sqrt(square), tilt
 
 
+def identity_of_length(rows: int) -> dict[str, Any]:
+    """Of data that are not read to be identified."""
+    return {"rows": rows, "sha256": "", "moments": {}}
+
+
 def same_data(one: Identity, other: Identity) -> bool:
     """Whether two data sets are the same, but for what processors round differently."""
     if (one["rows"], one["sha256"]) != (other["rows"], other["sha256"]):
@@ -70,4 +75,5 @@ def same_data(one: Identity, other: Identity) -> bool:
 
 def describe(of: Identity) -> str:
     """An identity in half a sentence."""
-    return f"{of['rows']:,} rows (digest {of['sha256'][:12]})"
+    digest = f" (digest {of['sha256'][:12]})" if of["sha256"] else ""
+    return f"{of['rows']:,} rows{digest}"

@@ -19,6 +19,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from toolkit.data.identity import Identity, identity_of_length
 from toolkit.errors import UserError
 from toolkit.seeding import derive_seed
 from toolkit.task import Batch
@@ -115,6 +116,10 @@ class LoaderBatches:
                 )
             epoch += 1
 
+    def identity(self) -> Identity | None:
+        """The number of samples, where it is known; the samples are not read."""
+        return identity_of_loader(self.loader)
+
     def empty(self) -> Batch:
         """A batch without samples."""
         return cut(next(read_once(self.loader, self.seed, 0, 0)), 0, 0, self.device)
@@ -139,9 +144,18 @@ class LoaderEvalBatches:
         self.loader, self.seed, self.rank, self.world_size = loader, seed, rank, world_size
         self.device = torch.device(device)
 
+    def identity(self) -> Identity | None:
+        """The number of samples, where it is known; the samples are not read."""
+        return identity_of_loader(self.loader)
+
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
             yield part_of_rank(batch, 0, size_of(batch), self.rank, self.world_size, self.device)
+
+
+def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:
+    sized = not isinstance(loader.dataset, IterableDataset)
+    return identity_of_length(len(loader.dataset)) if sized else None  # type: ignore[arg-type]
 
 
 def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -> Iterator[Mapping[str, Any]]:

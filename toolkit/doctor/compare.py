@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.doctor.evidence import WHOLE, Evidence, Key
+from toolkit.doctor.finding import SEEN
 
 Distance = tuple[float, str]
 """A relative difference, and where it is largest."""
@@ -26,17 +27,6 @@ weights after a step: an optimizer that divides by the gradient's size makes who
 ROUNDING_MARGIN = 10.0
 """How much further apart two runs may be than two that differ by rounding: kernels also round inside of a module, and
 add up in parts whose number depends on the size of a batch."""
-
-SEEN_IN = {
-    "owned rows after prepare": "overwritten",
-    "one routing decision": "redecided",
-    "buffers of ranks": "overwritten_buffers",
-    "parameters in an optimizer": "outside",
-    "all micro-batches": "lost_micro_batches",
-    "balance loss in the backward": "unused_losses",
-    "order of epochs": "repeated_orders",
-}
-"""What a rank sees by itself -> the list of it in a `Record`; nothing may be in there."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,7 @@ class Comparison:
         yield self._over("optimizer state", tolerance, self._state, range(1, self.phases), first=0)
         phases = range(self.phases)
         yield self._over("replicas on ranks", 0, lambda phase: _any(many.unequal_replicated(phase)), phases, first=0)
-        for quantity, attribute in SEEN_IN.items():
+        for quantity, (attribute, *_) in SEEN.items():
             yield _found(quantity, [*self.one.gathered(attribute), *many.gathered(attribute)])
         if any(record.saved_by for record in many.records):
             errors = [record.save_error for record in many.records if record.save_error]

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.compat import without_compile_prefix
-from toolkit.doctor.record import Phase, Record, Step, digest
+from toolkit.doctor.record import Phase, Record, Step, digest, plain
 from toolkit.doctor.rounding import round_gradients, round_outputs
 from toolkit.doctor.samples import sample_digests
 from toolkit.moe.load.routing_log import Cursor
@@ -344,11 +343,3 @@ class Probe:
                 continue
             ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
             self.record.lost += [f"{key} of expert {id}" for id in ids if id != EMPTY_ROW]
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that stays as it is. A collective for a DTensor."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.to("cpu", copy=True).contiguous()

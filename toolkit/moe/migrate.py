@@ -12,6 +12,7 @@ so a swap of two experts takes one round, and no rank ever stores more than one 
 from __future__ import annotations
 
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     """
     started = time.perf_counter()
     _check(stack.placement, new)
+    if stack.copies and stack.placement != new:
+        stack.copies.clear()
+        warnings.warn(
+            "experts move, and those of a copy of this model (an EMA, a reference model) stay where they are, which is "
+            "right for what it computes. Before weights of the two are averaged or exchanged, call "
+            "toolkit.moe.migrate.place_experts(copy, placements).",
+            stacklevel=2,
+        )
     groups, old, stored = stack.storage_groups, stack.stored(stack.placement), stack.stored(new)
     weights, states = rows_of_weights(stack), rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)

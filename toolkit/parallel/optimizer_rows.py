@@ -69,7 +69,12 @@ def fit_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     """Give states that `optimizer` was made with the rows that `parameter` has since. It must not have stepped."""
     state = unwrapped(optimizer).state.get(parameter, {})
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape[1:] == parameter.shape[1:]:
+        shape = getattr(parameter, "shape_when_made", None)
+        if (
+            isinstance(value, Tensor)
+            and value.ndim
+            and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
+        ):
             state[key] = value.flatten()[:1].expand(parameter.shape).clone()
 
 

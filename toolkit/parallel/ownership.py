@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -53,6 +53,10 @@ class Ownership:
     rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
     """The row ids of every rank of the EP group, where some rows have replicas on other ranks; else None."""
     holder: RowHolder | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without its holder, which holds the parameter, and marks it again when it is loaded."""
+        return Ownership, (self.row_ids, self.groups, self.rows_of_ranks)
 
     @cached_property
     def owner_of(self) -> dict[int, int]:

@@ -47,6 +47,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "with the router": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]},
     "with a head": {"modules_to_save": ["lm_head"]},
     "recomputed": {},
+    "adagrad": {},
 }
 CASES = [Case(1, 1, family) for family in FAMILIES]
 CASES += [Case(2, 2, family, "shuffled", dense="fsdp2" if n % 4 == 1 else "ddp") for n, family in enumerate(FAMILIES)]
@@ -81,7 +82,8 @@ def train(case: Case) -> dict[str, Any]:
     model = adapted(case.family, **ADAPTERS[case.kind])
     if case.trains_base:
         model.requires_grad_(True)
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    kind: Any = torch.optim.Adagrad if case.kind == "adagrad" else torch.optim.AdamW
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     accelerator: Any = Accelerator(cpu=True)
     inner, moved = model, 0
     if case.kind == "recomputed" and case.ep_size:

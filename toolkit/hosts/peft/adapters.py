@@ -69,16 +69,17 @@ def _refuse(name: str, wrapper: Any) -> None:
 
 def _with_adapters(experts: Any) -> Any:
     """The forward of `experts`, with the low-rank products of adapters that are in use during the call."""
-    forward = experts.forward
-    signature = inspect.signature(forward)
+    signature = inspect.signature(experts.forward)
+    # No closure: `copy.deepcopy` gives copied experts their own.
+    forward: Any = functools.partial(_forward, experts, experts.forward, signature)
+    forward.__signature__ = signature
+    return forward
 
-    @functools.wraps(forward)
-    def compute(*args: Any, **kwargs: Any) -> Tensor:
-        if not experts.low_rank:
-            return forward(*args, **kwargs)
-        return experts_forward(experts, *signature.bind(*args, **kwargs).args)
 
-    return compute
+def _forward(experts: Any, forward: Any, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Tensor:
+    if not experts.low_rank:
+        return forward(*args, **kwargs)
+    return experts_forward(experts, *signature.bind(*args, **kwargs).args)
 
 
 def adapter_rows(experts: nn.Module) -> dict[str, nn.Parameter]:
@@ -100,6 +101,7 @@ class _Stacked:
 
     def __init__(self, layer: Any, experts: int):
         self.experts = experts
+        layer.weight.shape_when_made = layer.weight.shape  # for states that an optimizer has from the start
         layer.weight.data = self.stacked(layer.weight.data)
         layer.weight.as_saved = self.as_saved  # for `toolkit.hosts.transformers.saving`
         layer.register_load_state_dict_pre_hook(self._take_rows)

@@ -27,7 +27,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT asks for this name
             self.unmerge()
         if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
-        experts = self.get_base_layer()
+        experts: Any = self.get_base_layer()
         used = [self._factors(name) for name in self.active_adapters if name in self.lora_A]
         experts.low_rank[self.parameter_name] = used
         try:
