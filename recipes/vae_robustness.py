@@ -54,9 +54,8 @@ class Config(tk.RunConfig):
 
 def full() -> Config:
     """Five epochs of MNIST, 100 labels."""
-    unclipped = tk.OptimizerConfig(max_grad_norm=None)
     schedule = tk.ScheduleConfig(name="stable_decay")
-    return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=unclipped)
+    return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=tk.OptimizerConfig(max_grad_norm=None))
 
 
 def debug() -> Config:
@@ -86,8 +85,8 @@ def build(config: Config, num_classes: int) -> tuple[ae.SemiSupervisedVAE | ae.R
     if config.objective == "exact":
         model = ae.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
         return model, ae.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
-    pseudo_label_weight = 1.0 if config.objective == "pseudo_label" else 0.0
-    return ae.SemiSupervisedVAE(style_dim=None, **sizes), ae.LabelledOnly(pseudo_label_weight=pseudo_label_weight)
+    weight = float(config.objective == "pseudo_label")
+    return ae.SemiSupervisedVAE(style_dim=None, **sizes), ae.LabelledOnly(pseudo_label_weight=weight)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -106,10 +105,11 @@ def main(config: Config) -> dict[str, Any]:
             directions=config.objective == "exact",
         )
         test = ae.with_noise(data.test, model.noise_shape, seed=config.seed)
+        counts = (len(data.train), config.labels, config.batch_size)
         callbacks: list[tk.Callback] = [ae.StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            usual["order"], mask = ae.reference_mask(len(data.train), config.labels, config.batch_size, seed=config.seed)
+            usual["order"], mask = ae.reference_mask(*counts, seed=config.seed)
             callbacks.append(mask)
         return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
 

@@ -23,7 +23,7 @@ from toolkit.doctor.record import Phase, Record, Step, digest, plain
 from toolkit.doctor.rounding import round_gradients, round_outputs
 from toolkit.doctor.samples import sample_digests
 from toolkit.moe.load.routing_log import Cursor
-from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
+from toolkit.parallel.ownership import is_owned, ownership_of
 
 
 class Finished(BaseException):
@@ -344,11 +344,4 @@ class Probe:
         rows = self.record.phases[-1].rows
         for key, tensor in before.items():
             now = plain(after[key]) if key in after else torch.empty(0)
-            name = key.partition("/")[2]
-            if now.shape == tensor.shape and torch.equal(now, tensor):
-                continue
-            if now.shape != tensor.shape or name not in rows or not tensor.ndim:
-                self.record.lost.append(key)
-                continue
-            ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
-            self.record.lost += [f"{key} of expert {id}" for id in ids if id != EMPTY_ROW]
+            self.record.note_lost(key, tensor, now, rows.get(key.partition("/")[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from toolkit.parallel.ownership import EMPTY_ROW
 
 
 @dataclass
@@ -81,6 +84,14 @@ class Record:
     """What was not as before after saving and loading."""
     save_error: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def note_lost(self, key: str, before: Tensor, after: Tensor, ids: Sequence[int] | None) -> None:
+        """Name the tensor, or of its rows the experts `ids`, that saving and loading did not bring back."""
+        if before.shape != after.shape or ((ids is None or not before.ndim) and not torch.equal(before, after)):
+            self.lost.append(key)
+        elif ids is not None and before.ndim:
+            changed = [id for row, id in enumerate(ids) if not torch.equal(before[row], after[row])]
+            self.lost += [f"{key} of expert {id}" for id in changed if id != EMPTY_ROW]
 
     def write(self, folder: Path) -> None:
         content = asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if k != "tensors"})
