@@ -102,7 +102,7 @@ class _Stacked:
     def __init__(self, layer: Any, experts: int):
         self.experts = experts
         layer.weight.data = self.stacked(layer.weight.data)
-        layer.weight.as_saved = self.as_saved  # for `toolkit.hosts.transformers.saving`
+        layer.weight.as_saved = self.as_saved  # for `toolkit.moe.state_dict`
         layer.register_load_state_dict_pre_hook(self._take_rows)
 
     def stacked(self, saved: Tensor) -> Tensor:
