@@ -134,7 +134,8 @@ def train(config: SmallConfig, stop: Stop | None = None, *, ep_size: int = 1) ->
     with small_trainer(config, stop, ep_size=ep_size) as trainer:
         results = trainer.fit()
         optimizer = trainer.optimizer.optimizer.state_dict()["state"]
-        weights = {name: value.clone() for name, value in trainer.raw_model.state_dict().items()}
+        of_this_rank = trainer.raw_model.state_dict(keep_vars=True)
+        weights = {name: value.detach().clone() for name, value in of_this_rank.items()}
     if dist.is_initialized():
         dist.barrier()
     metrics = list(read_metrics(config.run_dir / "metrics.jsonl"))

@@ -87,7 +87,7 @@ def _unfuse(experts: Any) -> None:
     (part,) = experts.children()
     for table in part.parameters():
         table.data = table.data.view(experts.num_experts, -1, table.shape[1])
-        table.as_saved = _one_after_another  # for `toolkit.hosts.transformers.saving`
+        table.as_saved = _one_after_another  # for `toolkit.moe.state_dict`
     part.num_experts = experts.num_experts
     part.forward = partial(in_order_of_slots, _one_by_one, part)
     experts.forward = partial(_call_part, experts)

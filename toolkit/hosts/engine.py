@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,7 @@ from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
+from toolkit.moe.state_dict import is_spread, read_names, whole_state_dict
 from toolkit.parallel.gradients import clip_grad_norm_, has_averaging_hooks, refresh_replicas
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
@@ -249,6 +251,14 @@ class ExpertParallel:
     def _correct_accelerate(self) -> None:
         """Replace, on this accelerator and model, the methods that assume replicated parameters."""
         self.accelerator.clip_grad_norm_ = self.clip_grad_norm_
+        of_accelerate = self.accelerator.get_state_dict
+
+        def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+            """Whole on rank 0 and empty elsewhere, for a model that is spread. A collective. `save_model` calls it."""
+            inner = self.accelerator.unwrap_model(model) if unwrap else model
+            return whole_state_dict(inner) if is_spread(inner) else of_accelerate(model, unwrap)
+
+        self.accelerator.get_state_dict = get_state_dict
 
         def refuse(*_: Any) -> None:
             raise UserError(
@@ -268,6 +278,8 @@ class ExpertParallel:
         for module in self._model.modules():  # the model within PEFT's, too
             if hasattr(type(module), "save_pretrained"):
                 module.save_pretrained = refuse_weights  # type: ignore[assignment]
+            if hasattr(type(module), "load_adapter"):
+                module.load_adapter = partial(read_names, module.load_adapter)  # type: ignore[assignment, arg-type]
 
     # --- while training -----------------------------------------------------------------------------------------
 

@@ -46,13 +46,13 @@ class ExpertStack:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         for name, parameter in self.parameters.items():
             if hasattr(parameter, "as_saved"):  # torch copies no attributes of parameters
-                copied.parameters[name].as_saved = parameter.as_saved  # type: ignore[attr-defined]
-        self.copies.add(copied)
-        return copied
+                other.parameters[name].as_saved = parameter.as_saved  # type: ignore[attr-defined]
+        self.copies.add(other)
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "copies"}

@@ -103,7 +103,7 @@ class _Stacked:
         self.experts = experts
         layer.weight.shape_when_made = layer.weight.shape  # for states that an optimizer has from the start
         layer.weight.data = self.stacked(layer.weight.data)
-        layer.weight.as_saved = self.as_saved  # for `toolkit.hosts.transformers.saving`
+        layer.weight.as_saved = self.as_saved  # for `toolkit.moe.state_dict`
         layer.register_load_state_dict_pre_hook(self._take_rows)
 
     def stacked(self, saved: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.transformers.saving import Gatherer, write_pretrained
+from toolkit.hosts.transformers.saving import write_pretrained
+from toolkit.moe.state_dict import Gatherer
 
 
 @torch.no_grad()
@@ -32,15 +33,14 @@ def save_merged(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     adapted = {
         f"{name}.{key}" for name, (layer, _) in layers.items() for key, _ in layer.named_parameters(recurse=False)
     }
-    kept = dict(base.named_parameters(remove_duplicate=False))
-    for name, value in base.state_dict().items():
+    for name, value in base.state_dict(keep_vars=True).items():
         plain = _plain_name(base, name)
         if plain is not None and plain not in adapted:
-            gather(state, plain, value, kept.get(name, value))
+            gather(state, plain, value)
     for name, (layer, wrappers) in layers.items():
         with _merged(layer, wrappers):
             for key, parameter in layer.named_parameters(recurse=False):
-                gather(state, f"{name}.{key}", parameter.detach(), parameter)
+                gather(state, f"{name}.{key}", parameter)
     write_pretrained(base, folder, state)
 
 
