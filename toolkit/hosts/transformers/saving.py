@@ -117,4 +117,4 @@ def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None
             dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
             whole[[expert for _, expert in held]] = rows.cpu()
-    return parameter.as_saved(whole) if hasattr(parameter, "as_saved") else whole  # type: ignore[operator]
+    return parameter.as_saved(whole) if hasattr(parameter, "as_saved") else whole
