@@ -88,7 +88,7 @@ check: $(VENV)/.installed-dev ## style, types and import rules
 	$(PY) -m pytest tests/test_architecture.py
 
 # Not benchmarks, or in need of a folder or a GPU.
-BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py record_traces.py placement_lab.py gpu_layer.py \
+BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py gpu_layer.py \
 	lmu_speech.py lmu_psmnist.py vae_robustness.py)
 
 .PHONY: bench

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import toolkit as tk
-from benchmarks.report import write_report
+from benchmarks.report import markdown, put_tables, write_report
 from recipes.mnist_moe import Config, build_model, full
 from toolkit.callbacks.drift import DriftWatch
 from toolkit.config.experts import LifecycleConfig
@@ -365,25 +365,22 @@ def report() -> None:
     }
     for name, rows in tables.items():
         if rows:
-            write_report(f"continual_learning_{name}".rstrip("_"), rows, **(facts if not name else {}))
-    write_page({TITLES[name]: rows for name, rows in tables.items() if rows})
+            write_report(record_of(name), rows, **(facts if not name else {}))
+    write_page({name: rows for name, rows in tables.items() if rows})
     draw(results, ROOT / "docs" / "images")
 
 
 def write_page(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Put the tables where `PAGE` has its marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = "<!-- tables of benchmarks/continual_learning.py -->\n", "<!-- end of tables -->"
-    parts = [f"**{title}**\n\n{markdown(rows)}" for title, rows in tables.items()]
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(before + begin + "\n" + "\n".join(parts) + "\n" + end + after, encoding="utf-8")
+    """Put the tables, by their names, where `PAGE` has its marks."""
+    parts = [
+        f"**{TITLES[name]}**\n\n<!-- figures: {record_of(name)}.json -->\n{markdown(rows)}"
+        for name, rows in tables.items()
+    ]
+    put_tables(PAGE, "continual_learning.py", "\n".join(parts))
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *([str(row[column]) for column in columns] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def record_of(name: str) -> str:
+    return f"continual_learning_{name}".rstrip("_")
 
 
 def draw(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], folder: Path) -> None:

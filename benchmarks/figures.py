@@ -253,8 +253,9 @@ def bare(line: str, *, table: bool) -> Iterator[str]:
     for cell in line.split("|") if table else [line]:
         only_numbers = table and not re.search("[A-Za-z]", re.sub(r"\b(sd|seeds|times|to|ms|e)\b", "", cell))
         for found in NUMBER.finditer(cell):
-            number = found.group()
-            if (len(number.strip("+-")) > 1 and UNIT.match(cell, found.end())) or (only_numbers and "." in number):
+            number, unit = found.group(), UNIT.match(cell, found.end())
+            by_unit = unit and unit[1] != "MiB" and len(number.strip("+-")) > 1  # sizes in MiB are mostly settings
+            if by_unit or (only_numbers and "." in number):
                 yield number
 
 

@@ -1,6 +1,6 @@
 """Test accuracy on MNIST: the mixture beside a dense network of equal active parameters, same schedule, same seeds.
 
-    python benchmarks/mnist_accuracy.py --data-dir DIR      10 seeds of 1 epoch, 3 of 5; some minutes on a CPU
+    python benchmarks/mnist_accuracy.py --data-dir DIR      10 seeds of 1 epoch, 5 of 5; some minutes on a CPU
 
 Writes a table and benchmarks/results/mnist_accuracy.json. Each run is `recipes/mnist_moe.py` with that preset.
 """
@@ -56,7 +56,7 @@ if __name__ == "__main__":
         "--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR or the Hub"
     )
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 3], help="how many, for each of --epochs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 5], help="how many, for each of --epochs")
     args = parser.parse_args()
     if len(args.seeds) != len(args.epochs):
         parser.error(f"--seeds takes as many numbers as --epochs, {len(args.epochs)}")

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,26 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`rows` as a Markdown table."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([str(row[column]) for column in columns] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def put_tables(page: Path, script: str, tables: str) -> None:
+    """Replace what stands between the marks of `script` on a page of the documentation."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- tables of benchmarks/{script} -->\n", "<!-- end of tables -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text(before + begin + "\n" + tables + "\n" + end + after, encoding="utf-8")
+
+
 def write_report(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
     """Print `rows` as a Markdown table and write them, with `facts`, the command, the commit
     and the machine, to results/<name>.json."""
-    columns = list(rows[0])
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(str(row[column]) for column in columns) + " |")
+    print(markdown(rows), end="")
     folder = ROOT / "benchmarks" / "results"
     folder.mkdir(exist_ok=True)
     record = {

@@ -40,9 +40,9 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.continual_learning import CELLS, DENSE, SPLIT_SAMPLES, Cell, mean_and_error, train
-from benchmarks.report import write_report
-from recipes.mnist_moe import build_model, full
+from benchmarks.continual_learning import CELLS, PAGE, SPLIT_SAMPLES, Cell, mean_and_error, train
+from benchmarks.report import markdown, put_tables, write_report
+from recipes.mnist_moe import build_model, dense
 from toolkit.config.run import OptimizerConfig
 from toolkit.data.images import ImageData, load_images
 from toolkit.data.replay_memory import ReplayMemory
@@ -59,6 +59,8 @@ VALIDATION = 5000
 """Images at the end of the training set that are not trained on while settings are chosen."""
 TUNING_SEED, TUNING_MEMORY = 100, 1000
 OURS = ("dynamic", "fixed mixture, sleep")
+REFERENCE = "fixed mixture, sleep"
+"""The arm that is set beside all others: the better of ours."""
 RUNS = CELLS.parent / "split_mnist"
 
 
@@ -144,7 +146,7 @@ class Learner:
     """The network and its optimizer, as the recipe makes them."""
 
     def __init__(self, data: ImageData, seed: int):
-        config = replace(full(), **DENSE, blank_pixels=0.0)
+        config = replace(dense(), blank_pixels=0.0)
         torch.manual_seed(derive_seed(seed, "start"))
         self.model: nn.Module = build_model(config, data, make_expert_groups(1))
         self.optimizer = build_optimizer(self.model, lr=1e-3, config=OptimizerConfig())
@@ -298,7 +300,7 @@ def file_of(arm: str, memory: int, seed: int) -> Path:
 
 
 def table(found: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """A row per arm and size: percent, and a verdict beside dynamic experts by two standard errors."""
+    """A row per arm and size: percent, and a verdict beside `REFERENCE` by two standard errors."""
     rows = []
     for (arm, memory), runs in found.items():
         values = [100 * each["average_accuracy"] for each in runs]
@@ -310,18 +312,28 @@ def table(found: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) -> list[
             "sd": round(statistics.stdev(values), 1) if len(values) > 1 else None,
             "each seed": [round(value, 1) for value in values],
             "CPU seconds, median": round(statistics.median(each["seconds"] for each in runs), 1),
-            "less dynamic": None,
+            "less the reference": None,
             "standard error": None,
             "verdict": None,
         }
-        ours = [100 * each["average_accuracy"] for each in found.get((OURS[0], memory), [])]
-        if arm != OURS[0] and min(len(ours), len(values)) > 1:
+        ours = [100 * each["average_accuracy"] for each in found.get((REFERENCE, memory), [])]
+        if arm != REFERENCE and min(len(ours), len(values)) > 1:
             (a, error_a), (b, error_b) = mean_and_error(values), mean_and_error(ours)
             error = math.hypot(error_a, error_b)
             verdict = "equal" if abs(a - b) <= 2 * error else "better" if a > b else "worse"
-            row |= {"less dynamic": round(a - b, 1), "standard error": round(error, 1), "verdict": verdict}
+            row |= {"less the reference": round(a - b, 1), "standard error": round(error, 1), "verdict": verdict}
         rows.append(row)
     return rows
+
+
+def by_memory(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The table of the documentation: a row per arm, a column per size; + and - beside `REFERENCE`."""
+    signs = {"better": " +", "worse": " -"}
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cell = f"{row['average accuracy %']} ({row['sd']}){signs.get(row['verdict'], '')}"
+        found.setdefault(row["arm"], {"arm": row["arm"]})[f"{row['memory']:,} images"] = cell
+    return list(found.values())
 
 
 def main() -> None:
@@ -354,7 +366,9 @@ def main() -> None:
                 found[arm, memory] = [json.loads(file.read_text()) for file in files]
     if found:
         tried = {arm: trials for arm, (_, trials) in rivals.items() if trials}
-        write_report("split_mnist", table(found), tuning=tried, batch_size=BATCH)
+        rows = table(found)
+        write_report("split_mnist", rows, tuning=tried, batch_size=BATCH)
+        put_tables(PAGE, "split_mnist.py", f"<!-- figures: split_mnist.json by arm -->\n{markdown(by_memory(rows))}")
 
 
 def any_run_of(arm: str) -> bool:

@@ -54,7 +54,8 @@ class Config(tk.RunConfig):
 
 def full() -> Config:
     """Five epochs of MNIST, 100 labels."""
-    unclipped, schedule = tk.OptimizerConfig(max_grad_norm=None), tk.ScheduleConfig(name="stable_decay")
+    unclipped = tk.OptimizerConfig(max_grad_norm=None)
+    schedule = tk.ScheduleConfig(name="stable_decay")
     return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=unclipped)
 
 
@@ -108,8 +109,7 @@ def main(config: Config) -> dict[str, Any]:
         callbacks: list[tk.Callback] = [ae.StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            counts = len(data.train), config.labels, config.batch_size
-            usual["order"], mask = ae.reference_mask(*counts, seed=config.seed)
+            usual["order"], mask = ae.reference_mask(len(data.train), config.labels, config.batch_size, seed=config.seed)
             callbacks.append(mask)
         return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
 

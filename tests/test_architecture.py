@@ -55,6 +55,7 @@ FENCES = {
         "toolkit.parallel",
         "toolkit.tracking.trackers",
         "toolkit.data.batches",
+        "toolkit.data.loader",
         "toolkit.doctor",
         "toolkit.hosts.engine",
     ),

@@ -62,7 +62,8 @@ def accumulation_steps(
                 "model, --mixed-precision bf16, more processes, or a larger --memory-fraction."
             )
         chosen = max(fitting)
-        pieces, used = per_rank // chosen, f"{_gib(peaks[chosen])} of {_gib(budget)}"
+        pieces = per_rank // chosen
+        used = f"{_gib(peaks[chosen])} of {_gib(budget)}"
         run.print(f"automatic batch size: {pieces} micro-batch(es) of {chosen} on each process, {used}")
         if run.is_main:
             write_json(
@@ -87,7 +88,8 @@ def try_sizes(sizes: Sequence[int], measure: Callable[[int], int], budget: int) 
     what lies in between is tried.
     """
     peaks = {sizes[0]: measure(sizes[0])}
-    size, larger = sizes[0], list(sizes[1:])
+    size = sizes[0]
+    larger = list(sizes[1:])
     while peaks[size] <= budget and larger:
         slope = _slope(peaks)
         reach = 4 if slope > 0 else 2
@@ -149,7 +151,8 @@ class Probe:
         # The task may hold the model, so they are copied together; process groups cannot be copied.
         shared = {id(s.groups): s.groups for p in model.parameters() if (s := ownership_of(p)) is not None}
         copies: tuple[Task, nn.Module] = copy.deepcopy((task, model), dict(shared))
-        self.task, self.model = copies[0], copies[1].to(run.device).train()
+        self.task = copies[0]
+        self.model = copies[1].to(run.device).train()
         self.optimizer = make_optimizer(self.model)
         dense = [p for p in model.parameters() if p.requires_grad and not is_owned(p)]
         self.buckets_bytes = _bytes(dense) if run.world_size > 1 else 0
@@ -195,7 +198,8 @@ def memory_budget(device: torch.device, fraction: float) -> int:
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         return int(fraction * total) - others
-    here, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    here = psutil.Process().memory_info().rss
+    memory = psutil.virtual_memory()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limits = [int(word) for path in CGROUP_LIMITS if (word := _word(Path(path))).isdecimal()]
     return int(fraction * min([memory.available, *limits]) / processes) + here

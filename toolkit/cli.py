@@ -134,7 +134,8 @@ def _read(
     """`args` in tyro's form, and the values of each flag. Raises UserError for what is no flag with its value."""
     words: list[str] = []
     given: dict[str, str] = {}
-    rest, last = list(args), ""
+    rest = list(args)
+    last = ""
     while rest:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
@@ -146,7 +147,8 @@ def _read(
             raise UserError(f"unexpected {word!r}: {last} takes {takes}.")
         if flag not in flags:
             raise UserError(f"unknown flag {flag}: {instead_of(flag, flags)}")
-        last, hint = flag, flags[flag]
+        last = flag
+        hint = flags[flag]
         if hint is None:
             if equals:
                 raise UserError(f"{word}: a switch takes no value, write {flag}.")
@@ -224,7 +226,8 @@ def _either(names: Mapping[str, Any] | Sequence[Any]) -> str:
 
 def _describe(hint: Any) -> str:
     """The values of type `hint`, in words."""
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if origin in (Union, types.UnionType):
         options = [_describe(part).replace(" or ", ", ") for part in parts if part is not type(None)]
         return _either([*options, "none"])

@@ -75,7 +75,8 @@ def in_reentrant_checkpoint() -> bool:
     It disables gradients meanwhile; the graph is made by the recomputation in the backward. False in an evaluation,
     where no input needs a gradient.
     """
-    code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
+    code = CheckpointFunction.forward.__code__
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None and any(frame.f_locals["ctx"].needs_input_grad)

@@ -19,6 +19,11 @@ def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence
     return reduced, reduced.sum()
 
 
+def plain_values(records: Mapping[str, Any]) -> dict[str, Any]:
+    """`records` with scalar tensors as numbers, for JSON; waits for the device."""
+    return {name: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for name, v in records.items()}
+
+
 class MetricSums:
     """Running (sum, count) pairs. `add` is asynchronous; `compute` waits for the device, and is a collective."""
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.loader import LoaderBatches, LoaderEvalBatches
 from toolkit.finite_check import FiniteCheck
-from toolkit.metrics import MetricSums, global_counts
+from toolkit.metrics import MetricSums, global_counts, plain_values
 from toolkit.optim import Schedule, initial_rates
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.parallel.ownership import owned
@@ -44,7 +45,7 @@ class Trainer:
         task: Task,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        batches: TrainBatches,
+        batches: TrainBatches | LoaderBatches,
         *,
         max_steps: int,
         schedule: Schedule,
@@ -86,7 +87,7 @@ class Trainer:
         gradient or a weight was not finite.
         """
         try:
-            record_data(self.run, train=self.batches.table)
+            record_data(self.run, train=self.batches.identity())
             self.run.begin_tracking()
             self.hooks("on_fit_start")
             self.model.train()
@@ -108,8 +109,8 @@ class Trainer:
         multiplier = self.schedule(self.state.step)
         self.hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
+        self.state.samples += self.batches.samples_of(self.state.step)
         self.state.step += 1
-        self.state.samples = self.batches.order.samples_before(self.state.step)
         if self.at_log_step:
             self.record("train/grad_norm", norm)
             self.record("train/learning_rate", self.base_rates[0] * multiplier)
@@ -150,7 +151,7 @@ class Trainer:
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
 
     @torch.no_grad()
-    def evaluate(self, batches: EvalBatches, name: str = "eval") -> dict[str, float]:
+    def evaluate(self, batches: EvalBatches | LoaderEvalBatches, name: str = "eval") -> dict[str, float]:
         """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective."""
         sums = MetricSums(self.run.device)
         self.model.eval()
@@ -202,12 +203,10 @@ class Trainer:
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.finite.check_line(self.state.step, means)
         self.sums.reset()
-        recorded, self._recorded, self._line_is_due = self._plain_records(), {}, False
-        epoch = self.state.step / self.batches.steps_per_epoch
-        self.run.log({"train/epoch": epoch, **means, **recorded}, self.state.step)
-
-    def _plain_records(self) -> dict[str, Any]:
-        return {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in self._recorded.items()}
+        means["train/epoch"] = self.state.step / self.batches.steps_per_epoch
+        self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
+        self._recorded = {}
+        self._line_is_due = False
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
@@ -237,7 +236,7 @@ class Trainer:
             "step": self.state.step,
             "samples": self.state.samples,
             "metric_sums": self.sums.state_dict(),
-            "recorded": self._plain_records(),
+            "recorded": plain_values(self._recorded),
             "results": self.results,
             "callbacks": states_of(self.callbacks),
         }
@@ -246,5 +245,6 @@ class Trainer:
         """Load what `state_dict` gave."""
         self.state = TrainState(step=state["step"], samples=state["samples"])
         self.sums.load_state_dict(state["metric_sums"])
-        self._recorded, self.results = dict(state["recorded"]), dict(state["results"])
+        self._recorded = dict(state["recorded"])
+        self.results = dict(state["results"])
         load_states(self.callbacks, state["callbacks"])

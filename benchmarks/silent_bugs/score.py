@@ -1,12 +1,13 @@
 """How many public silent bugs the doctor finds and names, and how often it is alarmed by their corrected twins.
 
-    python benchmarks/silent_bugs/score.py                              ten minutes
+    python benchmarks/silent_bugs/score.py                              a minute or two
     python benchmarks/silent_bugs/score.py router_cut_off_by_gather     one of them, which is not written down
     python benchmarks/silent_bugs/score.py --traincheck ENV/bin         TrainCheck too (pip install traincheck)
 
 Each script of `bugs/` makes a bug that a public thread reports anew, in at most forty lines of our own on the CPU;
 with the argument `corrected`, it is not there. `Expected:` in its docstring is the finding that names it. The doctor
-compares one process with two, over three steps.
+compares one process with two, over three steps. Seconds are those of its runs, in processes that have imported their
+libraries; `toolkit doctor` imports them anew for each.
 
 TrainCheck learns invariants from a corrected twin on two processes, and then checks the same script with the bug:
 found, where an invariant is violated that the corrected twin, run again, does not violate. That is the kindest setting:
@@ -31,12 +32,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.doctor.examine import examine
-from toolkit.errors import UserError
+from tests.helpers import run_distributed
+from toolkit.doctor.compare import TOLERANCES
+from toolkit.doctor.evidence import Evidence
+from toolkit.doctor.examine import judge
+from toolkit.doctor.record import read_records
+from toolkit.doctor.watch import watch
 from toolkit.launch.world import bound_port, reserve_port
 
 BUGS = Path(__file__).parent / "bugs"
 TIMEOUT_S = 300.0
+STEPS = 3
 
 
 def bugs() -> list[str]:
@@ -50,13 +56,27 @@ def about(name: str) -> tuple[str, str]:
     return thread, expected
 
 
+def watch_bug(folder: str, name: str, variant: str, rounding: float) -> None:
+    """In each rank."""
+    watch(Path(folder), STEPS, str(BUGS / f"{name}.py"), [variant], rounding)
+
+
 def findings(name: str, variant: str) -> list[str]:
     """What the doctor says, likeliest cause first; an error of the script is one, too."""
-    try:
-        report = examine(BUGS / f"{name}.py", [variant], timeout_s=TIMEOUT_S)
-    except UserError as error:
-        return [f"refused: {error}"]
-    return [finding.name for finding in report.findings] or ([] if report.ok else ["differs"])
+    with tempfile.TemporaryDirectory(prefix="silent-bug-") as folder:
+
+        def run(of: str, world: int, rounding: float = 0.0) -> Evidence:
+            where = Path(folder) / of
+            where.mkdir()
+            run_distributed(watch_bug, world, str(where), name, variant, rounding)
+            return Evidence(read_records(where))
+
+        try:
+            one = run("alone", 1)
+            comparison, found = judge(one, run("together", 2), TOLERANCES[one.first.precision], run)
+        except AssertionError as error:
+            return [f"refused: {str(error).splitlines()[-1]}"]
+    return [finding.name for finding in found] or ([] if comparison.ok else ["differs"])
 
 
 def score(name: str, traincheck: Path | None) -> dict[str, Any]:
@@ -109,9 +129,9 @@ def _collect(where: Path, programs: Path, name: str, variant: str, out: str) -> 
     start = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={bound_port(reserved)} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
     lines = [f"RANK={r} LOCAL_RANK={r} {start} {programs / 'python'} {script} {variant} &" for r in range(2)]
     (where / "run.sh").write_text("\n".join([*lines, "wait", ""]))
-    words = ["-p", str(script), "-s", str(where / "run.sh"), "--models-to-track", "model", "--output-dir", out]
+    words = ["-p", str(script), "-s", str(where / "run.sh"), "--models-to-track", "model", "--no-auto-var-instr"]
     try:
-        _call(where, programs / "traincheck-collect", *words)
+        _call(where, programs / "traincheck-collect", *words, "--output-dir", out)
     finally:
         reserved.close()
 

@@ -299,7 +299,10 @@ def metrics_beside_the_callback() -> tuple[Any, ...]:
     load = ExpertLoad(accelerator.unwrap_model(model))
     recorded: dict[str, Any] = {}
     trainer: Any = SimpleNamespace(
-        state=SimpleNamespace(step=0), batches=SimpleNamespace(steps_per_epoch=99), record=recorded.__setitem__
+        state=SimpleNamespace(step=0),
+        max_steps=99,
+        batches=SimpleNamespace(steps_per_epoch=99),
+        record=recorded.__setitem__,
     )
     before, lines = experts.metrics(), []
     for step in range(1, STEPS + 1):

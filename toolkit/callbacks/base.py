@@ -92,7 +92,8 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     for place, later in enumerate(callbacks):
         for earlier in callbacks[:place]:
             if isinstance(later, earlier.runs_after) or isinstance(earlier, later.runs_before):
-                first, second = type(later).__name__, type(earlier).__name__
+                first = type(later).__name__
+                second = type(earlier).__name__
                 raise ValueError(f"{first} must come before {second} in the list of callbacks")
     keys = [_key(callback) for callback in callbacks if _has_state(callback)]
     for key in keys:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.throughput import Throughput
 from toolkit.checkpoint.checkpoint import find_checkpoint
@@ -45,7 +43,8 @@ class Checkpointing(Callback):
         self._started_at = trainer.state.step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        step, every = trainer.state.step, self.every_steps or trainer.batches.steps_per_epoch
+        step = trainer.state.step
+        every = self.every_steps or trainer.batches.steps_per_epoch
         if step > self._started_at and step % every == 0:
             trainer.save(self.keep)
 
@@ -62,10 +61,8 @@ def settle_buckets(trainer: Trainer) -> None:
     """
     if trainer.run.world_size <= 2:
         return
-    empty = trainer.batches.source[torch.arange(0)]
-    batch = {name: column.to(trainer.run.device) for name, column in empty.items()}
     trainer.model.train()
     with trainer.run.accelerator.autocast():
-        loss = trainer.task.loss(trainer.model, batch)
+        loss = trainer.task.loss(trainer.model, trainer.batches.empty())
     (loss.sum if loss.penalty is None else loss.sum + loss.penalty).backward()
     trainer.optimizer.zero_grad()

@@ -56,4 +56,5 @@ class EarlyStopping(Callback):
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]
+        self._best = state["best"]
+        self._waited = state["waited"]

@@ -11,6 +11,7 @@ from toolkit.run.data import record_data
 
 if TYPE_CHECKING:
     from toolkit.data.batches import EvalBatches
+    from toolkit.data.loader import LoaderEvalBatches
     from toolkit.trainer import Trainer
 
 
@@ -25,13 +26,13 @@ class Evaluation(Callback):
     runs_after = (Throughput,)
     """The time that an evaluation takes would be counted as training."""
 
-    def __init__(self, batches: EvalBatches, every_steps: int | None = None):
+    def __init__(self, batches: EvalBatches | LoaderEvalBatches, every_steps: int | None = None):
         self.batches, self.every_steps = batches, every_steps
         self._last_step = -1
         self._results: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        record_data(trainer.run, **{self.state_key or "test": self.batches.table})
+        record_data(trainer.run, **{self.state_key or "test": self.batches.identity()})
 
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step
@@ -63,4 +64,5 @@ class Evaluation(Callback):
         return {"last_step": self._last_step, "results": self._results}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last_step, self._results = state["last_step"], dict(state["results"])
+        self._last_step = state["last_step"]
+        self._results = dict(state["results"])

@@ -134,7 +134,8 @@ class Throughput(_Window):
         return {"samples": self._samples, "seconds": self._seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._samples, self._seconds = state["samples"], state["seconds"]
+        self._samples = state["samples"]
+        self._seconds = state["seconds"]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

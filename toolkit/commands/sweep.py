@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.sweep.grid import grid_cells, load_recipe, parse_axes
     from toolkit.sweep.tables import gather, write_tables
 
-    recipe, axes = load_recipe(args.recipe, args.arguments), parse_axes(args.grid)
+    recipe = load_recipe(args.recipe, args.arguments)
+    axes = parse_axes(args.grid)
     first = recipe.config(()).seed + args.seed_offset
     cells = grid_cells(recipe, axes, range(first, first + args.num_seeds))
     folder = args.out / "cells"

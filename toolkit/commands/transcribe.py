@@ -39,7 +39,8 @@ def _transcribe(args: argparse.Namespace) -> None:
         raise UserError(f"{args.sound} cannot be read ({error.strerror}): give a sound file.") from None
     heard_at = recogniser.features.sample_rate
     samples = resample(samples, rate, heard_at)
-    listener, piece = recogniser.listen(), max(1, round(args.piece_s * heard_at))
+    listener = recogniser.listen()
+    piece = max(1, round(args.piece_s * heard_at))
     for begin in range(0, len(samples), piece):
         _say(args, listener.hear(samples[begin : begin + piece]), min(begin + piece, len(samples)) / heard_at)
     _say(args, listener.finish(), len(samples) / heard_at)

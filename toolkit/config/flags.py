@@ -77,7 +77,8 @@ def flags_of(config: Any, prefix: str = "") -> Iterator[Flag]:
     hints = get_type_hints(type(config))
     declared_in = {name: cls for cls in reversed(type(config).__mro__) for name in inspect.get_annotations(cls)}
     for field in dataclasses.fields(config):
-        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+        name = field.name.replace("_", "-")
+        value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from flags_of(value, f"{prefix}{name}.")
         else:
@@ -132,7 +133,8 @@ def help_text(script: str, doc: str | None, presets: Mapping[str, Any], config: 
     ]
     flags = {flag.name: flag for flag in flags_of(config)}
     groups = {"common flags [default]": [flags[name] for name in COMMON if name in flags]}
-    own, mro = type(config), type(config).__mro__
+    own = type(config)
+    mro = type(config).__mro__
     for flag in sorted(flags.values(), key=lambda flag: (flag.declared_in not in mro, flag.declared_in is not own)):
         if flag.name not in COMMON:
             heading = "This recipe" if flag.declared_in is own else first_paragraph(flag.declared_in.__doc__)

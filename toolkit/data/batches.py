@@ -18,6 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from toolkit.data.identity import Identity, identity
 from toolkit.data.table import TensorTable
 from toolkit.seeding import generator
 from toolkit.task import Batch
@@ -107,6 +108,10 @@ class TrainBatches:
         self.device = torch.device(device)
         self.num_workers = num_workers
 
+    def identity(self) -> Identity:
+        """Of the table; see `toolkit.data.identity`."""
+        return identity(self.table)
+
     @property
     def steps_per_epoch(self) -> int:
         return self.order.steps_per_epoch
@@ -115,6 +120,14 @@ class TrainBatches:
     def source(self) -> TensorTable | AugmentedTable:
         """The source of batches: the table, augmented where there is an `augment`."""
         return self.table if self.augment is None else AugmentedTable(self.table, self.augment)
+
+    def samples_of(self, step: int) -> int:
+        """Samples of the global batch of `step`."""
+        return self.order.samples_before(step + 1) - self.order.samples_before(step)
+
+    def empty(self) -> Batch:
+        """A batch without samples."""
+        return send_to_device(self.source[torch.arange(0)], self.device)
 
     def rows(self, start_step: int) -> Iterator[Tensor]:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
@@ -162,6 +175,10 @@ class EvalBatches:
         self.rank, self.world_size = rank, world_size
         self.device = torch.device(device)
         self.num_workers = num_workers
+
+    def identity(self) -> Identity:
+        """Of the table; see `toolkit.data.identity`."""
+        return identity(self.table)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = torch.arange(len(self.table)).split(self.batch_size)

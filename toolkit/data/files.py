@@ -12,7 +12,8 @@ from toolkit.errors import UserError
 
 MOST_BYTES = 2**27
 """Files of together at most 128 MiB are read whole for their key."""
-PART_BYTES, PARTS = 2**16, 1000
+PART_BYTES = 2**16
+PARTS = 1000
 """Of larger sets: the first and last 64 KiB of at most so many files, spread evenly over the list."""
 SUMS = "SHA256SUMS"
 LEVELS = 3

@@ -40,7 +40,8 @@ def identity(table: TensorTable) -> dict[str, Any]:
                 digest.update(column.cpu().contiguous().numpy().tobytes())
             else:
                 value = column[:, None].flatten(1).cpu().float().nan_to_num(0, 0, 0)
-                mean, square = value.mean(1).double(), value.square().mean(1).double()
+                mean = value.mean(1).double()
+                square = value.square().mean(1).double()
                 sums[name] = sums.get(name, 0) + torch.stack([mean, square, mean * line]).sum(1)
             bytes_read += column.nbytes
         rows_read += len(rows)
@@ -57,6 +58,11 @@ def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, flo
     return mean, math.sqrt(square), tilt
 
 
+def identity_of_length(rows: int) -> dict[str, Any]:
+    """Of data that are not read to be identified."""
+    return {"rows": rows, "sha256": "", "moments": {}}
+
+
 def same_data(one: Identity, other: Identity) -> bool:
     """Whether two data sets are the same, but for what processors round differently."""
     if (one["rows"], one["sha256"]) != (other["rows"], other["sha256"]):
@@ -70,4 +76,5 @@ def same_data(one: Identity, other: Identity) -> bool:
 
 def describe(of: Identity) -> str:
     """An identity in half a sentence."""
-    return f"{of['rows']:,} rows (digest {of['sha256'][:12]})"
+    digest = f" (digest {of['sha256'][:12]})" if of["sha256"] else ""
+    return f"{of['rows']:,} rows{digest}"

@@ -220,7 +220,8 @@ def read_digits() -> dict[str, np.ndarray]:
     digits = load_digits()
     small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
     scaled = F.interpolate(small, size=(SIZE, SIZE), mode="bilinear")[:, 0]
-    images, labels = scaled.round().to(torch.uint8).numpy(), digits.target.astype(np.int64)
+    images = scaled.round().to(torch.uint8).numpy()
+    labels = digits.target.astype(np.int64)
     held_out = np.zeros(len(labels), bool)
     for label in range(NUM_CLASSES):
         held_out[np.flatnonzero(labels == label)[4::5]] = True

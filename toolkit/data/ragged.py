@@ -70,7 +70,8 @@ class RaggedTable(TensorTable):
         for name, column in self.ragged.items():
             more = other.ragged[name]
             starts = torch.cat([column.starts, more.starts + len(column.values)])
-            values, lengths = torch.cat([column.values, more.values]), torch.cat([column.lengths, more.lengths])
+            values = torch.cat([column.values, more.values])
+            lengths = torch.cat([column.lengths, more.lengths])
             ragged[name] = RaggedColumn(values, starts, lengths)
         dense = {name: torch.cat([column, other.columns[name]]) for name, column in self._dense().items()}
         return RaggedTable(**dense, **ragged)

@@ -117,7 +117,8 @@ def load_text(
     corpus: _Corpus = on_main(decide)
     here = found[0] if found else load_tokenizer(tokenizer)
     columns = columns or corpus.columns(here)
-    train, test = columns["train"], columns["test"]
+    train = columns["train"]
+    test = columns["test"]
     blocks = (len(train) - 1) // block_size // batch_size * batch_size
     filled = math.ceil((len(test) - 1) / block_size) * block_size + 1
     padded = torch.nn.functional.pad(test.int(), (0, filled - len(test)), value=IGNORED)

@@ -95,7 +95,8 @@ class PretrainedTokenizer:
             ) from error
         if self._inner.eos_token_id is None:
             raise UserError(f"--tokenizer {name}: has no end-of-text token to put between documents: take another.")
-        self.vocab_size, self.separator = len(self._inner), int(self._inner.eos_token_id)
+        self.vocab_size = len(self._inner)
+        self.separator = int(self._inner.eos_token_id)
         probe = repr((sorted(self._inner.get_vocab().items()), self.encode(_PROBE).tolist()))
         self.key = hashlib.sha256(probe.encode()).hexdigest()[:16]
 

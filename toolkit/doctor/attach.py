@@ -161,7 +161,9 @@ def _attach_ours(probe: Probe) -> None:
         @functools.wraps(start)
         def init(self: Any, *args: Any, **settings: Any) -> None:
             start(self, *args, **settings)
-            probe.save, probe.load, probe.record.saved_by = save(self), load(self), name
+            probe.save = save(self)
+            probe.load = load(self)
+            probe.record.saved_by = name
 
         cls.__init__ = init
 

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.doctor.compare import GRADIENT_FLOOR, Comparison, apart
 from toolkit.doctor.evidence import Key
-from toolkit.doctor.finding import LOST, OVERWRITTEN, REDECIDED, Finding
+from toolkit.doctor.finding import LOST, OVERWRITTEN, REDECIDED, SEEN, Finding
 
 Rule = Callable[[Comparison], Finding | None]
 
@@ -32,56 +32,8 @@ def diagnose(comparison: Comparison) -> list[Finding]:
 # --- faults that are found without comparing the two runs ----------------------------------------------------------
 
 
-SEEN: dict[str, tuple[str, str, str, str]] = {
-    "owned rows after prepare": (
-        OVERWRITTEN,
-        "preparing the model changed rows that a rank owns: {}",
-        "DDP treated them as replicated and broadcast rank 0's; it averages their gradients too",
-        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.parallel.prepare.prepare",
-    ),
-    "one routing decision": (
-        REDECIDED,
-        "the forward that activation checkpointing repeats sent tokens elsewhere in {}",
-        "the router draws or reads something that has changed since the first forward (noise, a bias, a counter)",
-        "replay the first decision: keep the router outside of the recomputed part, or draw with a preserved seed",
-    ),
-    "all micro-batches": (
-        LOST,
-        "the gradients of one micro-batch were gone when that of the next began, with no update between them: {}",
-        "gradients are set to zero, or written over, between micro-batches",
-        "set them to zero after the optimizer's step alone, and let backward add to them",
-    ),
-    "buffers of ranks": (
-        "buffer overwritten by broadcast",
-        "before a forward, ranks lost what they had written to {}",
-        "DDP broadcasts rank 0's buffers before each forward",
-        "keep what each rank counts in a plain attribute, or reduce it over the ranks first",
-    ),
-    "parameters in an optimizer": (
-        "parameter outside the optimizer",
-        "no optimizer holds {}, so it never moves",
-        "the optimizer was made before the parameter, or from a part of the model",
-        "make the optimizer last, from model.parameters(), or set requires_grad to False",
-    ),
-    "balance loss in the backward": (
-        "balance loss without effect",
-        "the backward did not reach the {} that the model returns",
-        "it is not part of the loss, or what was to inject its gradient is not part of the graph",
-        "add it to the loss, and use the tensor that an autograd function returns",
-    ),
-    "order of epochs": (
-        "every epoch in the same order",
-        "a {} went through its data again in the order of the epoch before",
-        "the sampler draws its order from the number of the epoch, and was not told that it has changed",
-        "call sampler.set_epoch(epoch) before each epoch, or let Accelerate prepare the data loader",
-    ),
-}
-"""What a rank sees by itself: a quantity -> name, symptom (with where), cause and remedy of the finding; in causal
-order."""
-
-
 def _seen(quantity: str, c: Comparison) -> Finding | None:
-    name, symptom, cause, remedy = SEEN[quantity]
+    _, name, symptom, cause, remedy = SEEN[quantity]
     return None if c[quantity].ok else Finding(name, symptom.format(c[quantity].where), cause, remedy)
 
 
@@ -170,7 +122,8 @@ def _forward(c: Comparison, step: int) -> Finding | None:
     if step != 1:
         return None
     for name, kind in c.one.first.modules:
-        one, many = c.one.outputs(name), c.many.outputs(name)
+        one = c.one.outputs(name)
+        many = c.many.outputs(name)
         shared = one.keys() & many.keys()
         if not any(apart(many[s], one[s]) > max(c.tolerance, 1e-5) for s in shared):
             continue
@@ -199,7 +152,8 @@ def _forward(c: Comparison, step: int) -> Finding | None:
 
 
 def _gradients(c: Comparison) -> Finding:
-    check, world = c["gradients"], len(c.many.records)
+    check = c["gradients"]
+    world = len(c.many.records)
     step = check.step - 1
     ratios = _ratios(c, step)
     differing = {key: ratio for key, (ratio, rest, distance) in ratios.items() if distance > check.limit}
@@ -253,11 +207,13 @@ def _gradients(c: Comparison) -> Finding:
 
 def _ratios(c: Comparison, step: int) -> dict[Key, tuple[float, float, float]]:
     """For each gradient: its least-squares ratio to that of one process, the distance beside it, and the distance."""
-    one, many = c.one.tensors(step, "gradient", c.split), c.many.tensors(step, "gradient", c.split)
+    one = c.one.tensors(step, "gradient", c.split)
+    many = c.many.tensors(step, "gradient", c.split)
     total = torch.stack([tensor.double().norm() for tensor in one.values()]).norm().item()
     ratios = {}
     for key in one.keys() & many.keys():
-        truth, value = one[key].double().flatten(), many[key].double().flatten()
+        truth = one[key].double().flatten()
+        value = many[key].double().flatten()
         if truth.shape == value.shape and truth.any():
             ratio = float(truth @ value / (truth @ truth))
             ratios[key] = ratio, apart(value, ratio * truth), apart(value, truth, GRADIENT_FLOOR * total)

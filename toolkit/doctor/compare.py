@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.doctor.evidence import WHOLE, Evidence, Key
+from toolkit.doctor.finding import SEEN
 
 Distance = tuple[float, str]
 """A relative difference, and where it is largest."""
@@ -26,17 +27,6 @@ weights after a step: an optimizer that divides by the gradient's size makes who
 ROUNDING_MARGIN = 10.0
 """How much further apart two runs may be than two that differ by rounding: kernels also round inside of a module, and
 add up in parts whose number depends on the size of a batch."""
-
-SEEN_IN = {
-    "owned rows after prepare": "overwritten",
-    "one routing decision": "redecided",
-    "buffers of ranks": "overwritten_buffers",
-    "parameters in an optimizer": "outside",
-    "all micro-batches": "lost_micro_batches",
-    "balance loss in the backward": "unused_losses",
-    "order of epochs": "repeated_orders",
-}
-"""What a rank sees by itself -> the list of it in a `Record`; nothing may be in there."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,8 @@ def worst_of(values: Mapping[Key, Tensor], truths: Mapping[Key, Tensor], floor: 
         many = values[key] if key in values else torch.zeros_like(one)
         distance = apart(many, one, floor)
         if distance > worst:
-            worst, where = distance, label(key)
+            worst = distance
+            where = label(key)
     return worst, where
 
 
@@ -136,7 +127,7 @@ class Comparison:
         yield self._over("optimizer state", tolerance, self._state, range(1, self.phases), first=0)
         phases = range(self.phases)
         yield self._over("replicas on ranks", 0, lambda phase: _any(many.unequal_replicated(phase)), phases, first=0)
-        for quantity, attribute in SEEN_IN.items():
+        for quantity, (attribute, *_) in SEEN.items():
             yield _found(quantity, [*self.one.gathered(attribute), *many.gathered(attribute)])
         if any(record.saved_by for record in many.records):
             errors = [record.save_error for record in many.records if record.save_error]
@@ -161,19 +152,22 @@ class Comparison:
         return worst_of(self.many.tensors(0, "weight", self.split), self.one.tensors(0, "weight", self.split))
 
     def _samples(self, step: int) -> Distance:
-        one, many = self.one.samples(step), self.many.samples(step)
+        one = self.one.samples(step)
+        many = self.many.samples(step)
         missing = (one - many).total() + (many - one).total()
         return missing / max(1, one.total() + many.total()), f"{one.total()} in one process, {many.total()} in several"
 
     def _counts(self, step: int) -> Distance:
-        one, many = self.one.counts(step), self.many.counts(step)
+        one = self.one.counts(step)
+        many = self.many.counts(step)
         return worst_of(
             {(name, WHOLE): torch.tensor(load) for name, load in many.items()},
             {(name, WHOLE): torch.tensor(load) for name, load in one.items()},
         )
 
     def _balance(self, step: int) -> Distance:
-        one, many = self.one.balance_loss(step), self.many.balance_loss(step)
+        one = self.one.balance_loss(step)
+        many = self.many.balance_loss(step)
         return (relative(many, one), "") if one is not None and many is not None else (math.inf, "")
 
     def _gradients(self, step: int) -> Distance:

@@ -43,7 +43,8 @@ class Evidence:
         """All tensors of one kind after `phase` steps, from their owning ranks; parameters in `split` row by row."""
         found: dict[Key, Tensor] = {}
         for record in self.records:
-            rows, owns = record.phases[phase].rows, record.phases[phase].owns
+            rows = record.phases[phase].rows
+            owns = record.phases[phase].owns
             prefix = f"{phase}/{kind}/"
             for key, tensor in record.tensors.items():
                 if not key.startswith(prefix):
@@ -100,7 +101,8 @@ class Evidence:
 
     def unfrozen(self, phase: int) -> set[str]:
         """Parameters that are trainable after `phase` steps, and were not before the first."""
-        first, now = self.first.phases[0], self.first.phases[phase]
+        first = self.first.phases[0]
+        now = self.first.phases[phase]
         return (now.rows.keys() | now.digests.keys()) - (first.rows.keys() | first.digests.keys())
 
     # --- numbers ----------------------------------------------------------------------------------------------

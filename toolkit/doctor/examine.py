@@ -116,7 +116,8 @@ def examine(
         def run(name: str, world: int, rounding: float = 0.0) -> Evidence:
             started = time.monotonic()
             log(f"{name}: {world} process(es), {steps} steps ...")
-            where, wait_s = Path(folder) / name.replace(" ", "-"), MOST_WAIT_S + 2 * took_s.get(1, 0.0)
+            where = Path(folder) / name.replace(" ", "-")
+            wait_s = MOST_WAIT_S + 2 * took_s.get(1, 0.0)
             evidence = _run(script, args, world, steps, where, timeout_s, wait_s, rounding)
             took_s[world] = time.monotonic() - started
             log(f"{name}: done in {took_s[world]:.0f} s")

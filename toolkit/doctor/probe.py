@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.compat import without_compile_prefix
-from toolkit.doctor.record import Phase, Record, Step, digest
+from toolkit.doctor.record import Phase, Record, Step, digest, plain
 from toolkit.doctor.rounding import round_gradients, round_outputs
 from toolkit.doctor.samples import sample_digests
 from toolkit.moe.load.routing_log import Cursor
@@ -158,7 +157,8 @@ class Probe:
         if not (first and module.training and torch.is_grad_enabled()):
             return
         output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
-        samples, key = len(self.step.samples[0]), f"0/output/{name}"
+        samples = len(self.step.samples[0])
+        key = f"0/output/{name}"
         if not isinstance(output, Tensor) or key in self.record.tensors or not output.is_floating_point():
             return
         if not output.ndim or (output.shape[0] % samples if samples else output.shape[0]):
@@ -181,7 +181,8 @@ class Probe:
         """Record which experts were chosen, and whether recomputation chooses the same."""
         if not (torch.is_grad_enabled() and module.training):
             return
-        chosen, known = digest(ids), self._choices.setdefault(name, [])
+        chosen = digest(ids)
+        known = self._choices.setdefault(name, [])
         if not self.in_backward:
             known.append(chosen)
         elif chosen not in known and name not in self.record.redecided:
@@ -223,7 +224,8 @@ class Probe:
             return
         gradients = self._finished_gradients() if self._unclipped is None else self._unclipped
         self._unclipped = None
-        step, parameters = len(self.record.steps), dict(self.parameters())
+        step = len(self.record.steps)
+        parameters = dict(self.parameters())
         for name, gradient in gradients.items():
             owned = ownership_of(parameters[name]) is not None
             if self.is_first_rank or owned:
@@ -250,7 +252,8 @@ class Probe:
         self._unreached = 0
         self.record.steps.append(self.step)
         self._at("after its update", len(self.record.steps))
-        self.step, self._open_step = Step(), True
+        self.step = Step()
+        self._open_step = True
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         known = {id(p) for _, p in self.parameters()}
@@ -273,7 +276,9 @@ class Probe:
 
     def take_phase(self) -> None:
         """Write down weights and optimizer state, as they are now."""
-        number, phase, parameters = len(self.record.phases), Phase(), dict(self.parameters())
+        number = len(self.record.phases)
+        phase = Phase()
+        parameters = dict(self.parameters())
         for name, parameter in parameters.items():
             mark = ownership_of(parameter)
             if mark is None:
@@ -312,7 +317,8 @@ class Probe:
     def _save_and_load(self) -> None:
         main = vars(sys.modules["__main__"])
         if "save_checkpoint" in main and "load_checkpoint" in main:
-            self.save, self.load = main["save_checkpoint"], main["load_checkpoint"]
+            self.save = main["save_checkpoint"]
+            self.load = main["load_checkpoint"]
             self.record.saved_by = "save_checkpoint and load_checkpoint of the script"
         elif self.save is None and self.accelerator is not None:
             self.save, self.load = self.accelerator.save_state, self.accelerator.load_state
@@ -334,9 +340,11 @@ class Probe:
         except Exception as error:
             self.record.save_error = f"{type(error).__name__}: {error}".splitlines()[0]
             return
-        after, rows = self._state(), self.record.phases[-1].rows
+        after = self._state()
+        rows = self.record.phases[-1].rows
         for key, tensor in before.items():
-            now, name = plain(after[key]) if key in after else torch.empty(0), key.partition("/")[2]
+            now = plain(after[key]) if key in after else torch.empty(0)
+            name = key.partition("/")[2]
             if now.shape == tensor.shape and torch.equal(now, tensor):
                 continue
             if now.shape != tensor.shape or name not in rows or not tensor.ndim:
@@ -344,11 +352,3 @@ class Probe:
                 continue
             ids = [id for row, id in enumerate(rows[name]) if not torch.equal(now[row], tensor[row])]
             self.record.lost += [f"{key} of expert {id}" for id in ids if id != EMPTY_ROW]
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that stays as it is. A collective for a DTensor."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.to("cpu", copy=True).contiguous()

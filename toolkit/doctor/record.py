@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -104,3 +105,11 @@ def digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         together.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return together.hexdigest()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that stays as it is. A collective for a DTensor."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", copy=True).contiguous()

@@ -18,7 +18,8 @@ def watch(out: Path, steps: int, script: str, args: list[str], rounding: float =
     """Run `script` as if from the command line, and leave it once `steps` optimizer steps were seen."""
     probe = Probe(out, steps, rounding)
     attach(probe)
-    sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
     with contextlib.suppress(Finished):
         try:
             runpy.run_path(script, run_name="__main__")

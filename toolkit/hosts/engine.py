@@ -29,7 +29,7 @@ from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.gradients import average_in_backward, clip_grad_norm_, has_averaging_hooks, refresh_replicas
+from toolkit.parallel.gradients import clip_grad_norm_, has_averaging_hooks, refresh_replicas
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
@@ -240,8 +240,8 @@ class ExpertParallel:
 
     def _average_in_backward(self, model: nn.Module) -> None:
         """Have the gradient of each owned parameter averaged, exactly once."""
-        for parameter in self.expert_parameters():
-            average_in_backward(parameter, lambda: self.accelerator.sync_gradients)
+        for stack in self.stacks.values():
+            stack.average_in_backward(lambda: self.accelerator.sync_gradients)
         for name, parameter in model.named_parameters():
             if is_owned(parameter) and not has_averaging_hooks(parameter):
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -114,12 +114,21 @@ def num_experts(module: nn.Module) -> int:
 
 def _dispatch_tokens(module: nn.Module, stack: ExpertStack) -> None:
     """Wrap the forward of a foreign module: it gets the rows dispatched to its slots, each with weight 1."""
-    compute, signature = module.forward, inspect.signature(module.forward)
+    names = tuple(inspect.signature(module.forward).parameters)[:3]
     module.num_experts = stack.slots  # type: ignore[assignment]
+    # No closure: `copy.deepcopy` gives a copied module its own forward, which has it and its stack.
+    module.forward = partial(_forward, module, stack, module.forward, names)
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).args
-        x_TD = hidden.reshape(-1, hidden.shape[-1])
-        return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
 
-    module.forward = forward
+def _forward(
+    module: nn.Module,
+    stack: ExpertStack,
+    compute: Callable[..., Tensor],
+    names: tuple[str, ...],
+    *args: Tensor,
+    **kwargs: Tensor,
+) -> Tensor:
+    """`names`: of the arguments hidden, ids and weights."""
+    hidden, ids_TK, weights_TK = (*args, *(kwargs[name] for name in names[len(args) :]))
+    x_TD = hidden.reshape(-1, hidden.shape[-1])
+    return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)

@@ -84,7 +84,10 @@ class TraceFile:
     """Writes a trace in chunks, to `<path>.part` until it is closed."""
 
     def __init__(self, path: Path):
-        self.path, self._part, self._chunks, self._forwards = path, path.with_name(path.name + ".part"), 0, 0
+        self.path = path
+        self._part = path.with_name(path.name + ".part")
+        self._chunks = 0
+        self._forwards = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._zip = zipfile.ZipFile(self._part, "w", zipfile.ZIP_DEFLATED)
         self._placements: list[dict[str, Any]] = []
@@ -217,7 +220,8 @@ class TraceRecorder(Callback):
             # Not in `on_fit_start`: a checkpoint may be loaded after it. Forwards until now belong to no step.
             self.forwards.take()
             name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
-            self.path, self._optimizer = trainer.run.folder / name, trainer.optimizer
+            self.path = trainer.run.folder / name
+            self._optimizer = trainer.optimizer
             facts = {"name": trainer.run.name, "seed": trainer.run.seed}
             self.metadata = {**facts, **self.metadata}
 

@@ -52,7 +52,8 @@ def must_start_processes(num_processes: int | None) -> bool:
 
 def check_world(config: RunConfig) -> None:
     """Raise UserError unless as many processes run as were asked for, and they will find each other."""
-    world, asked = launched_world(), config.num_processes
+    world = launched_world()
+    asked = config.num_processes
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if _is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(

@@ -98,7 +98,8 @@ def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Ten
     if kept_TK is not None:
         order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
         return replace(order, rows_per_slot=order.rows_per_slot[:num_slots], kept_TK=kept_TK)
-    slot_N, top_k = slots_TK.flatten(), slots_TK.shape[1]
+    slot_N = slots_TK.flatten()
+    top_k = slots_TK.shape[1]
     assignment_N = slot_N.argsort(stable=True)
     place_N = torch.empty_like(assignment_N).scatter_(
         0, assignment_N, torch.arange(len(assignment_N), device=assignment_N.device)
@@ -156,7 +157,8 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, weights_TK, assignment_N, token_N, place_TK, kept_TK = ctx.saved_tensors
-        grad_TD, weights_N = grads[0].contiguous(), weights_TK.flatten().index_select(0, assignment_N)
+        grad_TD = grads[0].contiguous()
+        weights_N = weights_TK.flatten().index_select(0, assignment_N)
         if not len(rows_ND):
             return rows_ND, torch.zeros_like(weights_TK), None
         if rows_ND.dtype == weights_TK.dtype:
@@ -257,14 +259,18 @@ class AllToAllDispatcher:
         if placement.ranks != self.groups.ep_size:
             raise ValueError(f"a placement on {placement.ranks} rank(s) for EP groups of {self.groups.ep_size}")
         here = self.groups.ep_rank
-        self.placement, self.stride, self.slots = placement, placement.stride, len(placement.slots[here])
-        self.slots_EC, self.replicas_E = placement.slots_of_experts(), placement.num_replicas()
+        self.placement = placement
+        self.stride = placement.stride
+        self.slots = len(placement.slots[here])
+        self.slots_EC = placement.slots_of_experts()
+        self.replicas_E = placement.num_replicas()
         # Empty slots never get a row, so any expert will do.
         self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)
         if placement.has_replicas:
             for expert in range(placement.num_experts):
                 if own := placement.replica_on(expert, here):
-                    self.slots_EC[expert, 0], self.replicas_E[expert] = here * self.stride + own.slot, 1
+                    self.slots_EC[expert, 0] = here * self.stride + own.slot
+                    self.replicas_E[expert] = 1
 
     def slots_of(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
         """(T, K): the slot of each assignment, numbered through the ranks of the EP group."""

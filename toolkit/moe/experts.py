@@ -41,7 +41,9 @@ class GroupedExperts(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        slots, self.activation, self.recompute = len(expert_ids), activation, recompute
+        slots = len(expert_ids)
+        self.activation = activation
+        self.recompute = recompute
         up_dim = 2 * hidden_dim if activation == "swiglu" else hidden_dim
         # A hidden unit is one row of `up` and one of `down`. With few rows per expert, products with `up` in this
         # layout take 10 % less time than with its transpose, and those with `down` no more.

@@ -61,7 +61,8 @@ def _activate_backward(grad_NF: Tensor, up_NH: Tensor, activated_NF: Tensor) -> 
     hidden_dim = grad_NF.shape[1]
     if up_NH.shape[1] == hidden_dim:
         return torch.ops.aten.threshold_backward(grad_NF, up_NH, 0)
-    gate, linear = up_NH[:, :hidden_dim], up_NH[:, hidden_dim:]
+    gate = up_NH[:, :hidden_dim]
+    linear = up_NH[:, hidden_dim:]
     grad_NH = torch.empty_like(up_NH)
     torch.mul(grad_NF, activated_NF, out=grad_NH[:, hidden_dim:])
     torch.ops.aten.silu_backward.grad_input(grad_NF.mul_(linear), gate, grad_input=grad_NH[:, :hidden_dim])

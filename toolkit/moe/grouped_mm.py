@@ -57,7 +57,8 @@ def accepts(x_ND: Float[Tensor, "N D"], weights: Float[Tensor, "S _ _"]) -> bool
 def _padded_mm(
     x_ND: Float[Tensor, "N D"], weight_SDF: Float[Tensor, "S D F"], rows_per_slot: Int[Tensor, " S"]
 ) -> Tensor:
-    slots, longest = len(rows_per_slot), int(rows_per_slot.max()) if len(rows_per_slot) else 0
+    slots = len(rows_per_slot)
+    longest = int(rows_per_slot.max()) if len(rows_per_slot) else 0
     slot_N = torch.repeat_interleave(torch.arange(slots, device=x_ND.device), rows_per_slot)
     first_S = rows_per_slot.cumsum(0) - rows_per_slot
     place_N = slot_N * longest + torch.arange(len(x_ND), device=x_ND.device) - first_S[slot_N]

@@ -50,6 +50,10 @@ class MoE(nn.Module):
         self.sequence_length: int | None = None
         """S, where the last forward's input was (..., S, D)."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the routing, whose tensors are in the graph of the last forward."""
+        return self.__dict__ | {"routing": None}
+
     @property
     def placement(self) -> ExpertPlacement:
         """The logical expert in each slot of each rank."""

@@ -12,6 +12,7 @@ so a swap of two experts takes one round, and no rank ever stores more than one 
 from __future__ import annotations
 
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,8 +64,19 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     """
     started = time.perf_counter()
     _check(stack.placement, new)
-    groups, old, stored = stack.storage_groups, stack.stored(stack.placement), stack.stored(new)
-    weights, states = rows_of_weights(stack), rows_of_states(stack, optimizer)
+    if stack.copies and stack.placement != new:
+        stack.copies.clear()
+        warnings.warn(
+            "experts move, and those of a copy of this model (an EMA, a reference model) stay where they are, which is "
+            "right for what it computes. Before weights of the two are averaged or exchanged, call "
+            "toolkit.moe.migrate.place_experts(copy, placements).",
+            stacklevel=2,
+        )
+    groups = stack.storage_groups
+    old = stack.stored(stack.placement)
+    stored = stack.stored(new)
+    weights = rows_of_weights(stack)
+    states = rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
     payloads = [
         _Payload(list(weights.values()), schedule(moves(old, stored)), groups),
@@ -109,7 +121,8 @@ def place_experts(
     for name, new in wanted.items():
         if name not in stacks:
             raise UserError(f"model {type(model).__name__} has no experts at {name!r}: use one of {list(stacks)}.")
-        slots, experts = stacks[name].placement.slots_per_rank, stacks[name].num_experts
+        slots = stacks[name].placement.slots_per_rank
+        experts = stacks[name].num_experts
         if new.slots_per_rank != slots or new.num_experts != experts:
             raise UserError(
                 f"a placement of {new.num_experts} experts with {new.slots_per_rank} slots per rank cannot be used for "

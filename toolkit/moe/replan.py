@@ -177,7 +177,8 @@ class Replanner:
         """The planner's required arguments for each layer besides its load. A collective."""
         known: list[dict[str, Any]] = []
         for name, stack in self.stacks.items():
-            ranks, of_layer = stack.groups.ep_size, dict[str, Any]()
+            ranks = stack.groups.ep_size
+            of_layer = dict[str, Any]()
             if "node_of_rank" in self.wanted:
                 per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
                 of_layer["node_of_rank"] = [rank // per_node for rank in range(ranks)]
@@ -199,9 +200,11 @@ class Replanner:
         """Give the guards the median step time of this window, that of the slowest rank. A collective."""
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
-        stacks, inner = list(self.stacks.values()), unwrapped(optimizer)
+        stacks = list(self.stacks.values())
+        inner = unwrapped(optimizer)
         if self.link_gbytes_per_second is None:
-            group, device = stacks[0].storage_groups.ep_group, stacks[0].log.load_E.device
+            group = stacks[0].storage_groups.ep_group
+            device = stacks[0].log.load_E.device
             self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
         kept = [sum(state_bytes(p, inner) for p in stack.parameters.values()) for stack in stacks]
@@ -328,6 +331,8 @@ class Replan(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.replanner.load_state_dict(state["replanner"])
-        self._experts, self._bytes = state["experts"], state["bytes"]
-        self._optimizer_bytes, self._predicted = state["optimizer_bytes"], dict(state["predicted"])
+        self._experts = state["experts"]
+        self._bytes = state["bytes"]
+        self._optimizer_bytes = state["optimizer_bytes"]
+        self._predicted = dict(state["predicted"])
         self._refused = state["refused"]

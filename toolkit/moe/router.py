@@ -90,7 +90,8 @@ class TopKRouter(nn.Module):
         """(T, E) logits, and the scores of them."""
         with torch.autocast(x_TD.device.type, enabled=False):
             dtype = torch.promote_types(torch.float32, self.weight.dtype)
-            input_TD, jitter = x_TD.to(dtype), self.options.router_jitter
+            input_TD = x_TD.to(dtype)
+            jitter = self.options.router_jitter
             if jitter and self.training:
                 input_TD = input_TD * torch.empty_like(input_TD).uniform_(1 - jitter, 1 + jitter)
             logits_TE = self.masked(nn.functional.linear(input_TD, self.weight.to(dtype)), x_TD)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, SlotOrder, TokenDispatcher
 from toolkit.moe.load.metrics import RowBytes
 from toolkit.moe.load.routing_log import Choices, RoutedForward, RoutingLog
+from toolkit.parallel.gradients import average_in_backward
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
 from toolkit.placement.placement import ExpertPlacement
@@ -29,12 +33,42 @@ class ExpertStack:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
-        self._parameters, self.groups = dict(parameters), groups
+        self._parameters = dict(parameters)
+        self.groups = groups
         self.dispatcher = make_dispatcher(placement, groups)
         self.log = RoutingLog(placement.num_experts, groups)
         self.node_of_peer: Tensor | None = None
         """The node of each rank of the EP group; None unless `count_crossings` was called."""
+        self.copies: WeakSet[ExpertStack] = WeakSet()
+        """Those of copied models that nobody was told of yet: their experts stay when these move."""
+        self._is_synchronising: Callable[[], bool] | None = None
         self.mark()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
+        """The experts of a copied model, on the same ranks, with an empty log."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for name, parameter in self.parameters.items():
+            if hasattr(parameter, "as_saved"):  # torch copies no attributes of parameters
+                copied.parameters[name].as_saved = parameter.as_saved  # type: ignore[attr-defined]
+        self.copies.add(copied)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "copies"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.copies = WeakSet()
+        self.mark()  # those of copies have neither marks nor hooks
+        if self._is_synchronising is not None:
+            self.average_in_backward(self._is_synchronising)
+
+    def average_in_backward(self, is_synchronising: Callable[[], bool]) -> None:
+        """Average gradients as `toolkit.parallel.gradients.average_in_backward` does; those of copies, too."""
+        self._is_synchronising = is_synchronising
+        for parameter in self.parameters.values():
+            average_in_backward(parameter, is_synchronising)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -117,7 +151,8 @@ class ExpertStack:
 
     def mark(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
-        groups, stored = self.storage_groups, self.stored(self.placement)
+        groups = self.storage_groups
+        stored = self.stored(self.placement)
         for parameter in self.parameters.values():
             mark_owned(
                 parameter,

@@ -149,7 +149,8 @@ def clip_grad_norm_(
         take_norms(listed, norms)
     if rows or mesh is not None:
         of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
-        squared_rows, squared_shards = of_rows.sum(), of_shards.sum()
+        squared_rows = of_rows.sum()
+        squared_shards = of_shards.sum()
         if rows:
             dist.all_reduce(squared_rows, group=_ep_group(parameters))
         if mesh is not None:

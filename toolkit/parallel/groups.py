@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from jaxtyping import Shaped
@@ -32,6 +33,18 @@ class ExpertGroups:
     def expert_dp_size(self) -> int:
         """Ranks that hold the same experts, this one included."""
         return 1 if self.expert_dp_group is None else dist.get_world_size(self.expert_dp_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroups:
+        """Itself: a copied model is on the same ranks."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.ep_group is not None or self.expert_dp_group is not None:
+            raise UserError(
+                "experts on several ranks cannot be pickled, because each process has some of them only: "
+                "use the save(folder) of ExpertParallel, or save_tensors."
+            )
+        return ExpertGroups, (self.ep_size, self.ep_rank)
 
 
 def make_expert_groups(ep_size: int) -> ExpertGroups:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -54,6 +54,10 @@ class Ownership:
     """The row ids of every rank of the EP group, where some rows have replicas on other ranks; else None."""
     holder: RowHolder | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without its holder, which holds the parameter, and marks it again when it is loaded."""
+        return Ownership, (self.row_ids, self.groups, self.rows_of_ranks)
+
     @cached_property
     def owner_of(self) -> dict[int, int]:
         """The rank of the EP group that steps each row: the lowest that holds it. Empty where no row has replicas."""
@@ -73,7 +77,8 @@ class Ownership:
     def replicated(self) -> tuple[list[list[int]], list[list[int]]]:
         """For each rank of the EP group, in order of row id: rows here that it owns, and rows owned here that it holds
         a replica of."""
-        ranks, here = self.rows_of_ranks or (), self.groups.ep_rank
+        ranks = self.rows_of_ranks or ()
+        here = self.groups.ep_rank
         row_of = {row_id: row for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW}
         borrowed: list[list[int]] = [[] for _ in ranks]
         lent: list[list[int]] = [[] for _ in ranks]

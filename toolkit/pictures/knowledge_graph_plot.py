@@ -86,7 +86,9 @@ def _draw_layer(
     room = min(1.0, 14 / max(1, len(points)))
     radius = {uid: _radius(node, room) for uid, node in state.nodes.items()}
     for edge in _edges_to_draw(state):
-        a, b, kind = edge["source"], edge["target"], edge["kind"]
+        a = edge["source"]
+        b = edge["target"]
+        kind = edge["kind"]
         _, colour, dashes = EDGES[kind]
         lineage = kind in ("split", "merge")
         axes.add_patch(
@@ -119,7 +121,8 @@ def _draw_layer(
         axes.text(x, y, str(uid), ha="center", va="center", size=7 + 4 * room, weight="bold", color="white", zorder=4)
         if node["top_classes"]:
             most = node["top_classes"][0]
-            seen, share = 100 * node["classes"][most], 100 * node["share"]
+            seen = 100 * node["classes"][most]
+            share = 100 * node["share"]
             text = f"{seen:.0f} % class {most}\n{share:.0f} % of load"
             _beside(axes, (x, y), radius[uid] + 4, text, size=5 + 3 * room, color=INK)
 

@@ -204,7 +204,8 @@ def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str
         2 * len(layers), 1, squeeze=False, height_ratios=[1, max(1.5, min(8.0, 0.2 * most))] * len(layers)
     )[:, 0]
     for index, layer in enumerate(layers):
-        count, spans = grid[2 * index], grid[2 * index + 1]
+        count = grid[2 * index]
+        spans = grid[2 * index + 1]
         nodes = last.layers[layer].nodes
         removed_at = {
             uid: last.step if node["removed_at"] is None else node["removed_at"] for uid, node in nodes.items()

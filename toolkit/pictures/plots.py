@@ -86,7 +86,8 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) ->
             points = points_of(lines, f"{group}/{name}")
             if not points:
                 continue
-            steps, values = [step for step, _ in points], [100 * v if percent else v for _, v in points]
+            steps = [step for step, _ in points]
+            values = [100 * v if percent else v for _, v in points]
             finite += values
             style: dict[str, Any] = {"lw": 1.4} if group == "train" else {"lw": 1.8, "marker": "o", "ms": 4}
             last = f"{values[-1]:.2f} %" if percent else f"{values[-1]:.4g}"

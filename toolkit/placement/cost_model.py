@@ -68,7 +68,8 @@ def link_bytes_per_second(
         return LINK_BYTES_PER_SECOND
     size = megabytes * 2**20
     me = dist.get_rank(group)
-    sizes_out, sizes_in = [0] * ranks, [0] * ranks
+    sizes_out = [0] * ranks
+    sizes_in = [0] * ranks
     sizes_out[(me + 1) % ranks] = sizes_in[(me - 1) % ranks] = size
     outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
     incoming = torch.empty_like(outgoing)

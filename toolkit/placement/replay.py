@@ -48,7 +48,9 @@ def replay(
 ) -> Replay:
     """Replay `load_TE`, int64 (steps, E), with a plan for the mean load of each `every` steps after them; `planner`
     None plans nothing."""
-    placement, placements, loads_TR = start, [start], []
+    placement = start
+    placements = [start]
+    loads_TR = []
     for first in range(0, len(load_TE), every):
         window_TE = load_TE[first : first + every]
         loads_TR.append(window_TE @ shares(placement))

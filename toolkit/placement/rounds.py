@@ -88,7 +88,8 @@ class _Draft:
 
     def cycles(self) -> list[list[Place]]:
         """Cycles among what is not taken, for whose slots only the next slot of the cycle waits."""
-        found, seen = [], set(self.taken)
+        found = []
+        seen = set(self.taken)
         for start in self.pending:
             path: list[Place] = []
             place = start

@@ -116,7 +116,8 @@ def migration_cost(
 ) -> MigrationCost:
     """The cost of going from `old` to `new`, given the bytes of a physical expert's weights and of an expert's
     optimizer state."""
-    weights, states = moves(old, new), owner_moves(old, new)
+    weights = moves(old, new)
+    states = owner_moves(old, new)
     pairs = {(move.source_rank, move.rank) for move in [*weights, *(states if optimizer_bytes else [])] if move.travels}
     return MigrationCost(
         experts=sum(move.travels for move in weights),

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from toolkit.data.identity import describe, identity, same_data
-from toolkit.data.table import TensorTable
+from toolkit.data.identity import Identity, describe, same_data
 from toolkit.errors import UserError
 from toolkit.run.folder import DATA, recorded_config, write_json
 
@@ -17,12 +16,14 @@ if TYPE_CHECKING:
 REMEDY = "give the --dataset and --data-dir that it was started with, or another --run-dir"
 
 
-def record_data(run: Run, **tables: TensorTable) -> None:
-    """Note the identities of `tables`, by their use ("train", "test"), in `run.data` and config.json. A collective.
+def record_data(run: Run, **identities: Identity | None) -> None:
+    """Note `identities` of data by their use ("train", "test") in `run.data` and config.json. A collective.
+
+    None is of data that cannot be told from others.
 
     Raises UserError on every rank where another process, or the run that is continued, has other data.
     """
-    found: list[dict[str, Any]] = [{part: identity(table) for part, table in tables.items()}]
+    found: list[dict[str, Any]] = [{part: dict(of) for part, of in identities.items() if of is not None}]
     if dist.is_initialized():
         found *= dist.get_world_size()
         dist.all_gather_object(found, found[run.rank])

@@ -134,7 +134,8 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     now = recorded_config(name, config)
     if before.get("recipe") != name:
         raise UserError(f"--run-dir {folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old = dict(_leaves(before))
+    new = dict(_leaves(now))
     for field in old | new:
         if old.get(field) != new.get(field):
             flag = "--" + field.replace("_", "-")

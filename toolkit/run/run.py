@@ -99,7 +99,8 @@ class Run:
             except UserError as error:
                 answer[1] = str(error)
             except (Exception, Preempted) as error:
-                failure, answer[2] = error, f"{type(error).__name__}: {error}"
+                failure = error
+                answer[2] = f"{type(error).__name__}: {error}"
         if dist.is_initialized():
             dist.broadcast_object_list(answer, src=0)
         if failure is not None:

@@ -74,12 +74,14 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
     Prints one line for each setting that does nothing in this run. Raises UserError where `model` has all experts on
     every process, or no spare slots, and the config says otherwise.
     """
-    config, stacks = run.config, list(expert_stacks(model).values())
+    config = run.config
+    stacks = list(expert_stacks(model).values())
     if run.world_size == 1 and config.dense_parallel != "ddp":
         run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
     if not isinstance(config, ExpertRunConfig) or not stacks:
         return []
-    wanted, built = config.ep_size_in(run.world_size), stacks[0].groups.ep_size
+    wanted = config.ep_size_in(run.world_size)
+    built = stacks[0].groups.ep_size
     if built < wanted and run.world_size > 1:
         raise UserError(
             f"--parallel-strategy {config.parallel_strategy}: experts should be on {wanted} processes, and the model "

@@ -15,7 +15,8 @@ from toolkit.run.summary import aligned
 def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
     """Aligned lines; `data` and `steps` in words. Called before Accelerate prepares `model`."""
     processes = f"{run.world_size} process{'' if run.world_size == 1 else 'es'}"
-    mixed, kind = run.accelerator.mixed_precision, next(model.parameters()).dtype
+    mixed = run.accelerator.mixed_precision
+    kind = next(model.parameters()).dtype
     precision = str(kind).removeprefix("torch.") if mixed == "no" else f"mixed precision {mixed}"
     top_k = run.config.top_k if isinstance(run.config, ExpertRunConfig) else None
     rows = [

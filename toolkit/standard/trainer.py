@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from toolkit.batch_size import accumulation_steps
 from toolkit.callbacks.base import Callback
@@ -17,6 +20,7 @@ from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
+from toolkit.data.loader import LoaderBatches, LoaderEvalBatches, make_loader
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
@@ -35,8 +39,9 @@ def standard_trainer(
     task: Task,
     model: nn.Module,
     *,
-    train: TensorTable,
-    test: TensorTable | None = None,
+    train: TensorTable | Dataset[Any] | Iterable[Any],
+    test: TensorTable | Dataset[Any] | Iterable[Any] | None = None,
+    steps_per_epoch: int | None = None,
     augment: Augment | None = None,
     order: Order | None = None,
     max_steps: int | None = None,
@@ -45,6 +50,10 @@ def standard_trainer(
     eval_batch_size: int = EVAL_BATCH_SIZE,
 ) -> Trainer:
     """AdamW on the config's schedule; evaluates on `test` and saves each epoch, resumes, and can be preempted.
+
+    `train` and `test` are tables, data sets of torch's kinds, or DataLoaders that give global batches: dicts of tensors
+    with one row per sample. `steps_per_epoch` is for the latter two, by default the number of their batches; where that
+    is not known, the run ends at `--max-steps` and counts as one epoch.
 
     `augment` changes training batches, see `toolkit.data.BlankPixels`. `order` replaces the random permutation of each
     epoch, and `max_steps` the config's number of epochs. `evaluation` is a callback in place of `test`, such as
@@ -64,21 +73,27 @@ def standard_trainer(
         )
     missing = missing_expert_callbacks(run, model, task, callbacks)
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
-    make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
-    source = train if augment is None else AugmentedTable(train, augment)
-    batches = TrainBatches(
-        train,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        accumulation=accumulation_steps(run, task, model, source, make_optimizer),
-        augment=augment,
-        order=order,
-        **where,
-    )
-    if test is not None:
-        evaluation = Evaluation(
-            EvalBatches(test, batch_size=eval_batch_size, **where), config.eval_every * batches.steps_per_epoch
+    batches: TrainBatches | LoaderBatches
+    if isinstance(train, TensorTable):
+        make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
+        source = train if augment is None else AugmentedTable(train, augment)
+        batches = TrainBatches(
+            train,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            accumulation=accumulation_steps(run, task, model, source, make_optimizer),
+            augment=augment,
+            order=order,
+            **where,
         )
+        samples = f"{len(train):,} training samples"
+    else:
+        if augment is not None or order is not None:
+            raise ValueError("`augment` and `order` are for a TensorTable: change or order samples in the DataLoader")
+        batches = _loader_batches(run, train, steps_per_epoch, max_steps)
+        samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
+    if test is not None:
+        evaluation = Evaluation(_eval_batches(run, test, eval_batch_size), config.eval_every * batches.steps_per_epoch)
     assert evaluation is not None
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
@@ -88,7 +103,6 @@ def standard_trainer(
     if config.scale_lr is not None:
         scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
         run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
-    samples = f"{len(train):,} training samples"
     name = run.facts.get("dataset")
     steps = f"{max_steps:,} of {config.batch_size:,} samples, {max_steps / batches.steps_per_epoch:.4g} epoch(s)"
     run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
@@ -117,3 +131,42 @@ def standard_trainer(
             Progress(),
         ],
     )
+
+
+def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None) -> LoaderBatches:
+    config = run.config
+    if config.auto_batch_size:
+        raise UserError(
+            "--auto-batch-size True: a DataLoader cannot be measured: use --gradient-accumulation-steps instead."
+        )
+    if config.num_workers and isinstance(data, DataLoader):
+        run.print(f"--num-workers {config.num_workers}: no effect, because the DataLoader has its own.")
+    loader = make_loader(data, batch_size=config.batch_size, num_workers=config.num_workers, shuffle=True)
+    known = steps_per_epoch
+    if known is None:
+        with suppress(TypeError):  # of a data set without a length
+            known = len(loader)
+    whole = known or max_steps or config.max_steps
+    if whole is None:
+        raise UserError(
+            "--max-steps None: nobody knows how many batches the training data have: give it, or steps_per_epoch."
+        )
+    return LoaderBatches(
+        loader,
+        steps_per_epoch=whole,
+        endless=known is None,
+        seed=config.seed,
+        accumulation=config.gradient_accumulation_steps,
+        rank=run.rank,
+        world_size=run.world_size,
+        device=run.device,
+    )
+
+
+def _eval_batches(run: Run, test: Any, batch_size: int) -> EvalBatches | LoaderEvalBatches:
+    where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
+    if isinstance(test, TensorTable):
+        return EvalBatches(test, batch_size=batch_size, num_workers=run.config.num_workers, **where)
+    size = test.batch_size or batch_size if isinstance(test, DataLoader) else batch_size
+    loader = make_loader(test, batch_size=size, num_workers=run.config.num_workers, shuffle=False)
+    return LoaderEvalBatches(loader, seed=run.config.seed, **where)

@@ -38,7 +38,8 @@ class Table:
                 if values:
                     row[f"{metric} mean"] = statistics.fmean(values)
                     row[f"{metric} sd"] = statistics.stdev(values) if len(values) > 1 else None
-                    row[f"{metric} min"], row[f"{metric} max"] = min(values), max(values)
+                    row[f"{metric} min"] = min(values)
+                    row[f"{metric} max"] = max(values)
             rows.append(row)
         return rows
 
@@ -116,7 +117,8 @@ def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:
 
 def _spread(row: Row, metric: str) -> str:
     """`0.9412 (sd 0.0031)`; accuracies and their like in percent."""
-    mean, sd = row.get(f"{metric} mean"), row.get(f"{metric} sd")
+    mean = row.get(f"{metric} mean")
+    sd = row.get(f"{metric} sd")
     if mean is None:
         return ""
     if metric.endswith(("accuracy", "f1")):

@@ -31,13 +31,15 @@ class Classification:
         return len(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = model(*(batch[name] for name in self.inputs)), batch["label"]
+        logits = model(*(batch[name] for name in self.inputs))
+        labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         penalty = self.penalty() if self.penalty is not None else None
         return Loss(entropy, len(labels), penalty, {"accuracy": correct(logits, labels)})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = model(*(batch[name] for name in self.inputs)), batch["label"]
+        logits = model(*(batch[name] for name in self.inputs))
+        labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum")
         return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
 

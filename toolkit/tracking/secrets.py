@@ -55,7 +55,8 @@ def mask_text(text: str) -> str:
 
 
 def _mask_assignment(match: re.Match[str]) -> str:
-    name, value = match["name"], match["value"]
+    name = match["name"]
+    value = match["value"]
     is_code = value in _CODE or (name.lower() == "key" and not re.search(r"\d", value))
     return match[0] if is_code or not is_secret_name(name) else name + match["middle"] + MASK
 

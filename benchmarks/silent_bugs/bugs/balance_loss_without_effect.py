@@ -9,16 +9,15 @@ from small import Output, Routed, balance_loss, batch, begin
 from torch import Tensor, nn
 
 accelerator, buggy = begin()
-rank, world = accelerator.process_index, accelerator.num_processes
 
 
 class Inject(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx, value: Tensor, _loss: Tensor) -> Tensor:
+    def forward(_ctx: object, value: Tensor, _loss: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
-    def backward(_ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, torch.full((), 0.1)
 
 

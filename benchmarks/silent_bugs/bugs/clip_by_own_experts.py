@@ -14,7 +14,7 @@ from toolkit.parallel.prepare import prepare
 
 accelerator, buggy = begin()
 model = Mixture(accelerator.num_processes)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
 for step in range(5):

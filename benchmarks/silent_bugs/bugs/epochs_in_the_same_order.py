@@ -15,7 +15,7 @@ model = dense()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
 data = TensorDataset(torch.randn(24, 8), torch.randint(3, (24,)))
-sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=True)
+sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=True)
 loader = DataLoader(data, batch_size=12 // world, sampler=sampler)
 for epoch in range(3):
     if not buggy:

@@ -18,7 +18,7 @@ if buggy:
     torch.manual_seed(1)
     for parameter in model.moe.expert_stack.parameters.values():
         nn.init.normal_(parameter, std=0.1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
 for step in range(5):

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,13 +66,13 @@ class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over ranks, with its gradient."""
 
     @staticmethod
-    def forward(_ctx, value: Tensor) -> Tensor:
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
         total = value.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(_ctx, gradient: Tensor) -> Tensor:
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total)
         return total

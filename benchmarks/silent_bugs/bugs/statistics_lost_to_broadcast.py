@@ -12,6 +12,8 @@ accelerator, buggy = begin()
 
 
 class Scaled(nn.Module):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = dense()

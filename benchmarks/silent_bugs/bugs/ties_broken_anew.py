@@ -8,6 +8,7 @@ import torch
 from small import Mixture, batch, begin, saving
 from torch import Tensor, nn
 
+from toolkit.moe.router import Routing
 from toolkit.parallel.gradients import average_owned_gradients
 from toolkit.parallel.ownership import owned
 from toolkit.parallel.prepare import prepare
@@ -15,7 +16,7 @@ from toolkit.parallel.prepare import prepare
 accelerator, buggy = begin()
 
 
-def route_anew(x: Tensor):
+def route_anew(x: Tensor) -> Routing:
     routing = route(x)
     calls.append(len(x))
     if buggy and len(calls) % 2 == 0:  # two experts of one rank change places
@@ -23,10 +24,11 @@ def route_anew(x: Tensor):
     return routing
 
 
-model, calls = Mixture(accelerator.num_processes), []
+calls: list[int] = []
+model = Mixture(accelerator.num_processes)
 model.recompute = True
 route, model.moe.router.forward = model.moe.router.forward, route_anew
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
 for step in range(5):

@@ -66,6 +66,12 @@ def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
     assert penalty().item() == pytest.approx(expected.item())
 
 
+def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
+    """By the name that transformers has for it since 5.23, or the older one."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(family: str):
     found = []
@@ -73,8 +79,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(fa
         model = model_of(family).train()
         penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
         if checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            enable_checkpointing(model, use_reentrant=False)
         ids = tokens(0, 4)
         loss = model(input_ids=ids, labels=ids).loss + penalty()
         routed = [watch.routing for watch in penalty.layers]
@@ -91,7 +96,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(fa
 def test_a_penalty_that_reentrant_checkpointing_would_leave_without_gradients_is_refused():
     model = model_of("mixtral").train()
     watch_routers(model)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    enable_checkpointing(model, use_reentrant=True)
     model.enable_input_require_grads()
     with pytest.raises(UserError, match=r"balance nothing: .*use_reentrant.*False"):
         model(input_ids=tokens(0, 4))

@@ -72,7 +72,8 @@ class ActivityData:
 
     def describe(self) -> str:
         """The same in a line."""
-        fewest, most = self.class_counts.min(), self.class_counts.max()
+        fewest = self.class_counts.min()
+        most = self.class_counts.max()
         seconds = self.train.columns["input"].shape[-1] / self.rate_hz
         return (
             f"{len(self.train):,} windows of {seconds:.3g} s to train on, {len(self.test):,} of held-out volunteers "
@@ -135,7 +136,8 @@ def load_activity(
 
     choice: _Choice = on_main(decide)
     columns = columns or choice.columns(data_dir)
-    classes, volunteers = _as_names(columns["classes"]), _as_names(columns["volunteers"])
+    classes = _as_names(columns["classes"])
+    volunteers = _as_names(columns["volunteers"])
     held_out = _held_out(columns, fold, folds)
     is_test = held_out[columns["volunteer"]]
     train, test = (
@@ -158,7 +160,8 @@ def load_activity(
 
 def _held_out(columns: dict[str, Tensor], fold: int | None, folds: int) -> Tensor:
     """(volunteers,) bool: who is held out. Folds have about the same number of windows."""
-    volunteer, official = columns["volunteer"], columns["official_test"]
+    volunteer = columns["volunteer"]
+    official = columns["official_test"]
     count = int(volunteer.max()) + 1
     if fold is None and official.any():
         return volunteer[official].bincount(minlength=count) > 0

@@ -244,7 +244,8 @@ def generate_trials(*, volunteers: int = 10, trials: int = 2, seconds: int = 16)
     time = np.arange(seconds * HMP_RATE_HZ) / HMP_RATE_HZ
     made = []
     for volunteer in range(volunteers):
-        pace, strength = random.uniform(0.85, 1.15), random.uniform(0.7, 1.3)
+        pace = random.uniform(0.85, 1.15)
+        strength = random.uniform(0.7, 1.3)
         tilt = random.normal(scale=0.4, size=3)
         for activity, frequency in enumerate(frequencies.values()):
             for _ in range(trials):

@@ -31,7 +31,9 @@ def draw_last_confusion(folder: Path, results: Mapping[str, Any]) -> dict[str, P
     evaluations = points_of(read_metrics(folder / "metrics.jsonl"), "eval/confusion")
     if not evaluations:
         return {}
-    shares, classes, examples = evaluations[-1][1], results.get("classes", ()), results.get("test_examples")
+    shares = evaluations[-1][1]
+    classes = results.get("classes", ())
+    examples = results.get("test_examples")
     path = folder / "confusion.png"
     return {"confusion": save_figure(path, lambda figure: draw_confusion(figure, shares, classes, examples))}
 

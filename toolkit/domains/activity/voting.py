@@ -33,8 +33,10 @@ class VotedClassification:
         return len(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = model(batch["input"]), batch["label"]
-        views, weights = logits.shape[1], self.class_weights
+        logits = model(batch["input"])
+        labels = batch["label"]
+        views = logits.shape[1]
+        weights = self.class_weights
         entropy = F.cross_entropy(
             logits.flatten(0, 1),
             labels.repeat_interleave(views),
@@ -45,8 +47,10 @@ class VotedClassification:
         return Loss(entropy / views, len(labels), sums={"accuracy": (vote(logits).argmax(-1) == labels).sum()})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = model(batch["input"]), batch["label"]
-        votes, classes = vote(logits), logits.shape[-1]
+        logits = model(batch["input"])
+        labels = batch["label"]
+        votes = vote(logits)
+        classes = logits.shape[-1]
         choices = votes.argmax(-1)
         table = torch.bincount(labels * classes + choices, minlength=classes**2).view(classes, classes)
         sums = {"accuracy": (choices == labels).sum(), "confusion": table}

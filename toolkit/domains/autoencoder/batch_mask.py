@@ -50,6 +50,7 @@ class BatchMask(Callback):
 
 def reference_mask(num_samples: int, labels: int, batch_size: int, *, seed: int) -> tuple[WholeBatches, BatchMask]:
     """The order of the data, and the mask for `labels` expected ones, as Python's generator draws it from `seed`."""
-    order, draws = WholeBatches(num_samples=num_samples, batch_size=batch_size, seed=seed), random.Random(seed)
+    order = WholeBatches(num_samples=num_samples, batch_size=batch_size, seed=seed)
+    draws = random.Random(seed)
     chosen = [place for place in range(order.steps_per_epoch) if draws.random() < labels / num_samples]
     return order, BatchMask(chosen)

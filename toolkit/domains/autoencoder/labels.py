@@ -89,7 +89,8 @@ class FewLabels:
         noise_shape: Sequence[int] = (),
         directions: bool = False,
     ):
-        images, truth = full.columns["input"], full.columns["label"]
+        images = full.columns["input"]
+        truth = full.columns["label"]
         rows = torch.arange(len(truth)) if labels is None else balanced_rows(truth, labels, num_classes, seed=seed)
         known = truth[rows]
         if corruption == "fixed":
@@ -100,10 +101,13 @@ class FewLabels:
         self.rows, self.known, self.num_classes = rows, known, num_classes
         self.images = images[rows]
         pairs = torch.randint(len(rows), (BANK_SIZES["pairs"],), generator=generator(seed, "pairs"))
-        draws, size = generator(seed, "resampled corruption"), BANK_SIZES["corruption"]
+        draws = generator(seed, "resampled corruption")
+        size = BANK_SIZES["corruption"]
         hit = torch.rand(2, size, generator=draws) < (rate if corruption == "resampled" else 0)
         shift = torch.randint(1, num_classes, (2, size), generator=draws) * hit
-        self.pairing, self.shift_label, self.shift_pair = VisitDraws(pairs), VisitDraws(shift[0]), VisitDraws(shift[1])
+        self.pairing = VisitDraws(pairs)
+        self.shift_label = VisitDraws(shift[0])
+        self.shift_pair = VisitDraws(shift[1])
         self.noise = VisitDraws.normal(*noise_shape, seed=seed, purpose="noise") if noise_shape else None
         pixels = images[0].numel()
         # Fewer rows: where a power iteration begins matters little, and an image is long.
@@ -111,7 +115,8 @@ class FewLabels:
 
     def __call__(self, batch: Batch, visits: Tensor) -> Batch:
         """`visits` (int64): epoch * samples + row of each sample of the batch."""
-        label, pair = batch["label"], self.pairing(visits)
+        label = batch["label"]
+        pair = self.pairing(visits)
         label = torch.where(label == UNLABELLED, label, (label + self.shift_label(visits)) % self.num_classes)
         more = {
             "label": label,

@@ -34,7 +34,8 @@ class SemiSupervised:
         out = model(batch["input"], batch["noise"], paired=batch["paired_input"], directions=directions)
         elbo = evidence_bound(out["logits"], out["bounds"], batch["label"]).sum()
         entropy = F.cross_entropy(out["paired_logits"], batch["paired_label"], reduction="sum")
-        total, sums = self.supervision_weight * entropy - elbo, {"elbo": elbo, "cross_entropy": entropy}
+        total = self.supervision_weight * entropy - elbo
+        sums = {"elbo": elbo, "cross_entropy": entropy}
         if directions is not None:
             sums["divergence"] = out["divergence"].sum()
             total = total + self.smoothness_weight * sums["divergence"]

@@ -34,7 +34,8 @@ class ClassificationWithinTasks:
         return Loss(loss.sum, loss.count, self.penalty() if self.penalty is not None else None, loss.sums)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = self._logits(model, batch), batch["label"]
+        logits = self._logits(model, batch)
+        labels = batch["label"]
         correct = (logits.argmax(-1) == labels).sum()
         return Loss(F.cross_entropy(logits, labels, reduction="sum"), len(labels), sums={"accuracy": correct})
 

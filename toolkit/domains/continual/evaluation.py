@@ -26,7 +26,9 @@ class TaskEvaluation(Callback):
     runs_after = (Throughput,)
 
     def __init__(self, tests: Sequence[TensorTable], task_ends: Sequence[int], *, batch_size: int = 1000):
-        self.tests, self.task_ends, self.batch_size = list(tests), list(task_ends), batch_size
+        self.tests = list(tests)
+        self.task_ends = list(task_ends)
+        self.batch_size = batch_size
         self._before: list[float] = []
         self._after: list[list[float]] = []
 
@@ -63,4 +65,5 @@ class TaskEvaluation(Callback):
         return {"before": self._before, "after": self._after}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._before, self._after = list(state["before"]), [list(row) for row in state["after"]]
+        self._before = list(state["before"])
+        self._after = [list(row) for row in state["after"]]

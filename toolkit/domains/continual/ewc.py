@@ -76,7 +76,8 @@ def _traced(
     def record(name: str, _layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         if name in read or args[0].shape[:-1] != inputs.shape[:1]:
             raise ValueError(f"linear layer {name!r} does not have one row per example")
-        read[name], written[name] = args[0].detach(), output
+        read[name] = args[0].detach()
+        written[name] = output
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
@@ -142,7 +143,8 @@ class Consolidation(Callback):
         if task is None:
             return
         run, model = trainer.run, trainer.raw_model
-        sizes, draws = self.stream.sizes, generator(run.seed, "consolidation", task)
+        sizes = self.stream.sizes
+        draws = generator(run.seed, "consolidation", task)
         rows = sum(sizes[:task]) + torch.randperm(sizes[task], generator=draws)[: self.samples]
         inputs = self.stream.train[split(rows, run.world_size, run.rank)]["input"].to(run.device)
         classes = None if self.stream.classes is None else self.stream.classes[task]

@@ -32,7 +32,8 @@ def _draw_matrices(figure: Figure, panels: Mapping[str, Matrix], columns: int) -
         image = axes.imshow([[100 * a for a in row] for row in matrix], cmap="viridis", vmin=0, vmax=100)
         for i, row in enumerate(matrix):
             for j, accuracy in enumerate(row):
-                ink, learned = "white" if accuracy < 0.6 else INK, j <= i
+                ink = "white" if accuracy < 0.6 else INK
+                learned = j <= i
                 text = axes.text(j, i, f"{100 * accuracy:.0f}", ha="center", va="center", color=ink, fontsize=9)
                 text.set_alpha(1.0 if learned else 0.55)
         axes.set_title(title)

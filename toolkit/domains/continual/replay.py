@@ -58,7 +58,8 @@ class Replay(Callback):
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
         if not len(self.memory):
             return
-        run, rows = trainer.run, self.memory.draw(self.count, trainer.state.step)
+        run = trainer.run
+        rows = self.memory.draw(self.count, trainer.state.step)
         for index, batch in enumerate(micro_batches):
             part = split(split(rows, len(micro_batches), index), run.world_size, run.rank)
             remembered = self.memory.table[part]

@@ -141,7 +141,8 @@ def rotate(images: Shaped[Tensor, "N H W"], degrees: float) -> Shaped[Tensor, "N
     """uint8 images (N, H, W) turned counter-clockwise about their middle, bilinear, black beyond the border."""
     if degrees == 0:
         return images
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    cos = math.cos(math.radians(degrees))
+    sin = math.sin(math.radians(degrees))
     # grid_sample maps pixels of the result to pixels of the input, with y downwards: the inverse rotation.
     affine = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]])
     turned = []
@@ -201,7 +202,8 @@ class TaskOrder:
         """The rows of the global batches of steps `start_step`, `start_step` + 1, ... without end."""
         epoch, task, skip = self._place(start_step)
         while True:
-            order, first_row = self._orders[task], sum(self.sizes[:task])
+            order = self._orders[task]
+            first_row = sum(self.sizes[:task])
             steps = order.steps_per_epoch * self.epochs_per_task
             for rows in islice(order.batches(epoch * steps + skip), steps - skip):
                 yield rows + first_row

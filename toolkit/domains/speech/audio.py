@@ -48,7 +48,9 @@ def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
 
 def _decode_wav(content: bytes) -> tuple[np.ndarray, int]:
     with wave.open(io.BytesIO(content)) as file:
-        rate, channels, width = file.getframerate(), file.getnchannels(), file.getsampwidth()
+        rate = file.getframerate()
+        channels = file.getnchannels()
+        width = file.getsampwidth()
         data = file.readframes(file.getnframes())
     if width == 1:  # the one width that WAV stores unsigned
         samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
@@ -104,8 +106,11 @@ class LogMel:
         top = 2595 * math.log10(1 + self.sample_rate / 2 / 700)
         corners = 700 * (10 ** (torch.linspace(0, top, self.num_mels + 2, dtype=torch.float64) / 2595) - 1)
         frequency = torch.linspace(0, self.sample_rate / 2, self.fft_size // 2 + 1, dtype=torch.float64)[:, None]
-        left, middle, right = corners[:-2], corners[1:-1], corners[2:]
-        rise, fall = (frequency - left) / (middle - left), (right - frequency) / (right - middle)
+        left = corners[:-2]
+        middle = corners[1:-1]
+        right = corners[2:]
+        rise = (frequency - left) / (middle - left)
+        fall = (right - frequency) / (right - middle)
         return torch.minimum(rise, fall).clamp(min=0).float()
 
     @cached_property

@@ -95,10 +95,8 @@ def count_errors(said: Sequence[str], heard: Sequence[str]) -> dict[str, int]:
     counts = dict.fromkeys(("word_errors", "words", "character_errors", "characters", "correct"), 0)
     if not said:
         return counts
-    by_word, by_character = (
-        jiwer.process_words(list(said), list(heard)),
-        jiwer.process_characters(list(said), list(heard)),
-    )
+    by_word = jiwer.process_words(list(said), list(heard))
+    by_character = jiwer.process_characters(list(said), list(heard))
     for errors, total, result in (("word_errors", "words", by_word), ("character_errors", "characters", by_character)):
         counts[errors] = result.substitutions + result.deletions + result.insertions
         counts[total] = result.substitutions + result.deletions + result.hits

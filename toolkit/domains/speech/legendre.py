@@ -36,7 +36,8 @@ def delay_system(order: int, theta: float) -> tuple[Float[Tensor, "D D"], Float[
 
 def impulse_response(a: Float[Tensor, "D D"], b: Float[Tensor, " D"], length: int) -> Float[Tensor, "T D"]:
     """(length, D): A^t B for t = 0, 1, ... Doubles what it has with each product."""
-    response, power = b[None], a
+    response = b[None]
+    power = a
     while len(response) < length:
         response, power = torch.cat([response, response @ power.T]), power @ power
     return response[:length]

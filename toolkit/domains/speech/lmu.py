@@ -49,7 +49,8 @@ class LMU(nn.Module):
             if state is None:
                 zeros = x.new_zeros(x.shape[1], len(self.e_h) + len(self.e_m))
                 state = (zeros[:, : len(self.e_h)], zeros[:, len(self.e_h) :])
-            written, driven = x @ self.e_x, x @ self.W_x.T
+            written = x @ self.e_x
+            driven = x @ self.W_x.T
             h, m = _Recurrence.apply(written, driven, *state, self.e_h, self.e_m, self.W_h, self.W_m, self.A, self.B)
             return h.transpose(0, 1), (h[-1], m[-1])
 
@@ -76,7 +77,8 @@ class _Recurrence(torch.autograd.Function):
             u = torch.addmv(torch.addmv(written[t], previous_h, e_h), previous_m, e_m)
             torch.addmm(u[:, None] * b, previous_m, a.T, out=m[t])
             torch.addmm(torch.addmm(driven[t], previous_h, w_h.T), m[t], w_m.T, out=h[t])
-            previous_h, previous_m = h[t].tanh_(), m[t]
+            previous_h = h[t].tanh_()
+            previous_m = m[t]
         ctx.save_for_backward(h, m, h_0, m_0, *weights)
         return h, m
 
@@ -84,8 +86,10 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         grad_h, grad_m = gradients
         h, m, h_0, m_0, e_h, e_m, w_h, w_m, a, b = ctx.saved_tensors
-        grad_driven, grad_written = torch.empty_like(h), h.new_empty(h.shape[:2])
-        carried_h, carried_m = torch.zeros_like(h_0), torch.zeros_like(m_0)
+        grad_driven = torch.empty_like(h)
+        grad_written = h.new_empty(h.shape[:2])
+        carried_h = torch.zeros_like(h_0)
+        carried_m = torch.zeros_like(m_0)
         slope = 1 - h * h
         for t in reversed(range(len(h))):
             grad_activation = torch.mul(carried_h + grad_h[t], slope[t], out=grad_driven[t])
@@ -95,7 +99,8 @@ class _Recurrence(torch.autograd.Function):
             carried_m = torch.addmm(grad_u * e_m, grad_memory, a)
         before_h = torch.cat([h_0[None], h[:-1]]).flatten(0, 1)
         before_m = torch.cat([m_0[None], m[:-1]]).flatten(0, 1)
-        flat_activation, flat_u = grad_driven.flatten(0, 1), grad_written.flatten()
+        flat_activation = grad_driven.flatten(0, 1)
+        flat_u = grad_written.flatten()
         return (
             grad_written,
             grad_driven,

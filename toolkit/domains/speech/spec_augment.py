@@ -30,7 +30,10 @@ class SpecAugment:
         gain: float = 0.0,
         shift: float = 0.0,
     ):
-        self.fill, self.masks, self.gain, self.shift = fill.float(), masks, gain, shift
+        self.fill = fill.float()
+        self.masks = masks
+        self.gain = gain
+        self.shift = shift
         self.band_fraction, self.time_fraction = band_fraction, time_fraction
         self.draws = torch.rand(BANK_SIZE, 2 + 4 * masks, generator=generator(seed, "SpecAugment"))
 
@@ -38,7 +41,8 @@ class SpecAugment:
         """`visits` (int64): epoch * utterances + row of each utterance of the batch."""
         # Fibonacci hashing, as in `BlankPixels`.
         draws = self.draws.index_select(0, (visits * 2654435769 >> 7) % BANK_SIZE)
-        features, lengths = batch["input"].float(), batch["input_length"][:, None]
+        features = batch["input"].float()
+        lengths = batch["input_length"][:, None]
         if self.shift:
             features = _shifted(features, (2 * draws[:, 0] - 1) * self.shift)
         if self.gain:

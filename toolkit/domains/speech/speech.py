@@ -57,7 +57,8 @@ class SpeechData:
     def words(self, space: int) -> set[tuple[int, ...]]:
         """The words of the training transcripts, as ids of their characters."""
         target = self.train.ragged["target"]
-        every, places = target.values.tolist(), zip(target.starts.tolist(), target.lengths.tolist(), strict=True)
+        every = target.values.tolist()
+        places = zip(target.starts.tolist(), target.lengths.tolist(), strict=True)
         apart = (itertools.groupby(every[start : start + n], lambda label: label != space) for start, n in places)
         return {tuple(word) for text in apart for is_word, word in text if is_word}
 
@@ -68,7 +69,8 @@ class SpeechData:
             raise UserError(f"--held-out-speaker {speaker}: take one of {', '.join(self.speakers)}.")
         every = self.train.joined(self.test)
         theirs = every.columns["speaker"] == self.speakers.index(speaker)
-        train, test = every.select((~theirs).nonzero()[:, 0]), every.select(theirs.nonzero()[:, 0])
+        train = every.select((~theirs).nonzero()[:, 0])
+        test = every.select(theirs.nonzero()[:, 0])
         return replace(self, name=f"{self.name} without {speaker}", train=train, test=test)
 
 

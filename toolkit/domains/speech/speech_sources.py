@@ -129,7 +129,8 @@ def connect(digits: Source, counts: dict[str, int]) -> Source:
         for _ in range(counts[split]):
             said = by_speaker[speakers[draws.integers(len(speakers))]]
             chosen = [said[i] for i in draws.integers(len(said), size=draws.integers(3, 8))]
-            rate, pieces = chosen[0].rate, []
+            rate = chosen[0].rate
+            pieces = []
             for utterance in chosen:
                 gap = np.zeros(int(draws.uniform(0.05, 0.35) * rate), np.float32)
                 pieces += [gap, utterance.samples]
@@ -146,11 +147,13 @@ def tones() -> Source:
         draws = np.random.default_rng([21, split == "test"])
         rate = 8000
         for index in range(480 if split == "train" else 120):
-            digit, voice = index % 10, index // 10 % 6
+            digit = index % 10
+            voice = index // 10 % 6
             row, column = (3, 1) if digit == 0 else divmod(digit - 1, 3)
             time = np.arange(int(draws.uniform(0.2, 0.4) * rate)) / rate
             pitch = 0.85 + 0.06 * voice
-            low, high = (697, 770, 852, 941)[row] * pitch, (1209, 1336, 1477)[column] * pitch
+            low = (697, 770, 852, 941)[row] * pitch
+            high = (1209, 1336, 1477)[column] * pitch
             envelope = np.minimum(1, 40 * np.minimum(time, time[-1] - time))
             sound = 0.2 * envelope * (np.sin(2 * math.pi * low * time) + np.sin(2 * math.pi * high * time))
             sound += 0.01 * draws.standard_normal(len(time))

@@ -106,7 +106,8 @@ def load_recogniser(folder: Path) -> Recogniser:
     """Read what `save_recogniser` wrote. Raises UserError for anything else."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        features, characters = LogMel(**config["features"]), Characters(config["vocabulary"])
+        features = LogMel(**config["features"])
+        characters = Characters(config["vocabulary"])
         sizes = config["encoder"] | {"thetas": tuple(config["encoder"]["thetas"])}
         bands = torch.ones(features.num_mels)
         encoder = MemoryEncoder(features.num_mels, **sizes)

@@ -69,16 +69,17 @@ def _refuse(name: str, wrapper: Any) -> None:
 
 def _with_adapters(experts: Any) -> Any:
     """The forward of `experts`, with the low-rank products of adapters that are in use during the call."""
-    forward = experts.forward
-    signature = inspect.signature(forward)
+    signature = inspect.signature(experts.forward)
+    # No closure: `copy.deepcopy` gives copied experts their own.
+    forward: Any = functools.partial(_forward, experts, experts.forward, signature)
+    forward.__signature__ = signature
+    return forward
 
-    @functools.wraps(forward)
-    def compute(*args: Any, **kwargs: Any) -> Tensor:
-        if not experts.low_rank:
-            return forward(*args, **kwargs)
-        return experts_forward(experts, *signature.bind(*args, **kwargs).args)
 
-    return compute
+def _forward(experts: Any, forward: Any, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Tensor:
+    if not experts.low_rank:
+        return forward(*args, **kwargs)
+    return experts_forward(experts, *signature.bind(*args, **kwargs).args)
 
 
 def adapter_rows(experts: nn.Module) -> dict[str, nn.Parameter]:

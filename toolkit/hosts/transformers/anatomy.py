@@ -73,6 +73,10 @@ class RouterWatch:
         """int64: assignments per expert on this rank in the last forward, in training or evaluation."""
         router.register_forward_hook(self._record)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model: without the routing, whose tensors are in the graph of the last forward."""
+        return self.__dict__ | {"routing": None}
+
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
         if not isinstance(output, tuple) or len(output) != 3:
             raise UserError(

@@ -43,6 +43,12 @@ class ShardedStack(ExpertStack):
         self._module = module
         super().__init__({}, placement, groups)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise UserError(
+            f"a model under ep_implementation={NAME!r} cannot be copied or pickled, as FSDP2 cannot: load another with "
+            "from_pretrained, or use ExpertParallel under DDP."
+        )
+
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return dict(self._module.named_parameters(recurse=False))

@@ -171,7 +171,8 @@ class Lifecycle(Callback):
 
     def sleep(self, trainer: Trainer) -> None:
         """Replay, merge, prune, even out the ranks, and schedule the next sleep."""
-        step, events = trainer.state.step, len(self.history)
+        step = trainer.state.step
+        events = len(self.history)
         loads = take_loads(list(self._cursors.values()))
         if self.knowledge is not None:
             self.knowledge.observe(step)
@@ -183,7 +184,8 @@ class Lifecycle(Callback):
             for plan in self._removals(trainer, name, rows, load_E.tolist()):
                 loss = self._attempt(trainer, rows, loss, name, partial(self._carry_out, trainer, name, plan))
         for name, layer in self.layers.items():
-            roster, graph = self.rosters[name], self._graph(name)
+            roster = self.rosters[name]
+            graph = self._graph(name)
             together_EE = None if graph is None else graph.affinity(roster.uids_of_logical)
             placement = plan_placement(roster, layer.placement, together_EE)
             if placement != layer.placement:
@@ -221,7 +223,8 @@ class Lifecycle(Callback):
 
     def _removals(self, trainer: Trainer, name: str, rows: Tensor, load_E: list[int]) -> list[Plan]:
         """Merges, then prunes, of one layer, given the assignments of all ranks since the last sleep."""
-        roster, config = self.rosters[name], self.config
+        roster = self.rosters[name]
+        config = self.config
         load = {record.uid: float(load_E[record.logical_id]) for record in roster.active}
         merges: list[Merge] = []
         if config.merge:
@@ -253,7 +256,8 @@ class Lifecycle(Callback):
 
     def _compare(self, trainer: Trainer, name: str, rows: Tensor) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """Distance of outputs of all pairs that are old enough, and similarity of weights of those that may merge."""
-        layer, graph = self.layers[name], self._graph(name)
+        layer = self.layers[name]
+        graph = self._graph(name)
         old = self.rosters[name].older_than(self.config.min_age, trainer.state.step)
         if len(old) < 2:
             return {}, {}
@@ -266,7 +270,8 @@ class Lifecycle(Callback):
             distance[pair] = distance_LL[a][b]
             coactivated = graph is not None and graph.often_coactivated(*pair)
             if distance[pair] <= self.config.merge_distance and not coactivated:
-                mine, other = expert_rows.fetch(old[a].logical_id), expert_rows.fetch(old[b].logical_id)
+                mine = expert_rows.fetch(old[a].logical_id)
+                other = expert_rows.fetch(old[b].logical_id)
                 similarity[pair] = weight_similarity(mine, other)
         return distance, similarity
 
@@ -310,6 +315,7 @@ class Lifecycle(Callback):
         self.experts.load_state_dict(state)
         self._routers_known = False
         self.alarm.load_state_dict(state["alarm"])
-        self.next_sleep, self._readings = state["next_sleep"], dict(state["readings"])
+        self.next_sleep = state["next_sleep"]
+        self._readings = dict(state["readings"])
         for name, cursor in self._cursors.items():
             cursor.load_state_dict(state["load"][name])

@@ -53,12 +53,15 @@ class DynamicExperts:
 
     def undo_point(self, optimizer: Optimizer) -> Callable[[], list[LifecycleEvent]]:
         """A function that restores model, optimizer, rosters and history as they are now; returns what it undid."""
-        snapshot, rosters, events = Snapshot(self.model, optimizer), dict(self.rosters), len(self.history)
+        snapshot = Snapshot(self.model, optimizer)
+        rosters = dict(self.rosters)
+        events = len(self.history)
 
         def undo() -> list[LifecycleEvent]:
             snapshot.restore()
             self.refresh_routers()
-            self.rosters, undone = rosters, self.history[events:]
+            self.rosters = rosters
+            undone = self.history[events:]
             del self.history[events:]
             return undone
 

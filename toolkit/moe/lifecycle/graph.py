@@ -177,7 +177,8 @@ class KnowledgeGraph:
         together_EE = np.zeros((len(uids_of_logical), len(uids_of_logical)))
         for a, b, kind, tokens in self.graph.edges(keys=True, data="tokens"):
             if kind == "coactivation" and a in logical_id_of and b in logical_id_of:
-                e, f = logical_id_of[a], logical_id_of[b]
+                e = logical_id_of[a]
+                f = logical_id_of[b]
                 together_EE[e, f] = together_EE[f, e] = tokens
         return together_EE
 
@@ -189,7 +190,8 @@ class KnowledgeGraph:
 
     def save(self, stem: Path) -> list[Path]:
         """Write `stem`.json (node-link) and `stem`.graphml, with lists as JSON text and without nulls."""
-        text, xml = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.graphml")
+        text = stem.with_name(f"{stem.name}.json")
+        xml = stem.with_name(f"{stem.name}.graphml")
         text.write_text(json.dumps(self.node_link(), indent=1), encoding="utf-8")
         flat = nx.MultiDiGraph()
         for uid, node in self.graph.nodes.items():

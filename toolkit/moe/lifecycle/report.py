@@ -73,7 +73,8 @@ class LifecycleReport(Callback):
         edge_decay: float = 0.99,
         edge_floor: float = 0.1,
     ):
-        self.layers, self.label = moe_layers(model), label
+        self.layers = moe_layers(model)
+        self.label = label
         self.lifecycle: HasRosters = lifecycle or StaticRosters(model)
         self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
         self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
@@ -121,14 +122,17 @@ class LifecycleReport(Callback):
 
     def _close_epoch(self, trainer: Trainer) -> None:
         """A collective."""
-        seconds, self._clock, self._seconds = self._seconds_so_far(), None, 0.0
+        seconds = self._seconds_so_far()
+        self._clock = None
+        self._seconds = 0.0
         step = trainer.state.step
         self.observe(step)
         for name, graph in self.graphs.items():
             trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
         if trainer.run.is_main:
             self._write(trainer, seconds)
-        self._events_written, self._last_step = len(self.lifecycle.history), step
+        self._events_written = len(self.lifecycle.history)
+        self._last_step = step
 
     def _write(self, trainer: Trainer, seconds: float) -> None:
         folder, step = trainer.run.folder, trainer.state.step
@@ -180,8 +184,10 @@ class LifecycleReport(Callback):
         for name, graph in self.graphs.items():
             graph.load_state_dict(state["graphs"][name])
         self.statistics.load_state_dict(state["statistics"])
-        self._events_observed, self._events_written = state["events_observed"], state["events_written"]
-        self._last_step, self._seconds = state["last_step"], state["seconds"]
+        self._events_observed = state["events_observed"]
+        self._events_written = state["events_written"]
+        self._last_step = state["last_step"]
+        self._seconds = state["seconds"]
 
 
 def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: Counts, layer: MoE, *, step: int) -> None:

@@ -61,7 +61,8 @@ class DynamicRouter(TopKRouter):
 
         Masks are always applied until `refresh`, which is correct and a little slower. Waits for the device.
         """
-        self.has_inactive, self.has_splits = not bool(self.active_E.all()), bool(self.side_EE.any())
+        self.has_inactive = not bool(self.active_E.all())
+        self.has_splits = bool(self.side_EE.any())
 
     def masked(self, logits_TE: Float[Tensor, "T E"], x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T E"]:
         if not self.has_inactive and not self.has_splits:

@@ -113,7 +113,8 @@ class RoutingStatistics:
     def _fold(self, name: str) -> None:
         """Add the waiting forwards to the sums on the device: one table (E, E + C) per tuple of uids."""
         notes, self._notes[name], self._waiting[name] = self._notes[name], [], 0
-        logical_experts, classes = len(self.layers[name].load_E), self.num_classes
+        logical_experts = len(self.layers[name].load_E)
+        classes = self.num_classes
         for ids, group in itertools.groupby(notes, key=lambda note: note.ids):
             forwards = list(group)
             pairs_EE = count_pairs([note.choices for note in forwards], logical_experts)
@@ -149,7 +150,8 @@ class RoutingStatistics:
         for name, sums in self._sums.items():
             for ids in sums:
                 part, table = next(found)
-                counts, logical_experts = part.view(table.shape).numpy(), len(ids)
+                counts = part.view(table.shape).numpy()
+                logical_experts = len(ids)
                 self._total[name] += Counts.of_logical_ids(
                     ids, counts[:, :logical_experts], counts[:, logical_experts:]
                 )

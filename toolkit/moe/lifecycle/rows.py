@@ -29,7 +29,8 @@ class ExpertRows:
     @torch.no_grad()
     def fetch(self, logical_id: int) -> dict[str, Tensor]:
         """The expert's rows, cloned: weights by name (`up`), optimizer states by both names (`up.exp_avg`)."""
-        owner, groups = self.stack.placement.owner(logical_id), self.stack.groups
+        owner = self.stack.placement.owner(logical_id)
+        groups = self.stack.groups
         here = owner.rank == groups.ep_rank
         rows = {n: t[owner.slot].clone() if here else torch.empty_like(t[0]) for n, t in self._tensors.items()}
         if groups.ep_group is not None:

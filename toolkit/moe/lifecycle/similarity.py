@@ -28,7 +28,8 @@ def units(rows: Rows) -> Float[Tensor, "F P"]:
     """
     down = rows["down"]
     up = torch.cat(rows["up"].chunk(len(rows["up"]) // len(down)), dim=1)
-    up_norm, down_norm = up.norm(dim=1, keepdim=True), down.norm(dim=1, keepdim=True)
+    up_norm = up.norm(dim=1, keepdim=True)
+    down_norm = down.norm(dim=1, keepdim=True)
     norm = (up_norm * down_norm).sqrt()
     return torch.cat([up * (norm / up_norm.clamp(min=1e-12)), down * (norm / down_norm.clamp(min=1e-12))], dim=1)
 
@@ -50,7 +51,8 @@ def reordered(rows: Rows, order_F: Int[Tensor, " F"]) -> dict[str, Tensor]:
 
 def weight_similarity(rows: Rows, other: Rows) -> float:
     """Cosine of two experts' weights after alignment: 1 for the same function, about 0 for independent experts."""
-    mine, theirs = units(rows), units(other)[alignment(rows, other)]
+    mine = units(rows)
+    theirs = units(other)[alignment(rows, other)]
     return float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp(min=1e-12))
 
 

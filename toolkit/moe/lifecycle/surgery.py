@@ -72,7 +72,8 @@ class Surgeon:
     @torch.no_grad()
     def _average(self, rows: ExpertRows, remains: int, removed: int, share: float) -> None:
         """Weights, moments and router row of `remains` become the mean of both experts', after alignment."""
-        mine, other = rows.fetch(remains), rows.fetch(removed)
+        mine = rows.fetch(remains)
+        other = rows.fetch(removed)
         other = reordered(other, alignment(mine, other))
         rows.write(remains, {name: torch.lerp(other[name], row, share) for name, row in mine.items()})
         weight = self.router.weight

@@ -75,7 +75,8 @@ class ExpertLoad(Callback):
             experts = judged_E.sum()
             if experts > 1 and load_E[judged_E].sum() >= FEW * experts:
                 times_mean_E = load_E[judged_E] / load_E[judged_E].mean()
-                busiest, least = times_mean_E.max(), times_mean_E.min()
+                busiest = times_mean_E.max()
+                least = times_mean_E.min()
                 if busiest > BUSY or least < IDLE:
                     said = f"the busiest expert has {busiest:.1f} times the mean load, the least busy {least:.2f} times"
                     uneven[busiest - least] = f"uneven in {layer}: {said}; {_remedy(trainer.run.config)}"

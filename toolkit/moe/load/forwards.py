@@ -36,7 +36,8 @@ class ModelForwards:
 
     def __init__(self, model: nn.Module, *, choices: bool = False):
         named = expert_stacks(model)
-        self.names, self.stacks = [name or "moe" for name in named], list(named.values())
+        self.names = [name or "moe" for name in named]
+        self.stacks = list(named.values())
         self.row_bytes = [RowBytes(0, 0)] * len(self.stacks)
         """Of the last forward that was taken, per layer."""
         self._layers: list[Any] = [model.get_submodule(name) for name in named]
@@ -73,7 +74,8 @@ class ModelForwards:
 
 def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[RoutedForward, ...]]) -> Forwards:
     load_FLE = torch.stack([torch.stack([layer.load_E for layer in forward]) for forward in by_forward])
-    dropped_FLE, crossings_FL = torch.zeros_like(load_FLE), torch.zeros_like(load_FLE[:, :, 0])
+    dropped_FLE = torch.zeros_like(load_FLE)
+    crossings_FL = torch.zeros_like(load_FLE[:, :, 0])
     for forward, layers in enumerate(by_forward):
         for index, layer in enumerate(layers):
             if layer.dropped_E is not None:

@@ -106,7 +106,8 @@ class LoadMeter:
     def begin(self, step: int) -> None:
         """Begin a new window at `step`, without what was counted before."""
         self.forwards.take()
-        self.window, self.began = self.empty(), step
+        self.window = self.empty()
+        self.began = step
 
     def empty(self) -> Window:
         """A window of no forwards."""

@@ -34,7 +34,8 @@ class _Sums:
 
     def then(self, later: Self) -> Self:
         """These forwards and `later` ones."""
-        before, after = self.parts(), later.parts()
+        before = self.parts()
+        after = later.parts()
         return type(self)(
             **{
                 name: np.concatenate([part, after[name]]) if name in PER_FORWARD else part + after[name]
@@ -174,7 +175,10 @@ def traffic_metrics(
 ) -> dict[str, float]:
     """Bytes that dispatch and combine sent, forward and backward; without what activation checkpointing sends again."""
     world, group = window.sent_LWR.shape[1:]
-    sent_W, home, crossed, rows = np.zeros(world, dtype=np.int64), 0, 0.0, 0
+    sent_W = np.zeros(world, dtype=np.int64)
+    home = 0
+    crossed = 0.0
+    rows = 0
     for sent_WR, size in zip(window.sent_LWR, row_bytes, strict=True):
         for first in range(0, world, group):
             ranks = slice(first, first + group)

@@ -69,7 +69,8 @@ class RoutingLog:
     """Assignments per expert on this rank over all training forwards of one layer."""
 
     def __init__(self, num_experts: int, groups: ExpertGroups | None = None):
-        self.num_experts, self.groups = num_experts, groups or ExpertGroups()
+        self.num_experts = num_experts
+        self.groups = groups or ExpertGroups()
         # Not buffers: DDP broadcasts rank 0's buffers, which would overwrite the counts of the other ranks.
         self.load_E = torch.zeros(num_experts, dtype=torch.int64)
         """Assignments per expert since this process began, dropped ones included."""
@@ -91,7 +92,8 @@ class RoutingLog:
     def cursor(self, *, pairs: bool = False) -> Cursor:
         """A reader of sums, from now on; with `pairs` also of how often two experts were chosen together."""
         if pairs and self.pairs_EE is None:
-            self.pairs_EE, self._has_readers = torch.zeros(self.num_experts, self.num_experts, dtype=torch.int64), True
+            self.pairs_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.int64)
+            self._has_readers = True
         return Cursor(self, pairs=pairs)
 
     def follow(self, *, choices: bool = False) -> ForwardCursor:
@@ -153,7 +155,8 @@ class Cursor:
     def new_source_load_RE(self) -> Int[Tensor, "R E"]:
         """int64 (R, E): the new assignments of all ranks by the EP rank of their source, summed over EP groups. A
         collective."""
-        groups, new_E = self.log.groups, self.new_load_E()
+        groups = self.log.groups
+        new_E = self.new_load_E()
         source_load_RE = new_E.new_zeros(groups.ep_size, len(new_E))
         source_load_RE[groups.ep_rank] = new_E
         return sum_over_ranks(source_load_RE)

@@ -76,9 +76,11 @@ def _bound_without_replicas(load: Floats, room: NDArray[np.int64]) -> float:
     which the other ranks have no slots, and the busiest of the k has at least the mean of all that. Or two of them are
     on one rank, which has at least the two lightest of the k, and the experts that must fill its slots.
     """
-    experts, ranks = len(load), len(room)
+    experts = len(load)
+    ranks = len(room)
     heavy = np.sort(load)[::-1]
-    heaviest, lightest = np.concatenate([[0.0], heavy.cumsum()]), np.concatenate([[0.0], heavy[::-1].cumsum()])
+    heaviest = np.concatenate([[0.0], heavy.cumsum()])
+    lightest = np.concatenate([[0.0], heavy[::-1].cumsum()])
     least_held = max(0, experts - int(room[1:].sum()))
     best = 0.0
     for k in range(1, min(experts, ranks + 1) + 1):

@@ -29,7 +29,8 @@ def fit(
         left_after.append(left_after[-1] + weights[item])
     left_after.reverse()
     bins: list[list[int]] = [[] for _ in room]
-    loads, free = [0.0] * len(room), list(room)
+    loads = [0.0] * len(room)
+    free = list(room)
     visited = 0
 
     def extend(place: int, fewest: int, spare: int) -> bool:

@@ -45,27 +45,28 @@ def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator
     No rank is ever loaded above the busiest one at the start. `packing` has load, and no replicas.
     """
     mean = float(packing.load_R.mean())
-    weight_G, rank_G, moving_G = (
-        packing.weight_G / mean,
-        packing.rank_G,
-        (packing.expert_G != EMPTY_ROW).astype(np.int64),
-    )
+    weight_G = packing.weight_G / mean
+    rank_G = packing.rank_G
+    moving_G = (packing.expert_G != EMPTY_ROW).astype(np.int64)
     i_X, j_X = np.nonzero(rank_G[:, None] < rank_G)
     # Ties go to the lowest ids, and to empty slots before all.
     ids_2X = np.sort(packing.expert_G[[i_X, j_X]], axis=0)
     by_id_X = np.lexsort((ids_2X[1], ids_2X[0]))
     i_X, j_X = i_X[by_id_X], j_X[by_id_X]
-    p_X, q_X = rank_G[i_X], rank_G[j_X]
+    p_X = rank_G[i_X]
+    q_X = rank_G[j_X]
     most = len(rank_G) if max_moves is None else max_moves
     held_BG: Ints = np.arange(len(rank_G))[None]
     load_BR: Floats = packing.load_R[None] / mean
     moves_B: Ints = np.zeros(1, dtype=np.int64)
     highest = float(load_BR.max()) * (1 + NO_GAIN)
-    best, stale = float(unevenness(load_BR)[0]), 0
+    best = float(unevenness(load_BR)[0])
+    stale = 0
     while stale < PATIENCE:
         yield Level(held_BG, load_BR, moves_B)
         shift_BX = weight_G[held_BG[:, i_X]] - weight_G[held_BG[:, j_X]]
-        p_BX, q_BX = np.abs(load_BR[:, p_X] - shift_BX), np.abs(load_BR[:, q_X] + shift_BX)
+        p_BX = np.abs(load_BR[:, p_X] - shift_BX)
+        q_BX = np.abs(load_BR[:, q_X] + shift_BX)
         powers_BR = load_BR**POWER
         score_BX = powers_BR.sum(1)[:, None] - powers_BR[:, p_X] - powers_BR[:, q_X] + p_BX**POWER + q_BX**POWER
         after_BX = moves_B[:, None] + moving_G[held_BG[:, i_X]] + moving_G[held_BG[:, j_X]]
@@ -79,7 +80,8 @@ def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator
         rows = np.arange(len(b))
         held_BG, load_BR, moves_B = held_BG[b], load_BR[b], after_BX[b, x]
         held_BG[rows, i_X[x]], held_BG[rows, j_X[x]] = held_BG[rows, j_X[x]], held_BG[rows, i_X[x]]
-        load_BR[rows, p_X[x]], load_BR[rows, q_X[x]] = p_BX[b, x], q_BX[b, x]
+        load_BR[rows, p_X[x]] = p_BX[b, x]
+        load_BR[rows, q_X[x]] = q_BX[b, x]
         score = float(unevenness(load_BR)[0])
         best, stale = (score, 0) if score < best - NO_GAIN else (best, stale + 1)
 
@@ -90,14 +92,17 @@ def fewest_exchanges(
     """The first placement of the search whose imbalance and unevenness are within `tolerance` of those of `like`, or
     whose imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else
     None."""
-    wanted, enough = float(unevenness(like.load_R)) + tolerance, max(target, like.imbalance + tolerance)
+    wanted = float(unevenness(like.load_R)) + tolerance
+    enough = max(target, like.imbalance + tolerance)
     best, best_held_G = np.inf, None
     for level in even_placements(packing, max_moves=max_moves):
-        score, top = float(unevenness(level.load_BR)[0]), float(level.load_BR[0].max())
+        score = float(unevenness(level.load_BR)[0])
+        top = float(level.load_BR[0].max())
         if top <= target or (top <= enough and score <= wanted):
             return packing.placement(level.held_BG[0])
         if score < best - NO_GAIN:
-            best, best_held_G = score, level.held_BG[0]
+            best = score
+            best_held_G = level.held_BG[0]
     return None if max_moves is None else packing.placement(best_held_G)
 
 
@@ -110,7 +115,8 @@ def worthwhile_exchanges(
     for level in even_placements(packing, max_moves=max_moves):
         cost = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2
         if cost < best - NO_GAIN:
-            best, best_held_G = cost, level.held_BG[0]
+            best = cost
+            best_held_G = level.held_BG[0]
         if level.load_BR[0].max() <= target:
             break
     return packing.placement(best_held_G)

@@ -45,7 +45,8 @@ def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float
     of_each = together.sum(1)
     surplus = together - np.outer(of_each, of_each) / max(float(of_each.sum()), 1e-300)
     room = np.array(current.slots_per_rank)
-    load_R, pull_RE = np.zeros(len(room)), np.zeros((len(room), len(load)))
+    load_R = np.zeros(len(room))
+    pull_RE = np.zeros((len(room), len(load)))
     experts_R: list[list[int]] = [[] for _ in room]
     for expert in np.argsort(-load, kind="stable").tolist():
         pull_R = np.where((room > 0) & (load_R + load[expert] <= limit), pull_RE[:, expert], -np.inf)

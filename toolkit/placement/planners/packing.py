@@ -52,7 +52,8 @@ class PackingState:
 
     def exchange(self, i: int, j: int) -> None:
         """Exchange what slots `i` and `j` hold."""
-        p, q = self.rank_G[i], self.rank_G[j]
+        p = self.rank_G[i]
+        q = self.rank_G[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
             self.holds_RE[rank, self.expert_G[leaving]] = False
             self.load_R[rank] += self.weight_G[coming] - self.weight_G[leaving]
@@ -108,7 +109,8 @@ class PackingState:
 
     def _held(self, rank: int) -> list[int]:
         """The slots of `rank` that are not empty."""
-        first, end = self.first_slot[rank], self.first_slot[rank + 1]
+        first = self.first_slot[rank]
+        end = self.first_slot[rank + 1]
         return (first + np.flatnonzero(self.expert_G[first:end] != EMPTY_ROW)).tolist()
 
     def _trade(self, p: int, leaving: list[int], q: int, coming: list[int]) -> None:
@@ -117,7 +119,8 @@ class PackingState:
         for i, j in zip(leaving, coming, strict=False):
             self.exchange(i, j)
         for extra, to in ((leaving[both:], q), (coming[both:], p)):
-            first, end = self.first_slot[to], self.first_slot[to + 1]
+            first = self.first_slot[to]
+            end = self.first_slot[to + 1]
             empty = first + np.flatnonzero(self.expert_G[first:end] == EMPTY_ROW)
             for i, j in zip(extra, empty.tolist(), strict=False):
                 self.exchange(i, j)
@@ -148,7 +151,8 @@ class PackingState:
             busiest = int(np.where(stuck_R, -np.inf, self.load_R).argmax())
             if self.load_R[busiest] <= target * float(self.load_R[~stuck_R].mean()):
                 return
-            start, end = self.first_slot[busiest], self.first_slot[busiest + 1]
+            start = self.first_slot[busiest]
+            end = self.first_slot[busiest + 1]
             shift = self.weight_G[start:end, None] - self.weight_G
             higher = np.maximum(self.load_R[busiest] - shift, self.load_R[self.rank_G] + shift)
             higher[:, start:end] = np.inf

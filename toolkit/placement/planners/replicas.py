@@ -67,10 +67,12 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
 
     def fewest_replicas(weight: float) -> int:
         """The fewest that keep to the limit, or come closest to it."""
-        best, lowest = 1, float("inf")
+        best = 1
+        lowest = float("inf")
         for replicas, (load, _) in enumerate(heapq.nsmallest(spare + 1, least), start=1):
             if load + weight / replicas < lowest:
-                best, lowest = replicas, load + weight / replicas
+                best = replicas
+                lowest = load + weight / replicas
             if lowest <= limit:
                 break
         return best

@@ -58,7 +58,8 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
 def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> PackingState:
     """The most even placement found by bisection over load limits; `packing` where none is better."""
     mean = float(load.sum()) / current.ranks
-    low, high = max(mean, float(load.max())), packing.imbalance * mean
+    low = max(mean, float(load.max()))
+    high = packing.imbalance * mean
     for _ in range(BISECTIONS):
         if high <= low * (1 + LITTLE_GAIN):
             break

@@ -1,0 +1,186 @@
+"""A DataLoader of one's own, and data sets without a length: any number of processes trains alike, and runs resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+
+import toolkit as tk
+from tests.equality import IN_FLOAT64, in_float64
+from tests.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.tracking.jsonl import read_metrics
+
+SAMPLES, BATCH, STEPS_PER_EPOCH = 46, 8, 6
+
+
+class Points(Dataset):
+    """Points with noise that is drawn anew at each visit."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return torch.full((4,), row / SAMPLES) + 0.01 * torch.randn(4), row % 3
+
+
+class Stream(IterableDataset):
+    """The same points in a row, and nobody knows how many."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        points = Points()
+        return (points[row] for row in range(SAMPLES))
+
+
+def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    inputs, labels = zip(*samples, strict=True)
+    return {"input": torch.stack(inputs).to(torch.get_default_dtype()), "label": torch.tensor(labels)}
+
+
+def loader(kind: str) -> DataLoader[Any]:
+    settings: dict[str, Any] = {"batch_size": BATCH, "collate_fn": collate}
+    if kind == "stream":
+        return DataLoader(Stream(), **settings)
+    if kind == "own generator":
+        settings["generator"] = torch.Generator()
+    return DataLoader(Points(), shuffle=True, **settings)
+
+
+def train(folder: Path, kind: str, stop_at: int | None = None, **settings: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Lines of metrics and the results of `max_steps` steps, which are stopped once where `stop_at` says."""
+    config = tk.RunConfig(
+        run_dir=folder, tracker="none", cpu=True, **{"batch_size": BATCH, "max_steps": 15, "log_every": 1} | settings
+    )
+
+    class Stop(tk.Callback):
+        def on_step_end(self, trainer: tk.Trainer) -> None:
+            if trainer.state.step == stop_at:
+                raise KeyboardInterrupt
+
+    data = {"train": loader(kind), "test": loader("stream")}
+    results: Any = None
+    with in_float64():
+        try:
+            with tk.start_run("loaders", config) as run:
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+                trainer = tk.standard_trainer(run, tk.Classification(), model, callbacks=[Stop()], **data)
+                results = trainer.fit()
+        except KeyboardInterrupt:
+            return train(folder, kind, **settings)
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines], results
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str):
+    settings = {"epochs": 3, "checkpoint": tk.CheckpointConfig(every_steps=4)}
+    whole, results = train(tmp_path / "whole", kind, **settings)
+    stopped, again = train(tmp_path / "stopped", kind, stop_at=9, **settings)
+    assert len(whole) == 15
+    assert stopped == whole
+    # The sixth batch of an epoch is short; a stream counts on from one pass into the next.
+    assert results["samples"] == again["samples"] == 2 * SAMPLES + 3 * BATCH
+    assert results["epochs"] == (1 if kind == "stream" else 15 / STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_two_processes_learn_what_one_does(tmp_path: Path, kind: str):
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "epochs": 3, "max_steps": 7}
+    (one,) = run_distributed(train_without_noise, 1, tmp_path / "one", kind, settings)
+    two, other = run_distributed(train_without_noise, 2, tmp_path / "two", kind, settings)
+    assert two[1]["samples"] == other[1]["samples"] == one[1]["samples"]
+    for mine, theirs in zip(two[0], one[0], strict=True):
+        for loss in {"train/loss", "eval/loss"} & theirs.keys():
+            assert mine[loss] == pytest.approx(theirs[loss], rel=IN_FLOAT64)
+
+
+def train_without_noise(folder: Path, kind: str, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    nn.Dropout.forward = lambda self, x: x  # type: ignore[method-assign]  # noqa: ARG005
+    return train(folder, kind, **settings)
+
+
+def refusal(
+    folder: Path, train_data: Any, settings: dict[str, Any] | None = None, options: dict[str, Any] | None = None
+) -> str:
+    config = tk.RunConfig(run_dir=folder, tracker="none", cpu=True, **{"batch_size": BATCH} | (settings or {}))
+    with tk.start_run("loaders", config) as run:
+        model = nn.Linear(4, 3)
+        with pytest.raises(UserError) as refused:
+            tk.standard_trainer(
+                run, tk.Classification(), model, train=train_data, test=loader("stream"), **options or {}
+            ).fit()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "options", "says"),
+    [
+        (loader("shuffled"), {"batch_size": 16}, {}, "--batch-size 16: the DataLoader gives 8 samples"),
+        (loader("stream"), {}, {}, "--max-steps None: nobody knows how many batches"),
+        (loader("shuffled"), {"auto_batch_size": True}, {}, "--auto-batch-size True: a DataLoader cannot be measured"),
+        (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),
+        (DataLoader([], batch_size=BATCH), {"max_steps": 3}, {"steps_per_epoch": 3}, "give no batches"),
+        (DataLoader(Points(), batch_size=BATCH), {}, {}, "the DataLoader gives a list: let its collate_fn return a"),
+        (
+            DataLoader(Points(), BATCH, sampler=DistributedSampler(Points(), 2, 0)),
+            {},
+            {},
+            "leave it out, each process takes its part by itself",
+        ),
+        (
+            DataLoader(Points(), BATCH, collate_fn=lambda _rows: {"input": torch.zeros(3), "label": torch.zeros(2)}),
+            {},
+            {},
+            "columns of unequal rows (input: 3, label: 2)",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path: Path, data, settings, options, says):
+    assert says in refusal(tmp_path, data, settings, options)
+
+
+def shard_of_each_rank(folder: Path) -> str:
+    rank = torch.distributed.get_rank()
+    rows = [Points()[row] for row in range(rank, SAMPLES, 2)]
+    return refusal(folder, DataLoader(rows, batch_size=BATCH, collate_fn=collate))
+
+
+def test_data_that_differ_between_ranks_are_refused_on_all_of_them(tmp_path: Path):
+    for told in run_distributed(shard_of_each_rank, 2, tmp_path):
+        assert told.startswith("the DataLoader gives other batches on another process")
+
+
+def test_a_data_set_without_a_loader_is_read_in_global_batches(tmp_path: Path):
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, log_every=1)
+    rows = [{"input": torch.full((4,), float(row)), "label": row % 3} for row in range(SAMPLES)]
+    with tk.start_run("loaders", config) as run:
+        trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=rows, test=rows)
+        assert trainer.fit()["samples"] == SAMPLES
+
+
+def test_what_needs_single_rows_says_so(tmp_path: Path):
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
+    with tk.start_run("loaders", config) as run:
+        data = {"train": loader("shuffled"), "test": loader("stream")}
+        trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
+        with pytest.raises(UserError, match=r"need training data in a tk\.TensorTable"):
+            _ = trainer.batches.order
+
+
+def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = iter([SAMPLES, SAMPLES - 1])
+
+    def shrinking(kind: str) -> DataLoader[Any]:
+        points = Points() if kind == "stream" else Subset(Points(), range(next(rows)))
+        return DataLoader(points, batch_size=BATCH, collate_fn=collate)
+
+    monkeypatch.setitem(train.__globals__, "loader", shrinking)
+    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
+        train(tmp_path / "run", "shrinking", stop_at=3)
