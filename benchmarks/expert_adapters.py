@@ -45,13 +45,12 @@ def build(experts: int, kind: str) -> Any:
     from toolkit.hosts.engine import ExpertParallel
 
     torch.manual_seed(0)
-    settings = Qwen3MoeConfig(
+    settings: Any = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=DIM,
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=8,
-        head_dim=DIM // 8,
         intermediate_size=HIDDEN,
         moe_intermediate_size=HIDDEN,
         num_experts=experts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,12 @@ def test_what_is_no_adapter_is_refused_in_one_line(saved: Path, tmp_path: Path, 
     code, _, err = verify(capsys, folder)
     assert (code, err.count("\n")) == (2, 1)
     assert "give it as --base" in err
+
+
+def test_without_peft_it_says_what_to_install(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    code, _, err = verify(capsys, saved / "adapter")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "pip install 'moe-toolkit[adapters]'" in err

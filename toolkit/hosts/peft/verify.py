@@ -139,9 +139,10 @@ def _load(folder: Path, base: str, found: Verification) -> Any:
 def _expert_adapters(model: nn.Module) -> Iterator[ExpertAdapter]:
     from peft.tuners.lora.layer import ParamWrapper
 
-    for name, wrapper in model.named_modules():
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, wrapper in modules.items():
         if isinstance(wrapper, ParamWrapper) and wrapper.num_experts > 1:
-            a, b = (layers["default"].weight.detach().float() for layers in (wrapper.lora_A, wrapper.lora_B))
+            a, b = (wrapper.get_parameter(f"lora_{matrix}.default.weight").detach().float() for matrix in "AB")
             experts = wrapper.num_experts
             place = re.sub(r"^base_model\.model\.|\.base_layer", "", name)
             yield ExpertAdapter(
@@ -160,9 +161,7 @@ def _check_rows(adapter: ExpertAdapter, found: Verification) -> None:
         found.faults.append(f"{adapter.name}: numbers that are not finite in {_named(broken)}")
         return
     if empty := _where(~a_EN.any(1)):
-        found.faults.append(
-            f"{adapter.name}: A is zero, which no training makes it, in {_named(empty)}: rows were lost"
-        )
+        found.faults.append(f"{adapter.name}: A is zero, as no training makes it, in {_named(empty)}: rows were lost")
     twins = [expert for expert in range(experts) if a_EN[expert].any() and (a_EN[:expert] == a_EN[expert]).all(1).any()]
     if twins:
         found.faults.append(f"{adapter.name}: A is that of an earlier expert, bit by bit, in {_named(twins)}")

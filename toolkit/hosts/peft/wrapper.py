@@ -20,6 +20,12 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT asks for this name
     hands A and B to the experts for the time of their forward. Merging, disabling and choosing adapters are PEFT's.
     """
 
+    # What PEFT's modules have, and torch's types do not say.
+    base_layer: Any
+    get_base_layer: Any
+    lora_A: Any
+    lora_B: Any
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.pop("adapter_names", None) is not None:
             raise UserError("adapter_names: experts take one choice of adapters for a whole batch, not one per sample.")
@@ -27,7 +33,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT asks for this name
             self.unmerge()
         if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
-        experts: Any = self.get_base_layer()
+        experts = self.get_base_layer()
         used = [self._factors(name) for name in self.active_adapters if name in self.lora_A]
         experts.low_rank[self.parameter_name] = used
         try:

@@ -40,7 +40,8 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, experts in experts_modules(model).items():
         block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
-        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in block.children()]
+        beside: list[Any] = list(block.children())
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
         candidates = [m for m in children if _router_rows(m) == _num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
