@@ -75,7 +75,7 @@ def load(path: Path, pair: Pair, run: OneRank | None = None) -> dict[str, Any]:
 
 def numbers(pair: Pair) -> Iterator[tuple[str, torch.Tensor]]:
     model, optimizer = pair
-    yield from model.state_dict().items()
+    yield from model.state_dict(keep_vars=True).items()
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             yield f"{name}.{key}", value

@@ -13,6 +13,7 @@ import pytest
 from toolkit.config.experts import MoERunConfig
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
 from toolkit.errors import UserError
+from toolkit.run.folder import DATA
 
 
 @pytest.mark.parametrize("field", ["lr"])
@@ -84,4 +85,5 @@ def test_a_config_is_plain_json_and_frozen():
 
 
 def test_the_fields_that_may_change_between_a_run_and_its_continuation_exist():
-    assert {field.name for field in dataclasses.fields(MoERunConfig)} >= NOT_OF_THE_TRAJECTORY
+    names = {field.name for field in dataclasses.fields(MoERunConfig)}
+    assert names | {DATA} >= NOT_OF_THE_TRAJECTORY

@@ -88,7 +88,9 @@ if fault == "recompute":
         return routing
 
     model.moe.router.forward = route_anew
-if fault != "save":
+if fault == "save":  # Accelerate saves, and the layer does not refuse, as others do not
+    model.moe._state_dict_pre_hooks.clear()
+else:
 
     def save_checkpoint(folder: str) -> None:
         checkpoint.save_tensors(folder, model, optimizer)
