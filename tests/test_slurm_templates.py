@@ -51,20 +51,25 @@ time.sleep(30)
 """
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (1, False)])
-def test_the_warning_reaches_the_run_and_only_a_saved_one_is_queued_anew(code, requeued, tmp_path):
-    (tmp_path / "run.py").write_text(SAVES_AND_LEAVES.format(code=code))
-    (tmp_path / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    script = f". {ROOT}/slurm/common.sh; (sleep 1; kill -USR1 $$) & run_and_requeue python3 {tmp_path}/run.py"
-    done = subprocess.run(
+def run_job(script: str, folder: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `script` in bash as job 7, with a scontrol in `folder` that prints how it was called."""
+    (folder / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
+    (folder / "scontrol").chmod(0o755)
+    return subprocess.run(
         ["bash", "-uc", script],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=timeout,
     )
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(75, True), (1, False)])
+def test_the_warning_reaches_the_run_and_only_a_saved_one_is_queued_anew(code, requeued, tmp_path):
+    (tmp_path / "run.py").write_text(SAVES_AND_LEAVES.format(code=code))
+    script = f". {ROOT}/slurm/common.sh; (sleep 1; kill -USR1 $$) & run_and_requeue python3 {tmp_path}/run.py"
+    done = run_job(script, tmp_path, timeout=60)
     assert "saved by SIGUSR1" in done.stdout, done.stderr
     assert done.returncode == code
     assert ("scontrol requeue 7" in done.stdout) == requeued
@@ -73,20 +78,11 @@ def test_the_warning_reaches_the_run_and_only_a_saved_one_is_queued_anew(code, r
 @pytest.mark.parametrize("when", ["before the functions are known", "before the run can handle it"])
 def test_a_warning_before_the_run_has_begun_queues_the_job_anew(when, tmp_path):
     (tmp_path / "run.py").write_text("import time; time.sleep(30)")  # without a handler
-    (tmp_path / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
-    (tmp_path / "scontrol").chmod(0o755)
     (first_line,) = {line for path in TEMPLATES for line in path.read_text().splitlines() if line.startswith("trap")}
     signal_at_once, signal_later = ("kill -USR1 $$", ":") if when.endswith("known") else (":", "kill -USR1 $$")
     script = f"{first_line}\n{signal_at_once}; . {ROOT}/slurm/common.sh; (sleep 1; {signal_later}) & "
     script += f"run_and_requeue python3 {tmp_path}/run.py"
-    done = subprocess.run(
-        ["bash", "-uc", script],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
+    done = run_job(script, tmp_path, timeout=20)
     assert done.returncode == 75, done.stderr
     assert "scontrol requeue 7" in done.stdout
 

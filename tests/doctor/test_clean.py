@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def watch_script(folder: str, steps: int, script: str, args: list[str], rounding
     watch(Path(folder), steps, str(ROOT / script), [*args, *run_dir], rounding)
 
 
+def watched(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
+    """Runs `script` when it is called with a name, processes and rounding, and reads what they recorded."""
+
+    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
+        (folder / name).mkdir()
+        run_distributed(watch_script, processes, str(folder / name), 3, script, list(args), rounding)
+        return Evidence(read_records(folder / name))
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("world", "args"),
     [
@@ -66,13 +78,7 @@ def watch_script(folder: str, steps: int, script: str, args: list[str], rounding
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path: Path):
-    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
-        (tmp_path / name).mkdir()
-        run_distributed(
-            watch_script, processes, str(tmp_path / name), 3, "recipes/mnist_moe.py", [*RECIPE, *args], rounding
-        )
-        return Evidence(read_records(tmp_path / name))
-
+    run = watched(tmp_path, "recipes/mnist_moe.py", *RECIPE, *args)
     many = run("many", world)
     comparison, findings = judge(run("one", 1), many, 1e-6, run)
     assert comparison.steps == 3
@@ -84,12 +90,7 @@ def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path
 def test_rounding_errors_that_grow_raise_no_alarm(tmp_path: Path):
     script = tmp_path / "rounded.py"
     script.write_text(ROUNDED)
-
-    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
-        (tmp_path / name).mkdir()
-        run_distributed(watch_script, processes, str(tmp_path / name), 3, str(script), [], rounding)
-        return Evidence(read_records(tmp_path / name))
-
+    run = watched(tmp_path, str(script))
     one, many = run("one", 1), run("many", 2)
     assert not Comparison(one, many, 1e-6)["gradients"].ok, "this is about gradients beyond the tolerance"
     comparison, findings = judge(one, many, 1e-6, run)
@@ -125,12 +126,7 @@ for step in range(5):
 def test_units_that_are_switched_off_do_not_hide_a_small_fault(tmp_path: Path):
     script = tmp_path / "dead.py"
     script.write_text(DEAD)
-
-    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
-        (tmp_path / name).mkdir()
-        run_distributed(watch_script, processes, str(tmp_path / name), 3, str(script), [], rounding)
-        return Evidence(read_records(tmp_path / name))
-
+    run = watched(tmp_path, str(script))
     _, findings = judge(run("one", 1), run("many", 2), 1e-6, run)
     assert [finding.name for finding in findings] == ["gradients scaled"]
 

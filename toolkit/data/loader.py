@@ -14,13 +14,14 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from toolkit.data.batches import bounds
 from toolkit.data.identity import Identity, identity_of_length
 from toolkit.errors import UserError
+from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.seeding import derive_seed
 from toolkit.task import Batch
 
@@ -125,9 +126,7 @@ class LoaderBatches:
         return cut(next(read_once(self.loader, self.seed, 0, 0)), 0, 0, self.device)
 
     def _part(self, batch: Mapping[str, Any], micro: int) -> Batch:
-        size = size_of(batch)
-        begin = micro * size // self.accumulation
-        end = (micro + 1) * size // self.accumulation
+        begin, end = bounds(size_of(batch), self.accumulation, micro)
         return part_of_rank(batch, begin, end, self.rank, self.world_size, self.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -209,8 +208,8 @@ def part_of_rank(
     batch: Mapping[str, Any], begin: int, end: int, rank: int, world_size: int, device: torch.device
 ) -> Batch:
     """The part of the samples `begin` to `end` that `rank` takes."""
-    size = end - begin
-    return cut(batch, begin + rank * size // world_size, begin + (rank + 1) * size // world_size, device)
+    first, last = bounds(end - begin, world_size, rank)
+    return cut(batch, begin + first, begin + last, device)
 
 
 def cut(batch: Mapping[str, Any], begin: int, end: int, device: torch.device) -> Batch:
@@ -226,9 +225,8 @@ def refuse_unequal(batch: Mapping[str, Any], device: torch.device) -> None:
         content.update(repr(tuple(tensor.shape)).encode())
         content.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() and tensor.ndim else b"")
     digest = int.from_bytes(content.digest()[:7], "little")
-    extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if extremes[0] != -extremes[1]:
+    largest, smallest = extremes_over_ranks(torch.tensor(digest, device=device))
+    if largest != smallest:
         raise UserError(
             "the DataLoader gives other batches on another process: give all of them the same data in the same order, "
             "unsharded; each takes its part of the global batch by itself."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.compat import norm_of_each
 from toolkit.errors import UserError
+from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.parallel.ownership import is_owned
 
 FIRST_STEPS, EVERY = 8, 64
@@ -46,18 +46,16 @@ class ReplicaCheck:
         norms = dict(zip(grads, norm_of_each(list(grads.values())), strict=True)) if grads else {}
         missing = torch.full((), -1.0, device=next(iter(replicated.values())).device)
         mine = torch.stack([norms.get(name, missing).float() for name in replicated]).nan_to_num()
-        extremes = torch.cat([mine, -mine])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        most, least = extremes.cpu().chunk(2)
+        most, least = (extreme.cpu() for extreme in extremes_over_ranks(mine))
         names = [name.removeprefix("module.") for name in replicated]
-        unused = [name for name, value in zip(names, least.tolist(), strict=True) if value > 0]
+        unused = [name for name, value in zip(names, least.tolist(), strict=True) if value < 0]
         if unused and self.steps == 1 and _waits_for_all(self.model):
             raise UserError(
                 f"{len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP waits "
                 "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
                 "find_unused_parameters=True)] of accelerate, or freeze them."
             )
-        different = [name for name, same in zip(names, (most == -least).tolist(), strict=True) if not same]
+        different = [name for name, same in zip(names, (most == least).tolist(), strict=True) if not same]
         if different:
             raise UserError(
                 f"step {self.steps:,}: the gradients of {len(different)} replicated parameter(s), first "

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups, extremes_over_ranks
 from toolkit.parallel.optimizer_rows import rows_of_state
 from toolkit.parallel.ownership import EMPTY_ROW, local_rows
 from toolkit.parallel.unwrapping import unwrapped
@@ -182,10 +182,8 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
     layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]
     digest = zlib.crc32(repr((stack.placement.slots, new.slots, layout)).encode())
     device = next(iter(rows.values())).device
-    extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    highest, negated_lowest = extremes.tolist()
-    if highest != -negated_lowest:
+    largest, smallest = extremes_over_ranks(torch.tensor(digest, device=device), group)
+    if largest != smallest:
         raise ValueError("ranks disagree on the placement to migrate to, or on which optimizer states the experts have")
 
 

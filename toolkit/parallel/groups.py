@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
@@ -85,3 +86,15 @@ def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
+
+
+def extremes_over_ranks(
+    value: Shaped[Tensor, "*shape"], group: dist.ProcessGroup | None = None
+) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
+    """The largest and the smallest of each element over the ranks of `group`, None for all; one collective.
+
+    Where they are the same, so is `value` on all ranks.
+    """
+    extremes = torch.stack([value, -value])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return extremes[0], -extremes[1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def adapter_rows(experts: nn.Module) -> dict[str, nn.Parameter]:
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-class _Stacked:
+class _Stacked(ABC):
     """The weight of one of PEFT's layers, stacked in place; what is loaded as PEFT saves it is stacked likewise."""
 
     def __init__(self, layer: Any, experts: int):
@@ -106,11 +107,13 @@ class _Stacked:
         layer.weight.as_saved = self.as_saved  # for `toolkit.moe.state_dict`
         layer.register_load_state_dict_pre_hook(self._take_rows)
 
+    @abstractmethod
     def stacked(self, saved: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What PEFT saves, with a row per expert."""
 
+    @abstractmethod
     def as_saved(self, stacked: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The rows of all experts, as PEFT saves them."""
 
     def _take_rows(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         saved, ownership = state.get(f"{prefix}weight"), ownership_of(layer.weight)  # type: ignore[arg-type]
