@@ -1,4 +1,4 @@
-"""What the process that starts the ranks of a run and those ranks tell each other, through the environment and a pipe."""
+"""What the ranks of a run and the process that starts them tell each other, through the environment and a pipe."""
 
 from __future__ import annotations
 

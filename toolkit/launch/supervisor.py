@@ -100,7 +100,7 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
         sys.stderr.write(line + "\n")
     folders = [line.removeprefix(FOLDER) for line in lines if line.startswith(FOLDER)]
     crashed = code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED) and not ranks.received
-    causes = [*ended, *stopped, *shown, *(line for line in lines if line.startswith(CAUSE)), f"exit code {code}."]
+    causes = [*ended, *shown, *stopped, *(line for line in lines if line.startswith(CAUSE)), f"exit code {code}."]
     cause = causes[0].removeprefix("error: ").removeprefix(CAUSE) if crashed else ""
     return Attempt(code, cause, Path(folders[-1]) if folders else None)
 
