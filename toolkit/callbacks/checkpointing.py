@@ -40,6 +40,7 @@ class Checkpointing(Callback):
             raise UserError(
                 f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to start from step 0."
             )
+        run.log_restart(trainer.state.step)
         self._started_at = trainer.state.step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002

@@ -138,6 +138,10 @@ class RunConfig:
     """Processes to start on this machine; none: those of the launcher."""
     process_timeout: float = 10.0
     """Minutes that a process waits for the others before all end with an error."""
+    step_timeout: float | None = None
+    """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
+    max_restarts: int = 0
+    """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
     num_workers: int = 0
     """Worker processes that load batches; 0 loads in the training process."""
     dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
@@ -175,6 +179,9 @@ class RunConfig:
         remedy = f"a learning rate raised to {self.peak_lr:g} needs a warm-up: add --schedule.warmup-epochs 2"
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
+        limit = self.step_timeout
+        require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
+        require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "take zero or more")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
         require(0 < self.process_timeout < math.inf, "process_timeout", self.process_timeout, "take minutes above 0")
         fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
@@ -207,6 +214,8 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "num_workers",
         "num_processes",
         "process_timeout",
+        "step_timeout",
+        "max_restarts",
         "memory_fraction",
         "cpu",
         "log_every",

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, RunConfig, to_dict
 from toolkit.errors import UserError
+from toolkit.launch.restarts import folder_to_continue, past_restarts
 from toolkit.tracking.jsonl import to_json
 from toolkit.tracking.secrets import mask
 
@@ -46,7 +47,7 @@ def open_folder(
     Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
     nothing to resume, or that cannot be written.
     """
-    folder = config.run_dir
+    folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":
         folder = folder or _newest(name)
         if folder is None or not (folder / "config.json").exists():
@@ -117,7 +118,7 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     path = folder / "config.json"
     if not path.exists():
         return None
-    if config.resume == "no":
+    if config.resume == "no" and not past_restarts():
         raise UserError(f"--run-dir {folder}: holds a run, and --resume no was given: choose another folder.")
     if is_finished(folder):
         raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder.")

@@ -30,17 +30,20 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
+from toolkit.launch.restarts import FOLDER, past_restarts, send
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.summary import summarise
 from toolkit.seeding import derive_seed
 from toolkit.tracking.guard import GuardedTracker
-from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.jsonl import MetricsFile, read_metrics
 from toolkit.tracking.secrets import mask
 from toolkit.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
+RESTART_REASON = "run/restart_reason"
+"""The key of metrics.jsonl under which a line says why the run was started again."""
 Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
 """`draw(folder, results)` writes pictures of a finished run into its folder; returns those for trackers, by name."""
 
@@ -162,6 +165,14 @@ class Run:
         for sink in (*self._sinks, *(self._trackers or ())):
             sink.log(values, step)
 
+    def log_restart(self, step: int) -> None:
+        """Write that the ranks were started again, and why, where they were. Training goes on from `step`."""
+        restarts = past_restarts()
+        if restarts and self._metrics is not None:
+            self._metrics.append(step, {"run/restarts": len(restarts), RESTART_REASON: restarts[-1]})
+            for tracker in self._trackers or ():
+                tracker.log({"run/restarts": len(restarts)}, step)
+
     def draw_at_finish(self, draw: Draw) -> None:
         """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
         if draw not in self._draws:
@@ -217,6 +228,7 @@ class Run:
             "device": str(self.device.type),
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
+            **self._restarts(),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
@@ -230,6 +242,12 @@ class Run:
                 "make room, and run the same command again."
             ) from None
         return numbers
+
+    def _restarts(self) -> dict[str, Any]:
+        """Why the run was started again, for results.json; nothing where it was not."""
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        reasons = [f"at step {line['step']}: {line[RESTART_REASON]}" for line in lines if RESTART_REASON in line]
+        return {"restarts": reasons} if reasons else {}
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
         """Release the folder, the trackers and the process group. A second call does nothing."""
@@ -275,6 +293,8 @@ def start_run(name: str, config: RunConfig) -> Run:
     _seed(config.seed)
     if run.device.type == "cpu":
         run._settings.enter_context(process_settings())
+    if run.is_main:
+        send(f"{FOLDER}{run.folder}")
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 

@@ -36,6 +36,8 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):
         rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
+    if restarts := results.get("restarts"):
+        rows.append(("restarts", f"{len(restarts)}, the last {restarts[-1]}"))
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
