@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.equality import in_float64, relative_difference
+from tests.equality import in_float64
 from tests.hosts.transformers.mixtures import build, outputs
 from toolkit.config.router import RouterOptions
-from toolkit.errors import UserError
 from toolkit.hosts.routes import record_routes, replay_routes
 from toolkit.moe.layer import make_moe
-from toolkit.moe.routes import Routes
 
 DIM, EXPERTS, TOP_K = 8, 6, 2
 

@@ -156,6 +156,10 @@ class RunConfig:
     """Folder of the run; none: runs/<recipe>/<time>."""
     resume: Literal["auto", "yes", "no"] = "auto"
     """Resume the run in --run-dir: if there is one (auto), always (yes, or --resume alone), or never (no)."""
+    resume_from: int | None = None
+    """Step of the checkpoint to go back to; later ones are put aside. None: the newest."""
+    extend: bool = False
+    """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
     tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
     """Also log metrics to a tracker"""
     log_every: int = 50
@@ -179,6 +183,9 @@ class RunConfig:
         remedy = f"a learning rate raised to {self.peak_lr:g} needs a warm-up: add --schedule.warmup-epochs 2"
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
+        back, begins = self.resume_from, self.resume == "no"
+        require(back is None or (back >= 1 and not begins), "resume_from", back, "take a step, without --resume no")
+        require(not (self.extend and begins), "extend", self.extend, "leave --resume no out")
         limit = self.step_timeout
         require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "take zero or more")
@@ -206,10 +213,14 @@ def require_divisible(batch_size: int, processes: int, accumulation: int, pieces
     )
 
 
+LENGTH = frozenset({"epochs", "max_steps"})
+"""Fields that --extend may change."""
 NOT_OF_THE_TRAJECTORY = frozenset(
     {
         "run_dir",
         "resume",
+        "resume_from",
+        "extend",
         "tracker",
         "num_workers",
         "num_processes",

@@ -13,7 +13,7 @@ import errno
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from toolkit.launch.restarts import FOLDER, past_restarts, send
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
-from toolkit.run.summary import summarise
+from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
 from toolkit.seeding import derive_seed
 from toolkit.tracking.guard import GuardedTracker
 from toolkit.tracking.jsonl import MetricsFile, read_metrics
@@ -42,8 +42,6 @@ from toolkit.tracking.secrets import mask
 from toolkit.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
-RESTART_REASON = "run/restart_reason"
-"""The key of metrics.jsonl under which a line says why the run was started again."""
 Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
 """`draw(folder, results)` writes pictures of a finished run into its folder; returns those for trackers, by name."""
 
@@ -87,8 +85,8 @@ class Run:
 
     @property
     def resume(self) -> str:
-        """The field `resume` of the config: auto, yes or no."""
-        return self.config.resume
+        """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
+        return "auto" if past_restarts() else self.config.resume
 
     # --- deciding together ------------------------------------------------------------------------------------
 
@@ -178,6 +176,10 @@ class Run:
         if draw not in self._draws:
             self._draws.append(draw)
 
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The lines that were written so far, by earlier processes of this run, too. For the main process."""
+        return read_metrics(self.folder / "metrics.jsonl")
+
     def truncate_metrics(self, step: int) -> None:
         """Remove the lines after `step`, from which training continues."""
         if self._metrics is not None:
@@ -228,7 +230,7 @@ class Run:
             "device": str(self.device.type),
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
-            **self._restarts(),
+            **restarts_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
@@ -242,12 +244,6 @@ class Run:
                 "make room, and run the same command again."
             ) from None
         return numbers
-
-    def _restarts(self) -> dict[str, Any]:
-        """Why the run was started again, for results.json; nothing where it was not."""
-        lines = read_metrics(self.folder / "metrics.jsonl")
-        reasons = [f"at step {line['step']}: {line[RESTART_REASON]}" for line in lines if RESTART_REASON in line]
-        return {"restarts": reasons} if reasons else {}
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
         """Release the folder, the trackers and the process group. A second call does nothing."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+RESTART_REASON = "run/restart_reason"
+"""The key of metrics.jsonl under which a line says why the run was started again."""
 
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:
@@ -42,6 +45,12 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
     return aligned(rows)
+
+
+def restarts_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """At which steps a run was started again, and why, for results.json; {} where it was not."""
+    reasons = [f"at step {line['step']}: {line[RESTART_REASON]}" for line in metrics if RESTART_REASON in line]
+    return {"restarts": reasons} if reasons else {}
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:
