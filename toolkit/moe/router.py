@@ -33,6 +33,8 @@ class Routing:
     """float32."""
     kept_TK: Bool[Tensor, "T K"] | None = None
     """bool, False for assignments that are dropped; None where all are kept."""
+    counted_T: Bool[Tensor, " T"] | None = None
+    """bool, False for padding, which no loss and no load counts; None where there is none."""
 
 
 class TopKRouter(nn.Module):
