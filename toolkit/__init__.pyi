@@ -26,9 +26,9 @@ from .errors import Preempted as Preempted
 from .errors import UserError as UserError
 from .hosts import transformers as transformers
 from .hosts.engine import ExpertParallel as ExpertParallel
+from .hosts.parameter_groups import parameter_groups as parameter_groups
 from .hosts.routes import record_routes as record_routes
 from .hosts.routes import replay_routes as replay_routes
-from .hosts.parameter_groups import parameter_groups as parameter_groups
 from .hosts.spread import spread_experts as spread_experts
 from .models.mlp import MLP as MLP
 from .models.mlp import Pixels as Pixels
