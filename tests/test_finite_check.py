@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from toolkit.callbacks.evaluation import Evaluation
 from toolkit.checkpoint import manifest
 from toolkit.config.run import CheckpointConfig
 from toolkit.errors import UserError
+from toolkit.tracking.jsonl import read_metrics
 
 BAD_STEP = 8
 WHERE = {
@@ -62,6 +65,13 @@ def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, w
     message, checkpoints = poisoned(tmp_path, what)
     assert message.startswith(WHERE[what])
     assert "\n" not in message
+    first = {"loss": "stem is the first", "gradient": "all modules are finite", "weight": "stem is the first"}[what]
+    assert f"{first}; the batch's rows are " in message
+    told = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert told["step"] == BAD_STEP
+    assert told["module"] == (None if what == "gradient" else "stem")
+    assert len(told["samples"]) == 10
+    assert ", ".join(map(str, told["samples"][:8])) + ", ..." in message
     assert checkpoints == ["step-00000006"]
     assert manifest.find_damage(tmp_path / "checkpoints" / checkpoints[0]) is None
 
@@ -80,8 +90,49 @@ def poisoned_on_one_rank(folder: Path) -> tuple[str, list[str]]:
 def test_every_rank_stops_with_the_same_line(tmp_path: Path):
     first, second = run_distributed(poisoned_on_one_rank, 2, tmp_path)
     assert first == second
-    assert first[0].startswith(f"{WHERE['loss']} on rank 1:")
+    assert first[0].startswith(f"{WHERE['loss']} on rank 1 (the output of stem is the first; the batch's rows are ")
     assert first[1] == ["step-00000006"]
+
+
+class Poisons(tk.Callback):
+    """Makes the gradients of these steps NaN; notes the weights after each step."""
+
+    def __init__(self, *steps: int):
+        self.steps = steps
+        self.weights: list[Tensor] = []
+
+    def on_step_start(self, trainer: tk.Trainer, micro_batches: list[dict[str, Tensor]]) -> None:
+        if trainer.state.step + 1 in self.steps:
+            micro_batches[0]["input"][:] = math.nan
+
+    def on_step_end(self, trainer: tk.Trainer) -> None:
+        self.weights.append(trainer.raw_model.head.weight.detach().clone())
+
+
+def test_steps_are_skipped_where_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    poisons = Poisons(5, 6, 9)
+    with small_trainer(small_config(tmp_path, on_nonfinite="skip", log_every=1), callbacks=[poisons]) as trainer:
+        results = trainer.run.finish(trainer.fit())
+    same = [torch.equal(*pair) for pair in pairwise(poisons.weights)]
+    assert [step for step, is_same in enumerate(same, start=2) if is_same] == [5, 6, 9]
+    assert all(weight.isfinite().all() for weight in poisons.weights)
+    assert results["skipped_steps"] == 3
+    out = capsys.readouterr().out
+    assert out.count("warning: step 5 is skipped: its gradients are not finite (the output of stem is the first;") == 1
+    assert "3 step(s) whose gradients were not finite" in out
+    lines = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [line.get("train/skipped_steps") for line in lines if line["step"] in (3, 9, 20)] == [None, 3, 3]
+    assert all(math.isfinite(line["train/loss"]) for line in lines if "train/loss" in line)
+
+
+def test_three_steps_in_a_row_are_not_skipped(tmp_path: Path):
+    with (
+        pytest.raises(
+            UserError, match=r"step 7: the loss is not finite for the 3rd time in a row \(the output of stem"
+        ),
+        small_trainer(small_config(tmp_path, on_nonfinite="skip"), callbacks=[Poisons(5, 6, 7)]) as trainer,
+    ):
+        trainer.fit()
 
 
 def test_weights_that_overflow_in_an_update_are_never_saved(tmp_path: Path):

@@ -1,10 +1,14 @@
-"""Stops training at a loss, a gradient or a weight that is not finite, without a host sync on ordinary steps."""
+"""Stops training at a loss, a gradient or a weight that is not finite, without a host sync on ordinary steps; or skips
+steps whose gradients are not."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +21,10 @@ from toolkit.errors import UserError
 READ_EVERY = 8
 """Steps between two readings on a device other than a CPU, where reading makes the host wait."""
 GRADIENT = "the gradient of"
+MOST_SKIPPED = 3
+"""Skipped steps in a row after which training stops."""
+REPORT = "nonfinite.json"
+SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
 
 
@@ -43,11 +51,26 @@ class FiniteCheck:
 
     fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
     weights are checked. All methods that raise are collectives, and raise the same UserError on every rank.
+
+    With `skip`, each step is read before its update on every device, and steps whose gradients are not finite are left
+    out; training stops after `MOST_SKIPPED` in a row. `explain` is called, on all ranks, with the step and what was
+    found, for steps that were read before their update; the sentence that it returns is added to the error.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, scaled: bool):
-        self.model, self.scaled = model, scaled
-        self.read_every = 1 if device.type == "cpu" else READ_EVERY
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        scaled: bool,
+        skip: bool = False,
+        explain: Callable[[int, str], str] = lambda _step, _what: "",
+    ):
+        self.model, self.scaled, self.skip, self.explain = model, scaled, skip, explain
+        self.read_every = 1 if skip or device.type == "cpu" else READ_EVERY
+        self.skipped = 0
+        """Steps that were skipped, of this process."""
+        self._in_a_row = 0
         self._waiting: list[_Step] = []
         self._norms: tuple[Sequence[Tensor], Tensor] = ([], torch.zeros(0))
 
@@ -55,13 +78,24 @@ class FiniteCheck:
         """Remember the norm of the gradient of each of `parameters`, for the `add` that follows."""
         self._norms = parameters, norms
 
-    def add(self, step: int, norm: Tensor, losses: list[Tensor]) -> None:
-        """Check the `step`-th optimizer step, before its update, now or later."""
+    def add(self, step: int, norm: Tensor, losses: list[Tensor]) -> bool:
+        """Check the `step`-th optimizer step, before its update, now or later; returns whether to take the update."""
         if self.scaled:
-            return
+            return True
         self._waiting.append(_Step(step, norm, losses, *self._norms))
+        if self.skip and not norm.isfinite():
+            self._in_a_row += 1
+            if self._in_a_row < MOST_SKIPPED:
+                self._waiting.clear()
+                self.skipped += 1
+                if self.skipped == 1:
+                    self.explain(step, "a step is skipped")
+                return False
+        else:
+            self._in_a_row = 0
         if len(self._waiting) >= self.read_every:
             self.read()
+        return True
 
     def read(self) -> None:
         """Raise UserError for the first step since the last reading whose gradients were not finite."""
@@ -71,8 +105,10 @@ class FiniteCheck:
         norms = torch.stack([step.norm for step in waiting]).tolist()
         bad = next((step for step, norm in zip(waiting, norms, strict=True) if not math.isfinite(norm)), None)
         if bad is not None:
-            self._refuse(f"step {bad.step:,}", self._name(bad))
-            _stop(f"step {bad.step:,}: the norm of all gradients is not finite")
+            found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
+            again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
+            why = self.explain(bad.step, found) if self.read_every == 1 else ""
+            _stop(f"step {bad.step:,}: {found}{again}{why}")
 
     def check_line(self, step: int, means: Mapping[str, Any]) -> None:
         """Raise UserError for a mean training loss on a line of metrics that is not finite."""
@@ -86,7 +122,8 @@ class FiniteCheck:
         self.read()
         buffers = self.model.named_buffers()
         name = self._first_weight() or _first(buffers, lambda buffer: ~buffer.isnan())  # a mask may hold -inf
-        self._refuse(f"after step {step:,}", name)
+        if found := self._found(name):
+            _stop(f"after step {step:,}: {found}")
 
     def _name(self, step: _Step) -> str | None:
         """The first tensor of `step` that is not finite on this rank: weights, then losses, then gradients."""
@@ -103,12 +140,56 @@ class FiniteCheck:
         return _first(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), torch.isfinite)
 
     @staticmethod
-    def _refuse(when: str, mine: str | None) -> None:
-        """Raise UserError with what the ranks found, a loss before gradients, if any found something. A collective."""
+    def _found(mine: str | None) -> str | None:
+        """What the ranks found, a loss before gradients, if any found something. A collective."""
         found = [(name.startswith(GRADIENT), rank, name) for rank, name in enumerate(together(lambda: mine)) if name]
-        if found:
-            _, rank, name = min(found)
-            _stop(f"{when}: {name} is not finite" + (f" on rank {rank}" if rank else ""))
+        if not found:
+            return None
+        _, rank, name = min(found)
+        return f"{name} is not finite" + (f" on rank {rank}" if rank else "")
+
+
+def first_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """The first module of `model` whose output is not finite when `forward` runs it, on any rank. A collective."""
+    names: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if any(value.is_floating_point() and not value.isfinite().all() for value in _tensors(output)):
+                names.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return next((found[0] for found in together(lambda: names) if found), None)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(value)
+
+
+def report(folder: Path, *, step: int, what: str, module: str | None, samples: list[int] | None) -> str:
+    """Write `nonfinite.json` into the run's `folder`; the same in half a sentence. To be called on the main process."""
+    content = {"step": step, "what": what, "module": module, "samples": samples}
+    with suppress(OSError):
+        (folder / REPORT).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    words = [f"the output of {module} is the first" if module else "the outputs of all modules are finite"]
+    if samples:
+        more = ", ..." if len(samples) > SHOWN_SAMPLES else ""
+        words.append(
+            f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more} (all in {folder / REPORT})"
+        )
+    return " (" + "; ".join(words) + ")"
 
 
 def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:

@@ -19,7 +19,7 @@ from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_sta
 from toolkit.checkpoint import checkpoint
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.loader import LoaderBatches, LoaderEvalBatches
-from toolkit.finite_check import FiniteCheck
+from toolkit.finite_check import FiniteCheck, first_module, report
 from toolkit.metrics import MetricSums, global_counts, plain_values
 from toolkit.optim import Schedule, initial_rates
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
@@ -67,7 +67,14 @@ class Trainer:
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.owned_parameters = owned(self.parameters)
-        self.finite = FiniteCheck(model, run.device, scaled=run.accelerator.scaler is not None)
+        self.finite = FiniteCheck(
+            model,
+            run.device,
+            scaled=run.accelerator.scaler is not None,
+            skip=run.config.on_nonfinite == "skip",
+            explain=self._explain_nonfinite,
+        )
+        self._micro_batches: list[Batch] = []
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -118,12 +125,15 @@ class Trainer:
         self.state.step += 1
         if self.at_log_step:
             self.record("train/grad_norm", norm)
+            if skipped := self.results.get("skipped_steps"):
+                self.record("train/skipped_steps", skipped)
             self.record("train/learning_rate", self.base_rates[0] * multiplier)
 
     def learn(self, micro_batches: list[Batch], multiplier: float, *, record: bool = True) -> Tensor:
         """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
         counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
         self.enter("step")
+        self._micro_batches = micro_batches
         accelerator = self.run.accelerator
         counts, total = global_counts([self.task.count(batch) for batch in micro_batches], self.run.device)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
@@ -131,6 +141,7 @@ class Trainer:
         # DDP averages over ranks and Accelerate divides by the accumulation steps: undo both, divide by the count.
         scale = self.run.world_size * len(micro_batches) / total
         losses: list[Tensor] = []
+        parts: list[tuple[Loss, Any]] = []
         for index, batch in enumerate(micro_batches):
             self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
@@ -139,15 +150,18 @@ class Trainer:
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
             losses.append(value.detach())
-            if record:
-                self.record_sums(loss, counts[index])
+            parts.append((loss, counts[index]))
         accelerator.unscale_gradients()
         average_owned_gradients(self.owned_parameters, self.run.world_size)
         norm = clip_grad_norm_(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
-        self.finite.add(self.state.step + 1, norm, losses)
-        self.hooks("on_before_optimizer_step")
-        self.update()
-        refresh_replicas(self.owned_parameters)
+        if self.finite.add(self.state.step + 1, norm, losses):
+            self.hooks("on_before_optimizer_step")
+            self.update()
+            refresh_replicas(self.owned_parameters)
+            for part in parts if record else ():
+                self.record_sums(*part)
+        else:
+            self.results["skipped_steps"] = self.results.get("skipped_steps", 0) + 1
         for parameter in self.parameters:
             parameter.grad = None
         self.enter("callbacks")
@@ -220,6 +234,23 @@ class Trainer:
         self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
         self._recorded = {}
         self._line_is_due = False
+
+    def _explain_nonfinite(self, step: int, what: str) -> str:
+        """Which module gave the first output that is not finite in the last forward passes, and for which samples."""
+
+        def forward() -> None:
+            for index, batch in enumerate(self._micro_batches):
+                self.seed_micro_batch(index)
+                with self.autocast():
+                    self.task.loss(self.model, batch)
+
+        module = first_module(self.raw_model, forward)
+        rows = self.batches.rows_of(step - 1) if isinstance(self.batches, TrainBatches) else None
+        words = report(self.run.folder, step=step, what=what, module=module, samples=rows) if self.run.is_main else ""
+        words = self.run.on_main_and_share(lambda: words)
+        if self.finite.skipped == 1:
+            self.run.print(f"warning: step {step:,} is skipped: its gradients are not finite{words}.")
+        return words
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,

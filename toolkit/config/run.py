@@ -138,6 +138,8 @@ class RunConfig:
     """Processes to start on this machine; none: those of the launcher."""
     process_timeout: float = 10.0
     """Minutes that a process waits for the others before all end with an error."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """At a gradient that is not finite, stop, or skip the step, up to twice in a row."""
     step_timeout: float | None = None
     """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
     max_restarts: int = 0
@@ -225,6 +227,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "num_workers",
         "num_processes",
         "process_timeout",
+        "on_nonfinite",
         "step_timeout",
         "max_restarts",
         "memory_fraction",

@@ -142,6 +142,10 @@ class TrainBatches:
             for micro in range(self.accumulation):
                 yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
 
+    def rows_of(self, step: int) -> list[int]:
+        """The row numbers of the global batch of `step`."""
+        return next(self.order.batches(step)).tolist()
+
     def micro_batches_of(self, rows: Tensor) -> list[Batch]:
         """This rank's micro-batches of a global batch of `rows`, as they are in the table."""
         micro = (split(rows, self.accumulation, index) for index in range(self.accumulation))

@@ -39,6 +39,8 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):
         rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
+    if skipped := results.get("skipped_steps"):
+        rows.append(("skipped", f"{skipped} step(s) whose gradients were not finite: see nonfinite.json"))
     if restarts := results.get("restarts"):
         rows.append(("restarts", f"{len(restarts)}, the last {restarts[-1]}"))
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
