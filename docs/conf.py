@@ -35,6 +35,7 @@ CONTENTS = {
         "docs/knowledge_graph",
         "docs/transformers",
         "docs/adapters",
+        "docs/router_replay",
         "docs/transformers_families",
         "toolkit/moe/README",
     ],

@@ -66,8 +66,8 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
     hooks = route_hooks(model)
     layers = _layers_with_experts(model, list(hooks), routes)
     calls = [[given(name, ids_TK) for ids_TK in layer] for name, layer in zip(hooks, layers, strict=True)]
-    for name, hook in hooks.items():
-        _refuse_new_decisions(name, hook, model)
+    for name in hooks:
+        _refuse_new_drops(name, model)
     for hook, of_layer in zip(hooks.values(), calls, strict=True):
         hook.replay(of_layer)
     try:
@@ -127,18 +127,21 @@ def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
 def _hook_of_block(name: str, experts: nn.Module, model: nn.Module) -> RouteHook:
     made = getattr(experts, "route_hook", None)
     if made is None:
-        block_name = outside_wrappers(name).rpartition(".")[0]
-        while (
-            block_name and len(list(model.get_submodule(block_name).children())) == 1
-        ):  # DBRX has its tables in a module of its own
-            block_name = block_name.rpartition(".")[0]
         made = RouteHook(name)
         experts.route_hook = made  # type: ignore[assignment]
-        _BlockWatch(made, num_experts(experts)).attach(model.get_submodule(block_name), experts)
+        _BlockWatch(made, num_experts(experts)).attach(_block_of(name, model), experts)
     return made
 
 
-def _refuse_new_decisions(name: str, hook: RouteHook, model: nn.Module) -> None:
+def _block_of(experts: str, model: nn.Module) -> nn.Module:
+    """The module in which the experts so named have a router beside them."""
+    name = outside_wrappers(experts).rpartition(".")[0]
+    while name and len(list(model.get_submodule(name).children())) == 1:  # of DBRX, whose tables are further inside
+        name = name.rpartition(".")[0]
+    return model.get_submodule(name)
+
+
+def _refuse_new_drops(name: str, model: nn.Module) -> None:
     capacity = getattr(model.get_submodule(name), "capacity", None)
     if capacity is not None and capacity.policy == "probs" and model.training:
         raise UserError(

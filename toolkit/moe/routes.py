@@ -27,7 +27,7 @@ NO_ROUTE = -1
 """In each of a token's places: it has no recorded experts, so its router chooses."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Routes:
     """The experts of each token, by layer and call of the model."""
 
@@ -69,9 +69,8 @@ class Routes:
             )
         shapes = {array.shape[1:] for array in arrays}
         if len(shapes) != 1:
-            raise UserError(
-                f"routed_experts have (layers, K) of {sorted(map(tuple, shapes))}: take those of one model."
-            )
+            found = " and ".join(str(tuple(shape)) for shape in sorted(shapes)) or "nothing"
+            raise UserError(f"routed_experts have (layers, K) of {found}: take those of one model.")
         ids_BSLK = torch.full((*mask_BS.shape, *shapes.pop()), NO_ROUTE, dtype=torch.int64)
         for index, (array, mask_S) in enumerate(zip(arrays, mask_BS, strict=True)):
             tokens = int(mask_S.sum())
@@ -286,8 +285,8 @@ class RouteHook:
         if len(self._recent) > 1 and any(call is not None for call in self._recent):
             raise UserError(
                 f"the backward repeats one of several forwards of layer {self.layer!r}, and plain gradient "
-                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or pass "
-                '"context_fn": replay_contexts of toolkit.moe.recompute to gradient_checkpointing_enable.'
+                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or "
+                'pass "context_fn": replay_contexts of toolkit.moe.recompute to gradient_checkpointing_enable.'
             )
         self._repeated = True
         return self._recent[-1] if self._recent else None
