@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
 from toolkit.launch.restarts import FOLDER, past_restarts, send
+from toolkit.run.console import print_nowhere
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
@@ -131,12 +132,17 @@ class Run:
             self.print(facts["dataset_notice"])
 
     def print(self, text: str) -> None:
-        """Print `text` on the main process, and flush. A full disk or a closed terminal does not end the run."""
+        """Print `text` on the main process, and flush. A full disk, a closed terminal or a reader that has enough, such
+        as `head`, does not end the run."""
         if not self.is_main:
             return
         try:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
+        except BrokenPipeError:
+            print_nowhere()
+            with suppress(OSError):  # stderr may be the same pipe
+                sys.stderr.write("notice: nobody reads the output any more: the run goes on.\n")
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise

@@ -29,6 +29,7 @@ from toolkit.run.run import Run
 from toolkit.standard.experts import missing_expert_callbacks
 from toolkit.standard.start import describe_start
 from toolkit.task import Task
+from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
 EVAL_BATCH_SIZE = 1000
@@ -72,6 +73,11 @@ def standard_trainer(
         raise UserError(
             f"--early-stopping.patience {stopping.patience}: this run has no single test set, leave it out."
         )
+    if isinstance(task, Classification):
+        tables = {
+            name: table for name, table in (("training", train), ("test", test)) if isinstance(table, TensorTable)
+        }
+        task.expect(**{name: table.columns["label"] for name, table in tables.items() if "label" in table.columns})
     missing = missing_expert_callbacks(run, model, task, callbacks)
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
     batches: TrainBatches | LoaderBatches

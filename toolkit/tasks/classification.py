@@ -8,7 +8,11 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.errors import UserError
 from toolkit.task import Batch, Loss
+
+IGNORED = -100
+"""A label that torch's cross-entropy leaves out."""
 
 
 class Classification:
@@ -26,12 +30,19 @@ class Classification:
         inputs: Sequence[str] = ("input",),
     ):
         self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
+        self._unchecked: dict[str, Integer[Tensor, " N"]] = {}
+
+    def expect(self, **labels: Integer[Tensor, " N"]) -> None:
+        """Have the first forward, which tells the number of classes, raise UserError where `labels`, those of a whole
+        data set by its name, have one that is no class. Every rank raises it, and a GPU does not wait for it."""
+        self._unchecked |= labels
 
     def count(self, batch: Batch) -> int:
         return len(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         logits = model(*(batch[name] for name in self.inputs))
+        self._check(logits.shape[-1])
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         penalty = self.penalty() if self.penalty is not None else None
@@ -39,6 +50,7 @@ class Classification:
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         logits = model(*(batch[name] for name in self.inputs))
+        self._check(logits.shape[-1])
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum")
         return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
@@ -46,6 +58,17 @@ class Classification:
     def sample_losses(self, model: nn.Module, batch: Batch) -> Float[Tensor, " N"]:
         """(N): nats, each sample's own."""
         return F.cross_entropy(model(batch["input"]), batch["label"], reduction="none")
+
+    def _check(self, classes: int) -> None:
+        for name, labels in self._unchecked.items():
+            wrong = (labels >= classes) | ((labels < 0) & (labels != IGNORED))
+            if wrong.any():
+                row = int(wrong.nonzero()[0])
+                raise UserError(
+                    f"the {name} data have the label {int(labels[row])} in row {row} of the column `label`: "
+                    f"the model has {classes} classes, 0 to {classes - 1}."
+                )
+        self._unchecked = {}
 
 
 def correct(logits: Float[Tensor, "N C"], labels: Integer[Tensor, " N"]) -> Int[Tensor, ""]:
