@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
-from toolkit.data.batches import EvalBatches, TrainBatches
-from toolkit.data.loader import LoaderBatches, LoaderEvalBatches
+from toolkit.data.batches import TrainBatches
+from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.finite_check import FiniteCheck
 from toolkit.metrics import MetricSums, global_counts, plain_values
 from toolkit.optim import Schedule, initial_rates
@@ -151,19 +151,19 @@ class Trainer:
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
 
     @torch.no_grad()
-    def evaluate(self, batches: EvalBatches | LoaderEvalBatches, name: str = "eval") -> dict[str, float]:
+    def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
         """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective."""
         sums = MetricSums(self.run.device)
+        task = task or self.task
         self.model.eval()
         for batch in batches:
             with self.autocast():
-                loss = self.task.evaluate(self.model, batch)
+                loss = task.evaluate(self.model, batch)
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
-        summarise = getattr(self.task, "summarise", dict)
+        summarise = getattr(task, "summarise", dict)
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.compute()).items()}
-        for key, value in metrics.items():
-            self.record(key, value)
+        self._recorded |= metrics
         self._line_is_due = True
         self.hooks("on_evaluate_end", name, metrics)
         return metrics

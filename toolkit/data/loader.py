@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from toolkit.data.batches import bounds
+from toolkit.data.batches import EvalBatches, bounds
 from toolkit.data.identity import Identity, identity_of_length
 from toolkit.errors import UserError
 from toolkit.parallel.groups import extremes_over_ranks
@@ -151,6 +151,9 @@ class LoaderEvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
             yield part_of_rank(batch, 0, size_of(batch), self.rank, self.world_size, self.device)
+
+
+AnyEvalBatches = EvalBatches | LoaderEvalBatches
 
 
 def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:
