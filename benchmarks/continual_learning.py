@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import toolkit as tk
 from benchmarks.report import markdown, put_tables, write_report
-from recipes.mnist_moe import Config, build_model, full
+from recipes.mnist_moe import Config, build_model, top2
 from toolkit.callbacks.drift import DriftWatch
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import BatchOrder
@@ -151,7 +151,7 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
     arm = ARMS[cell.arm]
     with tempfile.TemporaryDirectory() as folder:
         config: Config = replace(
-            full(),
+            top2(),
             epochs=1,
             lr=1e-3,
             blank_pixels=0.0,

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import toolkit as tk
 from benchmarks.report import write_report
-from recipes.mnist_moe import Config, build_model, dynamic, full, main
+from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import EvalBatches
 from toolkit.domains.continual.evaluation import TaskEvaluation
@@ -107,7 +107,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             lifecycle = LifecycleConfig(
                 check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
             )
-            config = quiet(dynamic(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0)
+            config = quiet(top2(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0, experts=4)
             config = replace(
                 config, schedule=tk.ScheduleConfig(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
             )
@@ -194,7 +194,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 
 def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
-    return quiet(full(), folder, data_dir, seed=seed, epochs=1, max_experts=10, cpu=True)
+    return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, cpu=True)
 
 
 def only_layer(model: torch.nn.Module) -> MoE:

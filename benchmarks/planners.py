@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.cost_model import CostModel
+from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap

@@ -47,7 +47,7 @@ def mnist(path: Path, seed: int, balance_weight: float, steps: int) -> None:
         }
         words = [str(word) for pair in settings.items() for word in pair]
         recipe = ROOT / "recipes" / "mnist_moe.py"
-        command = [sys.executable, str(recipe), "full", "--cpu", "--record-traces", *words]
+        command = [sys.executable, str(recipe), "top2", "--cpu", "--record-traces", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
         shutil.copy(run / "traces.npz", path)
 

@@ -44,7 +44,7 @@ from benchmarks.continual_learning import CELLS, PAGE, SPLIT_SAMPLES, Cell, mean
 from benchmarks.report import markdown, put_tables, write_report
 from recipes.mnist_moe import build_model, dense
 from toolkit.config.run import OptimizerConfig
-from toolkit.data.images import ImageData, load_images
+from toolkit.data.images import ImageData, held_out, load_images
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.domains.continual.streams import TaskOrder, TaskStream, split_stream
@@ -55,8 +55,6 @@ from toolkit.seeding import derive_seed, generator
 
 MEMORIES = (200, 500, 1000, 5000)
 BATCH = 64
-VALIDATION = 5000
-"""Images at the end of the training set that are not trained on while settings are chosen."""
 TUNING_SEED, TUNING_MEMORY = 100, 1000
 OURS = ("dynamic", "fixed mixture, sleep")
 REFERENCE = "fixed mixture, sleep"
@@ -246,13 +244,6 @@ def gdumb(
         learner.step(F.cross_entropy(learner.model(seen(rows)), labels[rows]))
         if rival.cosine:
             scheduler.step()
-
-
-def held_out(data: ImageData) -> ImageData:
-    """The training set, its last images in place of the test set."""
-    table = data.train
-    rows = torch.arange(len(table))
-    return replace(data, train=TensorTable(**table[rows[:-VALIDATION]]), test=TensorTable(**table[rows[-VALIDATION:]]))
 
 
 def measured(rival: Rival, data: ImageData, memory: int, seed: int) -> dict[str, Any]:

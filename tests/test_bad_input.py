@@ -16,7 +16,7 @@ from recipes.mnist_moe import PRESETS, main
 from tests.helpers import run_distributed, run_recipe
 from toolkit import cli
 from toolkit.errors import UserError
-from toolkit.launch import world
+from toolkit.launch import supervisor
 
 ON_PROCESSES = {1: [], 2: ["--num-processes", "2", "--cpu"]}
 
@@ -114,7 +114,7 @@ def test_what_can_be_known_is_refused_before_anything_starts(
     def start(*_: Any) -> None:
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(world, "start_processes", start)
+    monkeypatch.setattr(supervisor, "start_processes", start)
     # The case comes last, so that where both speak of --num-processes it is the one that counts.
     words = typed.split()
     flags = ON_PROCESSES[num_processes] if typed.startswith("-") else []

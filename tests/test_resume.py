@@ -10,7 +10,7 @@ import pytest
 
 import toolkit as tk
 from tests.helpers import ROOT, run_distributed, run_recipe
-from tests.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, train
+from tests.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
 from toolkit.tracking.jsonl import read_metrics
 
 
@@ -31,7 +31,9 @@ def uninterrupted(tmp_path_factory) -> Outcome:
     return outcome
 
 
-def stopped_and_continued(folder: Path, step: int, how: str, error: type[BaseException], **settings) -> Outcome:
+def stopped_and_continued(
+    folder: Path, step: int, how: str, error: type[BaseException], begins: int = 0, **settings
+) -> Outcome:
     """Stop at `step`, continue; the samples are those of both processes, in the order in which they came."""
     first, second = Stop(step, how), Stop()
     with pytest.raises(error):
@@ -39,7 +41,7 @@ def stopped_and_continued(folder: Path, step: int, how: str, error: type[BaseExc
     outcome = train(small_config(folder, **settings), second)
     outcome.samples = dict(first.samples) | dict(second.samples)
     if error is tk.Preempted:
-        assert [at for at, _ in first.samples + second.samples] == list(range(STEPS)), "repeated or skipped"
+        assert [at for at, _ in first.samples + second.samples] == list(range(begins, STEPS)), "repeated or skipped"
     return outcome
 
 
@@ -66,6 +68,46 @@ def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, u
     outcome = train(config)
     outcome.samples |= samples
     outcome.assert_equals(uninterrupted)
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_once_and_later_ones_are_kept(tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    often = {"checkpoint": tk.CheckpointConfig(every_steps=4, keep=9)}
+    with pytest.raises(tk.Preempted):
+        train(small_config(folder, **often), Stop(14, "SIGTERM"))
+    with pytest.raises(tk.UserError, match=r"--resume-from 5: there is no such checkpoint .* take one of 4, 8, 12, 14"):
+        train(small_config(folder, **often, resume_from=5))
+    back, again = Stop(10, "SIGTERM"), Stop()
+    with pytest.raises(tk.Preempted):
+        train(small_config(folder, **often, resume_from=8), back)
+    outcome = train(small_config(folder, **often, resume_from=8), again)
+    assert [step for step, _ in (*back.samples, *again.samples)] == list(range(8, STEPS))
+    kept = [path.name for path in (folder / "checkpoints" / "after-step-00000008").iterdir()]
+    assert sorted(kept) == ["step-00000012", "step-00000014"]
+    outcome.samples = uninterrupted.samples
+    outcome.assert_equals(uninterrupted)
+
+
+def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterrupted, capsys):
+    folder = tmp_path / "run"
+    with small_trainer(small_config(folder, max_steps=10)) as trainer:
+        trainer.run.finish(trainer.fit())
+    with pytest.raises(tk.UserError, match=r"holds a finished run: .* --extend"):
+        train(small_config(folder, max_steps=20))
+    with pytest.raises(tk.UserError, match="--extend True: the run has 10 steps already"):
+        train(small_config(folder, max_steps=10, extend=True))
+    capsys.readouterr()
+    settings = {"max_steps": 20, "extend": True, "begins": 10}
+    outcome = stopped_and_continued(folder, 15, "SIGTERM", tk.Preempted, **settings)
+    outcome.samples = uninterrupted.samples
+    outcome.assert_equals(uninterrupted)
+    assert "extended to step 20: the schedule is that of a run of this length; the learning rate goes from" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(tk.UserError, match="--batch-size 5"):
+        train(small_config(folder, max_steps=30, extend=True, batch_size=5))
+    with pytest.raises(tk.UserError, match="--extend True: no run in"):
+        train(small_config(tmp_path / "none", extend=True))
 
 
 def test_gradient_accumulation_continues_exactly(tmp_path):

@@ -31,7 +31,8 @@ from toolkit.errors import (
     UserError,
     is_out_of_memory,
 )
-from toolkit.launch import world
+from toolkit.launch import supervisor, world
+from toolkit.launch.restarts import CAUSE, send
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -46,8 +47,8 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
         world.begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
         world.check_world(config)
-        if world.must_start_processes(config.num_processes):
-            sys.exit(world.start_processes(config))
+        if supervisor.must_start_processes(config):
+            sys.exit(supervisor.start_processes(config))
         main(config)
     except UserError as error:
         world.report(str(error))
@@ -67,6 +68,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
             world.report("another process did not answer within --process-timeout: it hangs or is gone.")
         else:
             sys.excepthook(*sys.exc_info())
+            send(f"{CAUSE}{type(error).__name__}: {error}")
         world.leave(EXIT_BUG)
     world.leave(EXIT_DONE)
 

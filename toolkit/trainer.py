@@ -6,6 +6,7 @@ functions of `toolkit.parallel`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -72,6 +73,8 @@ class Trainer:
         self.results: dict[str, Any] = {}
         """What `fit` returns; callbacks add to it."""
         self.stop_reason: str | None = None
+        self.phase, self.phase_began = "start", time.monotonic()
+        """What this rank does (data, step, callbacks, evaluation, checkpoint), and since when on its own clock."""
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
         check_callbacks(callbacks)
@@ -93,6 +96,7 @@ class Trainer:
             self.model.train()
             steps = self.batches.steps(self.state.step)
             while self.state.step < self.max_steps and self.stop_reason is None:
+                self.enter("data")
                 self.train_step(next(steps))
                 self.hooks("on_step_end")
                 if self.at_log_step or self._line_is_due:
@@ -106,6 +110,7 @@ class Trainer:
 
     def train_step(self, micro_batches: list[Batch]) -> None:
         """One optimizer step on the micro-batches of a global batch, with its hooks; advances `state`."""
+        self.enter("callbacks")
         multiplier = self.schedule(self.state.step)
         self.hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
@@ -118,6 +123,7 @@ class Trainer:
     def learn(self, micro_batches: list[Batch], multiplier: float, *, record: bool = True) -> Tensor:
         """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
         counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
+        self.enter("step")
         accelerator = self.run.accelerator
         counts, total = global_counts([self.task.count(batch) for batch in micro_batches], self.run.device)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
@@ -144,6 +150,7 @@ class Trainer:
         refresh_replicas(self.owned_parameters)
         for parameter in self.parameters:
             parameter.grad = None
+        self.enter("callbacks")
         return norm
 
     def seed_micro_batch(self, index: int) -> None:
@@ -157,10 +164,12 @@ class Trainer:
         task = task or self.task
         self.model.eval()
         for batch in batches:
+            self.enter("evaluation")
             with self.autocast():
                 loss = task.evaluate(self.model, batch)
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
+        self.enter("callbacks")
         summarise = getattr(task, "summarise", dict)
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.compute()).items()}
         self._recorded |= metrics
@@ -174,6 +183,10 @@ class Trainer:
         """Call hook `name` of every callback that overrides it."""
         for hook in self._hooks[name]:
             hook(self, *args)
+
+    def enter(self, phase: str) -> None:
+        """Note that `phase` begins, for those who watch the run from another thread."""
+        self.phase, self.phase_began = phase, time.monotonic()
 
     def request_stop(self, reason: str) -> None:
         """Stop training after this step. Call it on all ranks."""
@@ -212,6 +225,7 @@ class Trainer:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
         to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
         deletes nothing, where weights are not finite."""
+        self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
         folder = checkpoint.save_checkpoint(
             self.run.checkpoints,
@@ -221,6 +235,7 @@ class Trainer:
             keep=keep,
             run=self.run,
         )
+        self.enter("callbacks")
         if folder is not None:
             self.hooks("on_save", folder)
         return folder

@@ -38,7 +38,7 @@ from toolkit.doctor.evidence import Evidence
 from toolkit.doctor.examine import judge
 from toolkit.doctor.record import read_records
 from toolkit.doctor.watch import watch
-from toolkit.launch.world import bound_port, reserve_port
+from toolkit.launch.port import bound_port, reserve_port
 
 BUGS = Path(__file__).parent / "bugs"
 TIMEOUT_S = 300.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from toolkit.commands import main
 from toolkit.errors import UserError
-from toolkit.lab.report import STAY, Rules, case_of_trace, case_of_workload, on_ranks, try_planner
+from toolkit.lab.report import ASSUMED, STAY, Rules, case_of_trace, case_of_workload, on_ranks, try_planner
 from toolkit.lab.traces import TraceFile, read_trace
 from toolkit.placement.placement import contiguous
 from toolkit.placement.workloads import Sizes
@@ -34,6 +35,8 @@ def test_a_trace_by_hand(trace: Path):
     case = case_of_trace("hot", read_trace(trace))
     rules = Rules(every=4)
     stay = try_planner(case, STAY, guarded=False, rules=rules)
+    # 140 rows of the busiest rank; 70 of 200 bytes leave rank 1, forward and backward.
+    assert stay["step ms"] == pytest.approx(1e3 * (140e-6 + 70 * 2 * 200 / 25e9))
     assert (stay["imbalance"], stay["bound"], stay["experts moved"]) == (1.75, 1.0, 0)
     swap = try_planner(case, "swap", guarded=False, rules=rules)
     assert (swap["imbalance"], swap["plan over bound"], swap["experts moved"]) == (1.0, 1.0, 2)
@@ -47,7 +50,7 @@ def test_a_trace_by_hand(trace: Path):
 
 def test_a_guarded_plan_waits_until_it_has_proved_itself_and_a_hopeless_one_forever():
     case = case_of_workload("W2", SIZES)
-    rules = Rules(every=10, seconds_per_row=1e-4)
+    rules = Rules(every=10, machine=replace(ASSUMED, seconds_per_row=1e-4))
     guarded = try_planner(case, "swap", guarded=True, rules=rules)
     free = try_planner(case, "swap", guarded=False, rules=rules)
     assert free["imbalance"] < guarded["imbalance"] < try_planner(case, STAY, guarded=False, rules=rules)["imbalance"]
@@ -110,6 +113,7 @@ def test_the_workloads_are_tried_where_no_trace_is_given(capsys: pytest.CaptureF
         (["--planner", "affinity"], "planner affinity: W0 has no co-activation counts"),
         (["--planner", "node_aware"], "planner node_aware: give --ranks-per-node"),
         (["--spare-slots", "-1"], "--spare-slots -1: take zero or more"),
+        (["--machine", "no.json"], "--machine no.json does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, capsys: pytest.CaptureFixture[str]):

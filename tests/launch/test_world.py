@@ -23,6 +23,8 @@ from tests.helpers import ROOT, free_port
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
 from toolkit.launch import world as launch
+from toolkit.launch.port import bound_port, reserve_port
+from toolkit.launch.supervisor import must_start_processes
 
 CONFIGS = ROOT / "accelerate_configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
@@ -142,8 +144,8 @@ def test_each_rank_learns_its_place_in_one_world(toy: Path):
 
 def test_a_reserved_port_is_given_to_nobody_but_lets_a_rank_listen():
     """It was only found to be free, and could be taken before the first rank listened."""
-    with launch.reserve_port() as reserved:
-        port = int(launch.bound_port(reserved))
+    with reserve_port() as reserved:
+        port = int(bound_port(reserved))
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
         store = TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
@@ -259,6 +261,63 @@ def test_no_rank_outlives_a_killed_parent(toy: Path):
     assert all(has_ended(pid) for pid in pids)
 
 
+# --- starting again ----------------------------------------------------------------------------------------------
+
+RESTARTS = ("--max-restarts", "2")
+ATTEMPT = "pathlib.Path(f'attempt{len(list(pathlib.Path().glob(\"attempt*\")))}').touch()"
+
+
+def attempts(toy: Path, line: str, num_processes: int = 1) -> tuple[int, list[str], int]:
+    """Exit code, lines on stderr, and how often rank 0 was started, where all run `line`."""
+    process = start(toy, "0:" + ATTEMPT, line, num_processes=num_processes, flags=RESTARTS)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err.splitlines(), len(list(toy.parent.glob("attempt*")))
+
+
+def test_a_rank_that_is_killed_is_started_again_with_all_others(toy: Path):
+    """Rank 1 kills itself in the first attempt, and the second one ends well and knows why it is there."""
+    line = "1:'TOOLKIT_RESTARTED' in os.environ or os.kill(os.getpid(), 9)"
+    code, err, count = attempts(toy, line, num_processes=2)
+    killed = "rank 1 of 2 was ended by SIGKILL (by the system, if memory ran out)."
+    assert (code, err, count) == (0, [f"error: {killed}", f"restart 1 of 2 in 1 s: {killed}"], 2)
+    told = json.loads(rank_facts(toy, 0)["TOOLKIT_RESTARTED"])
+    assert told == {"folder": None, "reasons": [killed]}
+
+
+def test_a_bug_is_tried_as_often_as_was_asked_for_and_named(toy: Path):
+    code, err, count = attempts(toy, "fail(RuntimeError('boom'))")
+    assert (code, count) == (1, 3)
+    assert [line for line in err if line.startswith("restart")] == [
+        "restart 1 of 2 in 1 s: RuntimeError: boom",
+        "restart 2 of 2 in 2 s: RuntimeError: boom",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("fail(tk.UserError('no good.'))", 2),
+        ("fail(tk.Preempted('stopped.'))", 75),
+        ("fail(KeyboardInterrupt())", 130),
+        ("fail(MemoryError())", 2),
+    ],
+)
+def test_bad_input_and_stops_are_no_reason_to_start_again(line: str, code: int, toy: Path):
+    left, err, count = attempts(toy, line)
+    assert (left, count, len(err)) == (code, 1, 1)
+
+
+def test_a_stop_before_the_next_attempt_is_kept(toy: Path):
+    process = start(toy, "os.kill(os.getpid(), 9)", num_processes=1, flags=RESTARTS)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("restart"):
+        assert process.poll() is None
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert err.startswith("stopped by SIGTERM")
+
+
 # --- the world that was asked for --------------------------------------------------------------------------------
 
 
@@ -290,6 +349,8 @@ RANK_1_OF_2 = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_R
         (RANK_1_OF_2 | {"ACCELERATE_USE_FSDP": "true"}, {"cpu": True}, "asks for FSDP"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "asks for DEEPSPEED"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "asks for GPUs"),
+        (RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "--max-restarts 3: these processes were started by a launcher"),
+        (RANK_1_OF_2 | {"TORCHELASTIC_MAX_RESTARTS": "3"}, {"cpu": True}, "--run-dir None: the launcher may start"),
     ],
 )
 def test_a_wrong_world_is_refused(variables: dict[str, str], config: dict, says: str, world):
@@ -328,11 +389,14 @@ def test_ranks_started_here_take_the_cpu_where_there_is_no_gpu(world):
 
 def test_processes_are_started_once(world):
     world()
-    assert launch.must_start_processes(2)
-    assert not launch.must_start_processes(1)
-    assert not launch.must_start_processes(None)
+    assert must_start_processes(RunConfig(num_processes=2))
+    assert not must_start_processes(RunConfig(num_processes=1))
+    assert not must_start_processes(RunConfig())
+    assert must_start_processes(RunConfig(max_restarts=1))
+    world(TOOLKIT_REPORT_PIPE="3")
+    assert not must_start_processes(RunConfig(max_restarts=1))
     world(**RANK_1_OF_2)
-    assert not launch.must_start_processes(2)
+    assert not must_start_processes(RunConfig(num_processes=2))
 
 
 # --- under Accelerate's launcher ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.replan import Replan, Replanner, wanted_statistics
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.groups import make_expert_groups
-from toolkit.placement.guard import CostModel
+from toolkit.placement.cost_model import CostModel
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.registry import PLANNERS, register_planner
 

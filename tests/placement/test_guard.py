@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.cost_model import CostModel
+from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import lpt, replicate, swap
 from toolkit.placement.replay import replay, worst_span

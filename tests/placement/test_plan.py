@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from toolkit.errors import UserError
-from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.cost_model import CostModel
+from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.plan import plan_layer
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from toolkit.placement.guard import CostModel
+from toolkit.placement.cost_model import CostModel
 from toolkit.placement.placement import ExpertPlacement, contiguous
 from toolkit.placement.replay import Replay, replay, worst_span
 

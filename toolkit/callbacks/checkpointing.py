@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.throughput import Throughput
 from toolkit.checkpoint.checkpoint import find_checkpoint
+from toolkit.checkpoint.retention import go_back
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,16 +31,21 @@ class Checkpointing(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         run = trainer.run
+        if (back := run.config.resume_from) is not None:
+            run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
         newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
         if newest is not None:
             settle_buckets(trainer)
             trainer.restore(newest)
             run.truncate_metrics(trainer.state.step)
             run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
+            if run.config.extend:
+                _describe_extension(trainer)
         elif run.resume == "yes":
             raise UserError(
                 f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to start from step 0."
             )
+        run.log_restart(trainer.state.step)
         self._started_at = trainer.state.step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
@@ -51,6 +57,20 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if trainer.state.step > self._started_at:
             trainer.save(self.keep)
+
+
+def _describe_extension(trainer: Trainer) -> None:
+    """Say what the schedule of the longer run does to the learning rate. Raises UserError where it is no longer."""
+    run, step = trainer.run, trainer.state.step
+    if step >= trainer.max_steps:
+        raise UserError(f"--extend True: the run has {step:,} steps already: give it more --epochs or --max-steps.")
+    rates = [line["train/learning_rate"] for line in run.metrics() if "train/learning_rate" in line]
+    before = f"from {rates[-1]:.3g} " if rates else ""
+    now, last = (trainer.base_rates[0] * trainer.schedule(at) for at in (step, trainer.max_steps - 1))
+    run.print(
+        f"extended to step {trainer.max_steps:,}: the schedule is that of a run of this length; the learning rate goes "
+        f"{before}to {now:.3g} at this step, and to {last:.3g} at the last."
+    )
 
 
 def settle_buckets(trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ executes no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; othe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from toolkit.checkpoint.tensor_files import (
     load_optimizer,
     targets,
 )
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
+from toolkit.config.run import LENGTH, NOT_OF_THE_TRAJECTORY, to_dict
 from toolkit.errors import UserError
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.run.data import other_data
@@ -213,7 +213,8 @@ def load_checkpoint(
     changed, where the checkpoint is of another format, configuration or model.
     """
     remedy = "use the settings it was made with, or another --run-dir"
-    return _load(path, model, optimizer, config=_trajectory(run), remedy=remedy)
+    free = LENGTH if run.config.extend else frozenset()
+    return _load(path, model, optimizer, config=_trajectory(run), free=free, remedy=remedy)
 
 
 def load_tensors(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -239,15 +240,16 @@ def _load(
     optimizer: torch.optim.Optimizer,
     *,
     config: dict[str, Any] | None,
+    free: Set[str] = frozenset(),
     remedy: str,
 ) -> dict[str, Any]:
-    """`config`: the settings that it must have been made with, or None to accept any."""
+    """`config`: the settings that it must have been made with but for those in `free`, or None to accept any."""
     about, saved = on_main(lambda: _read(path))
     with SavedTensors() as tensors:
 
         def compare() -> tuple[list[str], set[str]]:
             tensors.open(path, about["files"])
-            lines = [] if config is None else _differences(saved["config"], config)
+            lines = [] if config is None else _differences(saved["config"], config, free)
             return lines + _misfits(saved, model, optimizer, tensors), {weight for weight, _ in targets(model)}
 
         try:
@@ -284,11 +286,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(f"checkpoint {path} cannot be loaded: {STATE} cannot be read ({error}): use another.") from None
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Settings and data that differ, each as half a sentence."""
+def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> list[str]:
+    """Settings and data that differ and are not `free` to, each as half a sentence."""
     lines = [
         f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
-        for field in sorted((then | now).keys() - {DATA})
+        for field in sorted((then | now).keys() - {DATA} - free)
         if then.get(field) != now.get(field)
     ]
     line = other_data(then.get(DATA, {}), now.get(DATA, {}))

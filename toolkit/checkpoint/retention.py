@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.checkpoint import manifest
+from toolkit.errors import UserError
 
 
 def step_of(path: Path) -> int:
@@ -26,6 +27,31 @@ def prune(folder: Path, step: int, keep: int, say: Callable[[str], None]) -> Non
             manifest.remove(path)
     except OSError as error:
         say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
+
+
+def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
+    """Put the checkpoints after `step` aside, so that a run continues from it; only once for each `step`.
+
+    They go to `after-step-...`, and that folder, empty perhaps, is also the mark that it was done: the same command
+    continues the run from then on. Raises UserError where there is no such checkpoint, or it is damaged.
+    """
+    aside = folder / f"after-step-{step:08d}"
+    if aside.exists():
+        return
+    known = {step_of(path): path for path in newest_first(folder)}
+    if step not in known:
+        steps = ", ".join(str(known_step) for known_step in sorted(known)) or "none"
+        raise UserError(f"--resume-from {step}: there is no such checkpoint in {folder}: take one of {steps}.")
+    if damage := manifest.find_damage(known[step]):
+        raise UserError(f"--resume-from {step}: {damage}: take another.")
+    moving = folder / f".{aside.name}"
+    moving.mkdir(exist_ok=True)
+    later = [path for path in known.values() if step_of(path) > step]
+    for path in later:
+        path.rename(moving / path.name)
+    moving.rename(aside)
+    if later:
+        say(f"going back to step {step:,}: {len(later)} later checkpoint(s) are kept in {aside}.")
 
 
 def drop_older(folder: Path, step: int, say: Callable[[str], None], missing: int) -> None:

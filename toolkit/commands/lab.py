@@ -6,14 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from toolkit.commands.arguments import Parser
 from toolkit.config.run import require
 from toolkit.errors import EXIT_DONE, UserError
-from toolkit.lab.report import STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.lab.report import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.lab.simulate import read_machine
 from toolkit.lab.traces import read_trace
 from toolkit.pictures.plots import draw_imbalances
 from toolkit.placement.placement import InitialPlacement
@@ -39,28 +40,30 @@ def main(argv: Sequence[str]) -> int:
         default="contiguous",
         help="experts at the start: in blocks of consecutive ids, or round-robin",
     )
+    parser.add_argument("--machine", type=Path, help="JSON file with rates of a machine, to predict the time of steps")
     parser.add_argument("--ranks-per-node", type=int, help="ranks that share a node; all of them by default")
     parser.add_argument("--steps", type=int, default=400, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
-    parser.add_argument("--seconds-per-row", type=float, default=1e-6, help="forward and backward of one assignment")
-    parser.add_argument("--bytes-per-second", type=float, default=25e9, help="of one rank's link, each way")
+    parser.add_argument("--seconds-per-row", type=float, help="forward and backward of one assignment")
+    parser.add_argument("--bytes-per-second", type=float, help="of one rank's link, each way")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
     for name in ("every", "ranks", "ranks_per_node", "steps"):
         value = getattr(args, name)
         require(value is None or value >= 1, name, value, "take one or more")
     for name in ("seconds_per_row", "bytes_per_second"):
-        require(getattr(args, name) > 0, name, getattr(args, name), "take a positive number")
+        value = getattr(args, name)
+        require(value is None or value > 0, name, value, "take a positive number")
     require(args.spare_slots >= 0, "spare_slots", args.spare_slots, "take zero or more")
     for name in args.planner:
         planner_named(name)
+    machine = read_machine(args.machine) if args.machine else ASSUMED
+    given = {name: getattr(args, name) for name in ("ranks_per_node", "seconds_per_row", "bytes_per_second")}
     rules = Rules(
         every=args.every,
         spare_slots=args.spare_slots,
         initial_placement=args.initial_placement,
-        ranks_per_node=args.ranks_per_node,
-        seconds_per_row=args.seconds_per_row,
-        bytes_per_second=args.bytes_per_second,
+        machine=replace(machine, **{name: value for name, value in given.items() if value is not None}),
     )
     cases = _cases(args)
     rows = []

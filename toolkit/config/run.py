@@ -138,6 +138,10 @@ class RunConfig:
     """Processes to start on this machine; none: those of the launcher."""
     process_timeout: float = 10.0
     """Minutes that a process waits for the others before all end with an error."""
+    step_timeout: float | None = None
+    """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
+    max_restarts: int = 0
+    """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
     num_workers: int = 0
     """Worker processes that load batches; 0 loads in the training process."""
     dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
@@ -152,6 +156,10 @@ class RunConfig:
     """Folder of the run; none: runs/<recipe>/<time>."""
     resume: Literal["auto", "yes", "no"] = "auto"
     """Resume the run in --run-dir: if there is one (auto), always (yes, or --resume alone), or never (no)."""
+    resume_from: int | None = None
+    """Step of the checkpoint to go back to; later ones are put aside. None: the newest."""
+    extend: bool = False
+    """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
     tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
     """Also log metrics to a tracker"""
     log_every: int = 50
@@ -175,6 +183,12 @@ class RunConfig:
         remedy = f"a learning rate raised to {self.peak_lr:g} needs a warm-up: add --schedule.warmup-epochs 2"
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
+        back, begins = self.resume_from, self.resume == "no"
+        require(back is None or (back >= 1 and not begins), "resume_from", back, "take a step, without --resume no")
+        require(not (self.extend and begins), "extend", self.extend, "leave --resume no out")
+        limit = self.step_timeout
+        require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
+        require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "take zero or more")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
         require(0 < self.process_timeout < math.inf, "process_timeout", self.process_timeout, "take minutes above 0")
         fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
@@ -199,14 +213,20 @@ def require_divisible(batch_size: int, processes: int, accumulation: int, pieces
     )
 
 
+LENGTH = frozenset({"epochs", "max_steps"})
+"""Fields that --extend may change."""
 NOT_OF_THE_TRAJECTORY = frozenset(
     {
         "run_dir",
         "resume",
+        "resume_from",
+        "extend",
         "tracker",
         "num_workers",
         "num_processes",
         "process_timeout",
+        "step_timeout",
+        "max_restarts",
         "memory_fraction",
         "cpu",
         "log_every",

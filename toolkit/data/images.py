@@ -7,7 +7,7 @@ import io
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,13 +74,19 @@ class _Choice:
         return columns
 
 
+VALIDATION = ":validation"
+"""Behind the name of a set: its training split alone, of which a twelfth takes the place of the test set."""
+
+
 def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> ImageData:
     """The set `dataset`: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the
-    digits.
+    digits. `VALIDATION` behind it gives `held_out` of the set, for choices.
 
     Which files are used is decided, and they are checked and decoded, on the main process; the others map the result.
     Raises UserError on every rank for a set that is not found, and for invalid files.
     """
+    if dataset.endswith(VALIDATION):
+        return held_out(load_images(dataset.removesuffix(VALIDATION), data_dir, on_main=on_main))
     columns: dict[str, Tensor] = {}
 
     def decide() -> _Choice:
@@ -93,6 +99,22 @@ def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> Imag
     train, test = (TensorTable(input=columns[f"{s}_input"], label=columns[f"{s}_label"]) for s in SPLITS)
     mean, std = columns["pixel_mean_std"].tolist()
     return ImageData(choice.name, train, test, mean, std, choice.notice)
+
+
+def held_out(data: ImageData) -> ImageData:
+    """The training set without its last twelfth (5,000 images of MNIST), which is in place of the test set.
+
+    Mean and standard deviation stay those of the whole training set.
+    """
+    table = data.train
+    rows = torch.arange(len(table))
+    cut = len(table) - len(table) // 12
+    return replace(
+        data,
+        name=data.name + VALIDATION,
+        train=TensorTable(**table[rows[:cut]]),
+        test=TensorTable(**table[rows[cut:]]),
+    )
 
 
 def _choose(dataset: str, data_dir: Path | None) -> _Choice:

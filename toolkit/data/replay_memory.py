@@ -45,7 +45,11 @@ class ReplayMemory:
     def add(self, rows: Tensor) -> None:
         """Record the examples at `rows` (N,) of the table as seen. Call it with the same rows on all ranks."""
         rows = torch.cat([self.rows, rows.cpu()]).unique()
-        _, stratum = self._values(rows).unique(dim=0, return_inverse=True)
+        values = self._values(rows)
+        if len(self.strata) == 1:  # the same as of rows, in a tenth of the time
+            stratum = values[:, 0].unique(return_inverse=True)[1]
+        else:
+            stratum = values.unique(dim=0, return_inverse=True)[1]
         order = (stratum << PRIORITY_BITS | self._priority(rows)).argsort()
         counts = stratum.bincount()
         place = torch.empty_like(rows)  # of each row within its stratum, by priority

@@ -21,7 +21,7 @@ from toolkit.doctor.finding import Finding, out_of_step, recomputed_otherwise, u
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
 from toolkit.launch.children import Children
-from toolkit.launch.world import bound_port, reserve_port
+from toolkit.launch.port import bound_port, reserve_port
 
 ROUNDING = 2e-7
 """What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""

@@ -23,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
+from toolkit.hosts.balance import describe_balance
 from toolkit.hosts.join import join_forwards
 from toolkit.hosts.replica_check import ReplicaCheck
+from toolkit.hosts.routes import hook_blocks
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
@@ -112,7 +114,8 @@ class ExpertParallel:
 
         All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
         (it must not have stepped yet). A scheduler stays as it is: call its `step` after `optimizer.step`. Raises
-        UserError where no experts are found, ranks cannot share them, or a scheduler would step once per process.
+        UserError where no experts are found, ranks cannot share them, a scheduler would step once per process, or two
+        balance penalties are active. Rank 0 prints which one is.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
@@ -121,8 +124,10 @@ class ExpertParallel:
         layers = find_experts(model)
         if not layers:
             raise UserError(why_no_experts(model))
+        balance = describe_balance(model)
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
+        hook_blocks(model)
         self._fit_optimizer(optimizer)
         if self.groups.ep_size > 1:
             self._average_in_backward(model)
@@ -134,6 +139,7 @@ class ExpertParallel:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._correct_accelerate()
+        self.accelerator.print(balance)
         return *prepared, *(self.accelerator.prepare(other) for other in others)
 
     def expert_parameters(self) -> list[nn.Parameter]:

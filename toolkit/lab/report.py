@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UserError
+from toolkit.lab.simulate import Machine, simulate
 from toolkit.lab.traces import Trace
 from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
-from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.cost_model import CostModel
+from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.loads import Ints
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
@@ -35,6 +37,9 @@ STAY = "stay"
 """No planner: the initial placement."""
 REPLICATING = {"replicate"}
 """Planners that put replicas in spare slots. Without `spare_slots` they are given one per rank."""
+ASSUMED = Machine(seconds_per_row=1e-6, bytes_per_second=25e9)
+"""A GPU's time for an assignment to an expert of 6 million parameters, and a link of 200 Gbit/s. The rest of a step is
+left out."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,12 @@ class Rules:
     spare_slots: int = 0
     """Empty slots per rank in the initial placement."""
     initial_placement: InitialPlacement = "contiguous"
-    ranks_per_node: int | None = None
-    seconds_per_row: float = 1e-6
-    """Compute time of one assignment, forward and backward. Assumed: a GPU's for an expert of 6 million parameters."""
-    bytes_per_second: float = 25e9
-    """Bandwidth of one rank's link, each way. Assumed: 200 Gbit/s."""
+    machine: Machine = ASSUMED
 
     def cost_model(self, case: Case, layer: int) -> CostModel:
-        return CostModel(
-            seconds_per_row=self.seconds_per_row,
-            bytes_per_second=self.bytes_per_second,
+        size = case.row_bytes[layer]
+        return self.machine.cost_model(
+            row_bytes=size.dispatched + size.combined,
             weight_bytes=case.weight_bytes[layer],
             optimizer_bytes=case.optimizer_bytes[layer],
         )
@@ -128,7 +129,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         guard = MigrationGuard(rules.cost_model(case, layer)) if guarded else None
         runs.append(replay(load_TLSE[:, layer].sum(1), start, planner, every=every, guard=guard))
     window = _window(load_TLSE, runs, every)
-    nodes = [rank // (rules.ranks_per_node or ranks) for rank in range(ranks)]
+    nodes = [rank // (rules.machine.ranks_per_node or ranks) for rank in range(ranks)]
     last = [run.placements[-1] for run in runs]
     balance = balance_metrics(window, last)
     traffic = traffic_metrics(window, case.row_bytes, steps=steps - every, node_of_rank=nodes)
@@ -137,8 +138,10 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         for layer, run in enumerate(runs)
         for old, new in zip(run.placements, run.placements[1:], strict=False)
     ]
+    cost_models = [rules.cost_model(case, layer) for layer in range(layers)]
     worst = [
-        worst_span(load_TLSE[:, layer].sum(1), run, rules.cost_model(case, layer)) for layer, run in enumerate(runs)
+        worst_span(load_TLSE[:, layer].sum(1), run, cost_model)
+        for layer, (run, cost_model) in enumerate(zip(runs, cost_models, strict=True))
     ]
     replicas = name in REPLICATING
     bounds = [
@@ -158,6 +161,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         "experts moved": sum(cost.experts for cost in costs),
         "MB moved": sum(cost.bytes for cost in costs) / 1e6,
         "worst span": max(worst),
+        "step ms": 1e3 * _seconds(load_TLSE, runs, cost_models, rules.machine) / (steps - every),
         "all-to-all MB": traffic["moe/all_to_all_bytes_per_step"] / 1e6,
         "cross-node": traffic["moe/cross_node_fraction"],
         "planner ms": 1e3 * statistics.median(seconds) if seconds else None,
@@ -174,9 +178,9 @@ def _planner(name: str, case: Case, layer: int, rules: Rules) -> Planner:
         return partial(planner, together_EE=case.together_LEE[layer])
     if name == "node_aware":
         ranks = case.load_TLSE.shape[2]
-        if not rules.ranks_per_node:
+        if not rules.machine.ranks_per_node:
             raise UserError("planner node_aware: give --ranks-per-node.")
-        nodes = [rank // rules.ranks_per_node for rank in range(ranks)]
+        nodes = [rank // rules.machine.ranks_per_node for rank in range(ranks)]
         return partial(planner, node_of_rank=nodes, source_load_RE=case.load_TLSE[:, layer].sum(0))
     return planner
 
@@ -202,6 +206,20 @@ def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
             counts = part if counts is None else counts.then(part)
     assert counts is not None
     return Window.of(counts)
+
+
+def _seconds(load_TLSE: Ints, runs: list[Replay], cost_models: Sequence[CostModel], machine: Machine) -> float:
+    """Predicted, of all steps but those of the first window, migrations included."""
+    total = 0.0
+    before: Sequence[ExpertPlacement] = ()
+    for number, placements in enumerate(zip(*(run.placements for run in runs), strict=True)):
+        if number:
+            steps = load_TLSE[number * runs[0].every : (number + 1) * runs[0].every]
+            total += float(simulate(steps, placements, cost_models, machine).total_T.sum())
+            changes = zip(cost_models, before, placements, strict=True)
+            total += sum(cost_model.migration_seconds(old, new) for cost_model, old, new in changes)
+        before = placements
+    return total
 
 
 def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], ExpertPlacement]]:

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run, refusing a launch whose world size is not what was asked for, leaving with a code.
+"""Refusing a launch whose world size is not what was asked for, and leaving with an exit code.
 
 `--num-processes` starts its ranks here and not through a launcher, because launchers turn every exit code into 1 and a
 line of explanation into 13 to 42. `accelerate launch` and `torchrun` work as well; what they get wrong without a
@@ -12,24 +12,19 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import time
-from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
 from toolkit.config.run import RunConfig
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
-from toolkit.launch.children import GRACE_S, STOP_SIGNALS, Children, handle_signals
+from toolkit.errors import EXIT_DONE, Preempted, UserError
+from toolkit.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
+from toolkit.launch.restarts import REPORT_PIPE, send
 
-PREEMPTED_GRACE_S = 60.0
-"""How long the other ranks may go on saving once one was preempted, in seconds; after any other failure `GRACE_S`."""
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
 """Signals that ranks are started with blocked, so that none comes while they import and cannot handle it yet."""
-REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
-"""The file descriptor on which ranks send `report` lines to the process that started them."""
 
 
 # --- the world size ----------------------------------------------------------------------------------------------
@@ -43,11 +38,6 @@ def launched_world() -> int | None:
                 raise UserError(f"{name}={value} in the environment is no number of processes: unset it.")
             return int(value)
     return None
-
-
-def must_start_processes(num_processes: int | None) -> bool:
-    """Whether several processes are asked for and this is not yet one of them."""
-    return (num_processes or 1) > 1 and launched_world() is None
 
 
 def check_world(config: RunConfig) -> None:
@@ -72,6 +62,13 @@ def check_world(config: RunConfig) -> None:
         raise UserError(
             f"--num-processes {asked}: the launcher started {world}: leave the flag out, or make the two numbers equal."
         )
+    if config.max_restarts and REPORT_PIPE not in os.environ:
+        raise UserError(
+            f"--max-restarts {config.max_restarts}: these processes were started by a launcher, which must start them "
+            "again: leave it out, and give the launcher its own, such as `torchrun --max-restarts`."
+        )
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.run_dir is None:
+        raise UserError("--run-dir None: the launcher may start the processes again, and they must find their run.")
     if world > 1:
         _check_devices(world, config.cpu)
 
@@ -130,107 +127,6 @@ def _accelerate_launch_orders() -> tuple[int, bool]:
     return told.num_processes or 1, told.cpu
 
 
-# --- starting ranks ----------------------------------------------------------------------------------------------
-
-
-def start_processes(config: RunConfig) -> int:
-    """Run this command as each of `config.num_processes` ranks of one world; returns the exit code for this process.
-
-    Signals are forwarded to every rank. When a rank fails, the others get a few seconds and are then killed.
-    """
-    count = config.num_processes or 1
-    inbox, outbox = os.pipe()
-    os.set_blocking(inbox, False)
-    reserved = reserve_port()
-    environment = os.environ | {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": bound_port(reserved),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // count))),
-        REPORT_PIPE: str(outbox),
-    }
-    if config.cpu:
-        environment["ACCELERATE_USE_CPU"] = "true"
-    try:
-        with Children() as ranks:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-            for rank in range(count):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.start([sys.executable, *sys.orig_argv[1:]], env=environment | place, pass_fds=(outbox,))
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks))
-            code, cause = _meaning(failed, ranks)
-            cause += [
-                f"error: rank {rank} of {count} was stopped (SIGSTOP) and did not end." for rank in _stopped(ranks)
-            ]
-    finally:
-        reserved.close()
-        os.close(outbox)
-        lines = _drain(inbox)
-    # Ranks that fail alike report the same line: it is shown once.
-    for line in dict.fromkeys([*lines, *cause]):
-        sys.stderr.write(line + "\n")
-    return code
-
-
-def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
-    is_saving = _meaning(failed, ranks)[0] == EXIT_PREEMPTED and not _stopped(ranks)
-    return PREEMPTED_GRACE_S if is_saving else GRACE_S
-
-
-def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:
-    """The exit code of this process, given those of the ranks that failed first, and a line where they wrote none."""
-    for code in (EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED):
-        if code in failed.values():
-            return code, []
-    for rank, code in failed.items():
-        if code < 0 and -code in ranks.received:  # it had not installed its own handler yet
-            return (EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED), []
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (by the system, if memory ran out)" if name == "SIGKILL" else ""
-            return EXIT_BUG, [f"error: rank {rank} of {len(ranks.processes)} was ended by {name}{hint}."]
-    return max(failed.values(), default=EXIT_DONE), []
-
-
-def _stopped(ranks: Children) -> list[int]:
-    """The ranks that have not ended because they are stopped, as by SIGSTOP or a debugger."""
-    import psutil
-
-    stopped = []
-    for rank, process in enumerate(ranks.processes):
-        with contextlib.suppress(psutil.Error):
-            if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
-                stopped.append(rank)
-    return stopped
-
-
-def reserve_port() -> socket.socket:
-    """A socket whose port (`bound_port`) no other process is given until it is closed, but on which a rank may listen.
-
-    Two sockets may be bound to one port where both allow it and at most one listens; torch's store allows it.
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
-
-
-def bound_port(reserved: socket.socket) -> str:
-    """The port of `reserve_port`, as MASTER_PORT has it."""
-    return str(reserved.getsockname()[1])
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _drain(inbox: int) -> list[str]:
-    with os.fdopen(inbox, "rb") as pipe:
-        return (pipe.read() or b"").decode(errors="replace").splitlines()
-
-
 # --- leaving -----------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +134,7 @@ def report(message: str, label: str = "error: ") -> None:
     """Write one line to stderr, however many ranks call this."""
     line = label + " ".join(message.split()) + "\n"
     _on_stop_signals(signal.SIG_IGN)  # this process is leaving already
-    with contextlib.suppress(KeyError, OSError):
-        os.write(int(os.environ[REPORT_PIPE]), line.encode())
+    if send(line):
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # Another launcher ends all ranks as soon as one leaves: let rank 0 write. If this rank still runs after that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
+from toolkit.moe.load.model_inputs import counted_tokens
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
@@ -113,11 +115,12 @@ class MoE(nn.Module):
         y_TD: Float[Tensor, "T D"],
     ) -> None:
         """Keep the routing for the losses, and write it into the log."""
-        self.routing = routing
+        counted_T = counted_tokens(len(routing.expert_ids_TK))
+        self.routing = routing if counted_T is None else replace(routing, counted_T=counted_T)
         dropped_E = None
         if self.capacity is not None and kept_TK is not None:
-            dropped_N = (~kept_TK).flatten().long()
-            dropped_E = torch.zeros_like(plan.load_E).scatter_add_(0, routing.expert_ids_TK.flatten(), dropped_N)
+            dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
+            dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(len(plan.load_E))
         choices = Choices(routing.expert_ids_TK, routing.kept_TK)
         training = self.training and torch.is_grad_enabled()
         self.expert_stack.record(plan, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)

@@ -6,8 +6,9 @@ towards balance on its own few tokens. In scope "global" the fractions come from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,11 @@ from toolkit.moe.router import ExpertChoiceRouter, Routing
 from toolkit.parallel.groups import sum_over_ranks
 
 BalanceScope = Literal["global", "local", "sequence"]
+
+TWO_BALANCE_LOSSES = (
+    "the model adds its own aux_loss to the loss (output_router_logits=True), and RouterPenalty a second balance loss: "
+    "set model.config.output_router_logits = False, or leave RouterPenalty out."
+)
 
 
 class RoutingReport(Protocol):
@@ -45,6 +51,17 @@ class RoutingReport(Protocol):
         ...
 
 
+_penalties: WeakSet[RouterPenalty] = WeakSet()
+"""All there are, for `balance_weight_of`."""
+
+
+def balance_weight_of(modules: Iterable[nn.Module]) -> float:
+    """The largest weight that a `RouterPenalty` gives the balance of a router or `MoE` among `modules`; 0 for none."""
+    ids = {id(module) for module in modules}
+    penalties = [each for each in _penalties if any(id(getattr(r, "module", r)) in ids for r in each.layers)]
+    return max((penalty.balance_weight for penalty in penalties), default=0.0)
+
+
 def load_balancing_share(
     probs_TE: Float[Tensor, "T E"],
     fraction_E: Float[Tensor, " E"],
@@ -67,20 +84,30 @@ def sequence_balancing_share(
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, each with its own f and P
     (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
 
-    Sequences of `sequence_length` tokens follow each other; all ranks together have `num_tokens` tokens.
+    Sequences of `sequence_length` tokens follow each other; all ranks together have `num_tokens` tokens. Padding does
+    not count, and sequences count by their tokens.
     """
-    probs_BSE = routing.probs_TE.unflatten(0, (-1, sequence_length))
+    probs_BSE = counted(routing, routing.probs_TE).unflatten(0, (-1, sequence_length))
     ids_BN = routing.expert_ids_TK.unflatten(0, (-1, sequence_length)).flatten(1)
-    load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
-    fraction_BE = load_BE.to(probs_BSE.dtype) / ids_BN.shape[1]
+    ones_BN = torch.ones_like(ids_BN)
+    if routing.counted_T is not None:
+        ones_BN = routing.counted_T.view(len(ids_BN), -1).repeat_interleave(routing.expert_ids_TK.shape[1], 1).long()
+    load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, ones_BN)
+    fraction_BE = load_BE.to(probs_BSE.dtype) / ones_BN.sum(1, keepdim=True).clamp(min=1)
     num_experts = probs_BSE.shape[2] if num_experts is None else num_experts
     # A sequence's mean over its S tokens, and the mean over num_tokens / S sequences: S cancels.
     return num_experts * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
 
 
-def z_loss_share(logits_TE: Float[Tensor, "T E"], num_tokens: Tensor | int) -> Float[Tensor, ""]:
+def counted(routing: Routing, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """`values` with zeros for the tokens that are padding."""
+    mask_T = routing.counted_T
+    return values if mask_T is None else values * mask_T.view(-1, *[1] * (values.ndim - 1))
+
+
+def z_loss_share(routing: Routing, num_tokens: Tensor | int) -> Float[Tensor, ""]:
     """This rank's share of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
-    return logits_TE.logsumexp(-1).square().sum() / num_tokens
+    return counted(routing, routing.logits_TE.logsumexp(-1).square()).sum() / num_tokens
 
 
 class RouterPenalty:
@@ -115,6 +142,7 @@ class RouterPenalty:
         chosen = any(isinstance(getattr(layer, "router", None), ExpertChoiceRouter) for layer in self.layers)
         if (balance_weight or z_weight) and chosen:
             raise ValueError("expert choice is balanced by construction: give it no balance_weight and no z_weight")
+        _penalties.add(self)
         self.step_load_LE: Int[Tensor, "L E"] | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
 
@@ -122,10 +150,12 @@ class RouterPenalty:
         """This rank's share, a scalar; a collective. None when there is nothing to add.
 
         The shares of the ranks add up to the penalty, so a loss whose gradient is averaged over ranks needs it times
-        their number.
+        their number. Raises UserError where the loss of the last forward had a balance loss of the model's own.
         """
         if not self.layers or (self.balance_weight == 0 and self.z_weight == 0):
             return None
+        if self.balance_weight and any(getattr(layer, "model_balances", False) for layer in self.layers):
+            raise UserError(TWO_BALANCE_LOSSES)
         load_LE = global_load(self.layers)
         step_LE = load_LE if self.step_load_LE is None else self.step_load_LE
         fraction_LE = step_LE / step_LE.sum(1, keepdim=True).clamp(min=1)
@@ -136,7 +166,7 @@ class RouterPenalty:
             tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
             share = self.balance_weight * self._balance_share(layer, routing, fraction_E, tokens)
             if self.z_weight:
-                share = share + self.z_weight * z_loss_share(routing.logits_TE, tokens)
+                share = share + self.z_weight * z_loss_share(routing, tokens)
             total = share if total is None else total + share
         assert total is not None
         return total / len(self.layers)
@@ -153,7 +183,7 @@ class RouterPenalty:
             return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.num_choices)
         if self.balance_scope == "local":
             fraction_E = layer.last_load_E / layer.last_load_E.sum().clamp(min=1)
-        return load_balancing_share(routing.probs_TE, fraction_E, tokens, layer.num_choices)
+        return load_balancing_share(counted(routing, routing.probs_TE), fraction_E, tokens, layer.num_choices)
 
 
 def global_load(layers: Sequence[RoutingReport]) -> Int[Tensor, "L E"]:

@@ -28,11 +28,12 @@ from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import (
     EXPERT_SHARE,
     LINK_BYTES_PER_SECOND,
+    CostModel,
     link_bytes_per_second,
     measured_cost_model,
     state_bytes,
 )
-from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance, shares
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.plan import plan_layer

@@ -8,11 +8,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, SlotOrder, TokenDispatcher
 from toolkit.moe.load.metrics import RowBytes
+from toolkit.moe.load.model_inputs import counted_tokens
 from toolkit.moe.load.routing_log import Choices, RoutedForward, RoutingLog
 from toolkit.parallel.gradients import average_in_backward
 from toolkit.parallel.groups import ExpertGroups
@@ -123,16 +124,21 @@ class ExpertStack:
         """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
 
         `inputs` (..., D) were dispatched, `outputs` (..., D) are what came of them. `dropped_E`: assignments that a
-        capacity dropped, which are not in `plan.load_E`.
+        capacity dropped, which are not in `plan.load_E`. Assignments of padding are left out.
         """
-        load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
+        counted_T = counted_tokens(len(choices.expert_ids_TK))
+        if counted_T is None:
+            load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
+        else:
+            choices = choices._replace(kept_TK=choices.kept() & counted_T[:, None])
+            load_E = choices.load(self.num_experts)
         self.log.last_load_E = load_E
         if not training:
             return
         crossed = None
         if self.node_of_peer is not None:
             self.node_of_peer = self.node_of_peer.to(load_E.device)
-            crossed = crossings(plan.order, self.node_of_peer, here=self.groups.ep_rank)
+            crossed = crossings(plan.order, self.node_of_peer, here=self.groups.ep_rank, counted_T=counted_T)
         row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
 
@@ -163,11 +169,13 @@ class ExpertStack:
             )
 
 
-def crossings(order: SlotOrder, node_of_peer_P: Int[Tensor, " P"], *, here: int) -> Int[Tensor, ""]:
+def crossings(
+    order: SlotOrder, node_of_peer_P: Int[Tensor, " P"], *, here: int, counted_T: Bool[Tensor, " T"] | None = None
+) -> Int[Tensor, ""]:
     """int64 (): distinct pairs of a token and a node other than that of peer `here`, among the assignments sent.
 
     That is the rows between nodes if each token were sent to a node once, however many of its experts are there.
-    `node_of_peer_P`: int64, numbered from 0. No host sync.
+    `node_of_peer_P`: int64, numbered from 0. `counted_T`: bool, the tokens that count; None for all. No host sync.
     """
     peers = len(node_of_peer_P)
     end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
@@ -175,6 +183,8 @@ def crossings(order: SlotOrder, node_of_peer_P: Int[Tensor, " P"], *, here: int)
     peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
     if order.kept_TK is not None:
         peer_TK = peer_TK.where(order.kept_TK, here)
+    if counted_T is not None:
+        peer_TK = peer_TK.where(counted_T[:, None], here)
     node_TK = node_of_peer_P[peer_TK]
     # `peers` columns, the most nodes there can be: their number would take a host sync.
     visits_TN = torch.zeros(len(node_TK), peers, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from toolkit.compat import divide_each_, flattened, multiply_each_, norm_of_each, unflattened
-from toolkit.parallel.ownership import Ownership, is_owned, ownership_of
+from toolkit.parallel.ownership import Ownership, in_use, is_owned, ownership_of
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def average_owned_gradients(parameters: Sequence[Tensor], batches: int) -> None:
     Of a row with replicas within the EP group the owner gets the sum, the others zero.
     """
     sum_replica_gradients(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [in_use(p, p.grad) for p in parameters if p.grad is not None]
     if not grads:
         return
     if batches > 1:
@@ -141,7 +141,9 @@ def clip_grad_norm_(
         elif parameter.grad is not None:
             (rows if is_owned(parameter) else replicated).append(parameter)
     listed = replicated + rows + shards
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in listed if p.grad is not None]
+    grads = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else in_use(p, p.grad) for p in listed if p.grad is not None
+    ]
     if not grads:
         return torch.zeros(())
     norms = norm_of_each(grads)

@@ -10,6 +10,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import is_owned, ownership_of
+from toolkit.parallel.ownership import in_use, is_owned, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
 ROWS, LARGEST, STEPS, LR = 5, 4, 3, 0.1
@@ -57,6 +58,50 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
                 rows_of_state(name, key, value, trial)
+
+
+class StepsRowsInUse:
+    """Lets steps of `optimizer` read and write the rows in use of `parameters` alone, until `remove` is called.
+
+    What is in no use is zero: weights, gradients and moments, which a step would leave as they are, in as much time as
+    others take. An optimizer makes its states in its first step, which is on all rows.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer):
+        self.parameters = list(parameters)
+        self._weights: list[tuple[Tensor, Tensor]] = []
+        self._states: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Of the step that is running, the whole tensors."""
+        inner = unwrapped(optimizer)
+        self._hooks = [inner.register_step_pre_hook(self._narrow), inner.register_step_post_hook(self._widen)]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _narrow(self, optimizer: Optimizer, *_: Any) -> None:
+        for parameter in self.parameters:
+            state = optimizer.state.get(parameter)
+            whole = parameter.data
+            used = in_use(parameter, whole)
+            if not state or parameter.grad is None or len(used) == len(whole):
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == whole.shape:
+                    self._states.append((state, key, value))
+                    state[key] = in_use(parameter, value)
+            self._weights.append((parameter, whole))
+            grad = in_use(parameter, parameter.grad)
+            parameter.data = used
+            parameter.grad = grad
+
+    def _widen(self, *_: Any) -> None:
+        for parameter, whole in self._weights:
+            parameter.grad = None
+            parameter.data = whole
+        for state, key, value in self._states:
+            state[key] = value
+        self._weights, self._states = [], []
 
 
 def has_stepped(optimizer: Optimizer) -> bool:

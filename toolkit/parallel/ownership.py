@@ -112,6 +112,22 @@ def mark_owned(
     parameter.ownership = Ownership(tuple(row_ids), groups, everywhere, holder)  # type: ignore[attr-defined]
 
 
+def mark_rows_in_use(parameter: Tensor, rows: int | None) -> None:
+    """Declare that rows of `parameter` after the first `rows` are zero and get no gradient; None: that all are in use.
+
+    Norms, clipping and averages of gradients then read the rows in use alone, and so do steps under
+    `toolkit.parallel.optimizer_rows.StepsRowsInUse`. Whoever puts something into another row says so before the next
+    step.
+    """
+    parameter.rows_in_use = rows  # type: ignore[attr-defined]
+
+
+def in_use(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """The rows in use of `tensor`, which is `parameter`, its gradient or a state of it."""
+    rows = getattr(parameter, "rows_in_use", None)
+    return tensor if rows is None else tensor[:rows]
+
+
 def ownership_of(parameter: Tensor) -> Ownership | None:
     """How `parameter` is owned, or None where every rank has a replica."""
     return getattr(parameter, "ownership", None)

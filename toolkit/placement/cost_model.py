@@ -1,16 +1,27 @@
-"""The cost model of a running training, with which a guard compares the gain of a plan to the cost of migration."""
+"""The cost model: seconds of a layer's experts, of their exchanges and of a migration, from rates of a machine.
+
+A guard compares with it what a plan gains to what its migration costs; `toolkit.lab.simulate` predicts steps with it.
+Letters: `S` source ranks, `R` ranks of the EP group, `E` experts, `G` global slots; `...` steps.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
-from toolkit.placement.guard import CostModel
+from toolkit.placement.imbalance import shares
+from toolkit.placement.loads import Floats
+from toolkit.placement.placement import ExpertPlacement
+from toolkit.placement.traffic import migration_cost, replica_rows, rows_between_ranks
 
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses
@@ -18,6 +29,140 @@ a few plans too many."""
 EXPERT_SHARE = 0.5
 """Assumed, not measured: the fraction of a step that grows with the rows of the busiest rank (experts' forward and
 backward, and their transfers); the rest is attention, loss, optimizer. Too high a fraction overrates gains."""
+EXCHANGES = 5
+"""All-to-alls of a layer in a step: row counts; dispatch and combine, forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """Processor cores that the ranks of one host share, each rank computing on one thread."""
+
+    count: int
+    busy_slowdown: float = 1.0
+    """Seconds of a piece of work on each core at once, over those of one core alone: memory and caches are shared."""
+
+    def slowdown(self, ranks: NDArray[Any]) -> Floats:
+        """Seconds of a piece of work where so many ranks compute at once, over those of one rank alone."""
+        others = np.minimum(ranks, self.count) - 1
+        shared = 1 + (self.busy_slowdown - 1) * others / max(self.count - 1, 1)
+        return np.asarray(shared * np.maximum(1.0, ranks / self.count))
+
+    def seconds(self, work_R: NDArray[Any]) -> Floats:
+        """(...): until the last rank is done with its `work_R` (..., R), in seconds of one rank alone. Ranks that are
+        not done share the cores evenly."""
+        ranks = work_R.shape[-1]
+        ascending = np.sort(work_R, axis=-1)
+        parts = np.diff(ascending, axis=-1, prepend=0.0)
+        return np.asarray(parts @ self.slowdown(np.arange(ranks, 0, -1)))
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer in each of several steps, forward and backward."""
+
+    router: Floats
+    """Routing, and the order of rows, on the ranks that send."""
+    experts: Floats
+    exchanges: Floats
+    """All-to-alls of rows."""
+    replicas: Floats
+    """Gradients to owners, and weights back."""
+
+    @property
+    def total(self) -> Floats:
+        return self.router + self.experts + self.exchanges + self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds per row and per byte of one layer. Ranks compute and send at the same time, so the busiest one counts;
+    where they share `cores`, those that are done leave them to the others.
+
+    A guard needs the first three. All others are 0 or None where they are not known, and then cost nothing.
+    """
+
+    seconds_per_row: float
+    """Compute of one assignment, forward and backward, on one rank."""
+    bytes_per_second: float
+    """Of one rank's link, each way; between nodes, where `ranks_per_node` is given."""
+    weight_bytes: int
+    """Of one physical expert."""
+    optimizer_bytes: int = 0
+    """Of one expert, at its owner."""
+    seconds_per_migration: float = 0.0
+    """What a change of placement costs besides its bytes: planning, synchronising, waiting."""
+    seconds_per_slot: float = 0.0
+    """Of each slot of a rank, however many rows it has: its weights are read, its weight gradients written."""
+    seconds_per_layer: float = 0.0
+    """Of a layer without rows, on each rank."""
+    seconds_per_row_sent: float = 0.0
+    """Routing, sorting and copying of one assignment where it comes from, forward and backward."""
+    row_bytes: int = 0
+    """Of one assignment in dispatch and combine together; the backward sends as much again."""
+    exchange_seconds: float = 0.0
+    """Of one all-to-all without rows."""
+    ranks_per_node: int | None = None
+    """None: all ranks are in one node, or links within a node are like those between nodes."""
+    node_bytes_per_second: float | None = None
+    """Of one rank's link to the others of its node, each way; None: `bytes_per_second`."""
+    cores: Cores | None = None
+    """None: each rank has a processor of its own."""
+
+    def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
+        """Seconds of the busiest rank's experts in a step with `load_E` rows per expert."""
+        return float(self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank))
+
+    def expert_seconds(self, rows_R: NDArray[Any], slots_R: Sequence[int]) -> Floats:
+        """(...): until the last rank, with `slots_R` slots, has computed its `rows_R` (..., R)."""
+        return self.together(rows_R * self.seconds_per_row + np.asarray(slots_R) * self.seconds_per_slot)
+
+    def layer_seconds(self, load_SE: NDArray[Any], placement: ExpertPlacement) -> LayerSeconds:
+        """Of steps with `load_SE` (..., S, E) assignments of each rank to each expert, S the ranks of `placement`."""
+        weights_RR = replica_rows(placement) * self.weight_bytes
+        return self.seconds_of_rows(rows_between_ranks(load_SE, placement), placement.slots_per_rank, weights_RR)
+
+    def seconds_of_rows(
+        self, rows_SR: NDArray[Any], slots_R: Sequence[int], weights_RR: NDArray[Any] | None = None
+    ) -> LayerSeconds:
+        """Of steps in which ranks with `slots_R` slots send each other `rows_SR` (..., S, R) assignments, and, if not
+        None, `weights_RR` bytes of weights from owners, and as many of gradients back."""
+        latency = self.exchange_seconds if len(slots_R) > 1 else 0.0
+        replicas = np.zeros(rows_SR.shape[:-2])
+        if weights_RR is not None and weights_RR.any():
+            replicas = replicas + 2 * (self.transfer_seconds(weights_RR) + latency)
+        return LayerSeconds(
+            router=self.together(rows_SR.sum(-1) * self.seconds_per_row_sent + self.seconds_per_layer),
+            experts=self.expert_seconds(rows_SR.sum(-2), slots_R),
+            exchanges=2 * self.transfer_seconds(rows_SR * self.row_bytes) + EXCHANGES * latency,
+            replicas=replicas,
+        )
+
+    def transfer_seconds(self, bytes_SR: NDArray[Any]) -> Floats:
+        """(...): until each rank has sent and received its part of `bytes_SR` (..., S, R), without latency. Links work
+        in both directions at once, those within a node beside those between nodes."""
+        ranks = np.arange(bytes_SR.shape[-1])
+        node_R = ranks // (self.ranks_per_node or len(ranks))
+        near = node_R[:, None] == node_R
+        inside = near & (ranks[:, None] != ranks)
+        slow = self._busier_way(np.where(near, 0, bytes_SR)) / self.bytes_per_second
+        fast = self._busier_way(np.where(inside, bytes_SR, 0)) / (self.node_bytes_per_second or self.bytes_per_second)
+        return self.together(np.maximum(slow, fast))
+
+    def migration_seconds(self, old: ExpertPlacement, new: ExpertPlacement) -> float:
+        """Seconds to go from `old` to `new`; 0 where they are equal."""
+        if old == new:
+            return 0.0
+        cost = migration_cost(old, new, weight_bytes=self.weight_bytes, optimizer_bytes=self.optimizer_bytes)
+        return cost.busiest_rank_bytes / self.bytes_per_second + self.seconds_per_migration
+
+    def together(self, seconds_R: NDArray[Any]) -> Floats:
+        """(...): until the last rank is done with its part (..., R), which takes so many seconds of a rank alone."""
+        return np.asarray(seconds_R.max(-1)) if self.cores is None else self.cores.seconds(seconds_R)
+
+    @staticmethod
+    def _busier_way(bytes_SR: NDArray[Any]) -> NDArray[Any]:
+        """(..., R): what each rank sends, or receives, whichever is more."""
+        return np.maximum(bytes_SR.sum(-1), bytes_SR.sum(-2))
 
 
 def measured_cost_model(

@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.placement.imbalance import shares
+from toolkit.placement.cost_model import CostModel
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.traffic import migration_cost
 
 FEWEST_WINDOWS = 3
 """Windows that are needed to estimate how much a gain changes from one to the next."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """Seconds per row and per byte. Ranks compute and send at the same time, so the busiest one counts."""
-
-    seconds_per_row: float
-    """Compute of one assignment, forward and backward, on one rank."""
-    bytes_per_second: float
-    """Of one rank's link, each way."""
-    weight_bytes: int
-    """Of one physical expert."""
-    optimizer_bytes: int = 0
-    """Of one expert, at its owner."""
-    seconds_per_migration: float = 0.0
-    """What a change of placement costs besides its bytes: planning, synchronising, waiting."""
-
-    def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
-        """Seconds of the busiest rank in a step with `load_E` rows per expert."""
-        return float((load_E @ shares(placement)).max()) * self.seconds_per_row
-
-    def migration_seconds(self, old: ExpertPlacement, new: ExpertPlacement) -> float:
-        """Seconds to go from `old` to `new`; 0 where they are equal."""
-        if old == new:
-            return 0.0
-        cost = migration_cost(old, new, weight_bytes=self.weight_bytes, optimizer_bytes=self.optimizer_bytes)
-        return cost.busiest_rank_bytes / self.bytes_per_second + self.seconds_per_migration
 
 
 class MigrationGuard:

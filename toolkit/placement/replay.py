@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.placement.guard import CostModel, MigrationGuard
+from toolkit.placement.cost_model import CostModel
+from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import max_over_mean, shares
 from toolkit.placement.placement import ExpertPlacement, moves
 from toolkit.placement.plan import plan_layer
@@ -66,7 +67,7 @@ def worst_span(load_TE: NDArray[Any], run: Replay, cost_model: CostModel) -> flo
     means under the placement before the two. At most 1 where planning was never worse than no plans."""
 
     def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
-        return float((loads @ shares(placement)).max(1).sum()) * cost_model.seconds_per_row
+        return float(cost_model.expert_seconds(loads @ shares(placement), placement.slots_per_rank).sum())
 
     worst = 0.0
     for before, first, second, start in zip(

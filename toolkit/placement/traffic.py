@@ -93,6 +93,16 @@ def rows_between_ranks(
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
 
+def replica_rows(placement: ExpertPlacement) -> Ints:
+    """int64 (R, R): of how many experts that each rank owns each rank has a replica."""
+    rows_RR = np.zeros((placement.ranks, placement.ranks), dtype=np.int64)
+    for expert in range(placement.num_experts):
+        owner, *others = placement.replicas(expert)
+        for place in others:
+            rows_RR[owner.rank, place.rank] += 1
+    return rows_RR
+
+
 @dataclass(frozen=True)
 class MigrationCost:
     """What one change of placement sends."""

@@ -6,7 +6,9 @@ metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
 summary.txt     the same in words, and *.png
-.finishing      from before results.json until the pictures are drawn; see `is_finished`
+.finishing      from before results.json until the pictures are drawn, and while a finished run is extended
+.heartbeats/    what each process does; gone at the end, see toolkit.callbacks.watchdog
+hang/           Python stacks of a run that hung
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY, RunConfig, to_dict
+from toolkit.config.run import LENGTH, NOT_OF_THE_TRAJECTORY, RunConfig, to_dict
 from toolkit.errors import UserError
+from toolkit.launch.restarts import folder_to_continue, past_restarts
 from toolkit.tracking.jsonl import to_json
 from toolkit.tracking.secrets import mask
 
@@ -51,7 +54,7 @@ def open_folder(
     Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
     nothing to resume, or that cannot be written.
     """
-    folder = config.run_dir
+    folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":
         folder = folder or _newest(name)
         if folder is None or not (folder / "config.json").exists():
@@ -121,11 +124,13 @@ def _newest(name: str) -> Path | None:
 def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[str], None]) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.exists():
+        if config.extend:
+            raise UserError(f"--extend True: no run in {folder}: leave it out to begin one.")
         return None
-    if config.resume == "no":
+    if config.resume == "no" and not past_restarts():
         raise UserError(f"--run-dir {folder}: holds a run, and --resume no was given: choose another folder.")
-    if is_finished(folder):
-        raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder.")
+    if is_finished(folder) and not config.extend:
+        raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder, or train on with --extend.")
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -142,12 +147,14 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     old = dict(_leaves(before))
     new = dict(_leaves(now))
     for field in old | new:
-        if old.get(field) != new.get(field):
+        if old.get(field) != new.get(field) and not (config.extend and field in LENGTH):
             flag = "--" + field.replace("_", "-")
             raise UserError(
                 f"{flag} {new.get(field)}: the run in {folder} was started with {old.get(field)}: "
                 "give the same value to continue it, or another --run-dir."
             )
+    if is_finished(folder):
+        (folder / FINISHING).touch()
     return before
 
 

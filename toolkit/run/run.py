@@ -13,7 +13,7 @@ import errno
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +30,14 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
+from toolkit.launch.restarts import FOLDER, past_restarts, send
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
-from toolkit.run.summary import summarise
+from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
 from toolkit.seeding import derive_seed
 from toolkit.tracking.guard import GuardedTracker
-from toolkit.tracking.jsonl import MetricsFile
+from toolkit.tracking.jsonl import MetricsFile, read_metrics
 from toolkit.tracking.secrets import mask
 from toolkit.tracking.trackers import check_installed, start_trackers
 
@@ -84,8 +85,8 @@ class Run:
 
     @property
     def resume(self) -> str:
-        """The field `resume` of the config: auto, yes or no."""
-        return self.config.resume
+        """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
+        return "auto" if past_restarts() else self.config.resume
 
     # --- deciding together ------------------------------------------------------------------------------------
 
@@ -162,10 +163,22 @@ class Run:
         for sink in (*self._sinks, *(self._trackers or ())):
             sink.log(values, step)
 
+    def log_restart(self, step: int) -> None:
+        """Write that the ranks were started again, and why, where they were. Training goes on from `step`."""
+        restarts = past_restarts()
+        if restarts and self._metrics is not None:
+            self._metrics.append(step, {"run/restarts": len(restarts), RESTART_REASON: restarts[-1]})
+            for tracker in self._trackers or ():
+                tracker.log({"run/restarts": len(restarts)}, step)
+
     def draw_at_finish(self, draw: Draw) -> None:
         """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
         if draw not in self._draws:
             self._draws.append(draw)
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The lines that were written so far, by earlier processes of this run, too. For the main process."""
+        return read_metrics(self.folder / "metrics.jsonl")
 
     def truncate_metrics(self, step: int) -> None:
         """Remove the lines after `step`, from which training continues."""
@@ -217,6 +230,7 @@ class Run:
             "device": str(self.device.type),
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
+            **restarts_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
@@ -275,6 +289,8 @@ def start_run(name: str, config: RunConfig) -> Run:
     _seed(config.seed)
     if run.device.type == "cpu":
         run._settings.enter_context(process_settings())
+    if run.is_main:
+        send(f"{FOLDER}{run.folder}")
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+RESTART_REASON = "run/restart_reason"
+"""The key of metrics.jsonl under which a line says why the run was started again."""
 
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:
@@ -36,6 +39,8 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):
         rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
+    if restarts := results.get("restarts"):
+        rows.append(("restarts", f"{len(restarts)}, the last {restarts[-1]}"))
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
@@ -60,6 +65,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         + "\n"
         for line in cells
     )
+
+
+def restarts_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """At which steps a run was started again, and why, for results.json; {} where it was not."""
+    reasons = [f"at step {line['step']}: {line[RESTART_REASON]}" for line in metrics if RESTART_REASON in line]
+    return {"restarts": reasons} if reasons else {}
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:

@@ -19,6 +19,7 @@ from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
+from toolkit.callbacks.watchdog import Watchdog
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, make_loader
 from toolkit.data.table import TensorTable
@@ -124,6 +125,7 @@ def standard_trainer(
         log_every=config.log_every,
         callbacks=[
             BarrierWait(),
+            Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             *callbacks,
             *missing,
             Throughput(),

@@ -14,6 +14,7 @@ from tests.equality import relative_difference
 from tests.helpers import run_distributed
 from tests.moe.lifecycle.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
 from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.tracking.jsonl import read_metrics
 
 Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
@@ -124,3 +125,37 @@ def test_new_experts_can_be_fresh(tmp_path: Path) -> None:
     history, _, results = run_distributed(train, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
     assert "grow" in {kind for _, kind, _ in history}
     assert results["test_accuracy"] > 0.5
+
+
+def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, list[int], list[int]]:
+    """An outcome; of each optimizer step, the rows of experts that it saw, and those up to the last active expert."""
+    with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, lifecycle):
+        (layer,) = lifecycle.layers.values()
+        if all_rows:
+            lifecycle.experts.mark_rows_in_use = lambda: None
+        seen, needed = [], []
+
+        def watch(*_: Any) -> None:
+            assert len(layer.experts.up) == len(layer.experts.down)
+            seen.append(len(layer.experts.up))
+            active = layer.router.active_E.nonzero().flatten().tolist()
+            here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
+            needed.append(max(slot + 1 for slot, expert in enumerate(here) if expert in active))
+
+        unwrapped(trainer.optimizer).register_step_post_hook(watch)
+        results = trainer.fit()
+        assert {len(weight) for weight in (layer.experts.up, layer.experts.down)} == {8 // ep_size}
+    losses = [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")]
+    return (history_of(lifecycle), losses, results), seen, needed
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_rows_of_inactive_experts_are_not_stepped(tmp_path: Path, ep_size: int) -> None:
+    (history, losses, results), seen, needed = run_distributed(train_watched, 2, tmp_path / "run", ep_size, False)[0]
+    (all_history, all_losses, all_results), _, _ = run_distributed(train_watched, 2, tmp_path / "all", ep_size, True)[0]
+    assert seen[0] == 8 // ep_size
+    assert seen[1:] == needed[1:]
+    assert min(needed) < 8 // ep_size
+    assert history == all_history
+    assert relative_difference(torch.tensor(losses), torch.tensor(all_losses)) < 1e-12
+    assert results["test_loss"] == pytest.approx(all_results["test_loss"], rel=1e-12)

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.config.adapters import AdapterOptions
 from toolkit.errors import UserError
+from toolkit.hosts.parameter_groups import parameter_groups
 from toolkit.hosts.transformers.anatomy import experts_modules, routers
 from toolkit.hosts.transformers.kernel import projections
 from toolkit.seeding import derive_seed
@@ -28,8 +29,8 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int =
     missing, or the model has nothing of the kind.
     """
     if options.lora_rank == 0:
-        for router in routers(model).values() if options.freeze_router else ():
-            router.requires_grad_(False)
+        if options.freeze_router:
+            parameter_groups(model, freeze="router")
         return model
     try:
         from peft import LoraConfig, TaskType, get_peft_model

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.hosts.foreign import has_stacked_parameters, outside_wrappers
+from toolkit.moe.load.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
+from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.router import Routing
 
@@ -42,7 +44,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
         block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
         beside: list[Any] = list(block.children())
         children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
-        candidates = [m for m in children if _router_rows(m) == _num_experts(experts)]
+        candidates = [m for m in children if _router_rows(m) == num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
@@ -52,7 +54,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _num_experts(experts: nn.Module) -> int:
+def num_experts(experts: nn.Module) -> int:
     """Over all ranks."""
     stack = getattr(experts, "expert_stack", None)
     return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
@@ -62,7 +64,7 @@ class RouterWatch:
     """What one router decided in the last forward."""
 
     def __init__(self, name: str, router: nn.Module):
-        self.name = name
+        self.name, self.module = name, router
         self.num_choices = _router_rows(router) or 0
         """Experts, over all ranks."""
         self.sigmoid = hasattr(router, "e_score_correction_bias")
@@ -70,7 +72,9 @@ class RouterWatch:
         self.sequence_length: int | None = None
         """transformers flattens sequences before its routers see them."""
         self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
-        """int64: assignments per expert on this rank in the last forward, in training or evaluation."""
+        """int64: assignments per expert on this rank in the last forward, in training or not, without padding."""
+        self.model_balances = False
+        """Whether the loss of the last forward has the model's own balance loss."""
         router.register_forward_hook(self._record)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,9 +100,11 @@ class RouterWatch:
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
         if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
             return
-        self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE)
-        chosen_N = ids_TK.flatten()
-        self.last_load_E = chosen_N.new_zeros(self.num_choices).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+        counted_T = counted_tokens(len(ids_TK))
+        self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE, counted_T=counted_T)
+        kept_TK = None if counted_T is None else counted_T[:, None].expand_as(ids_TK)
+        self.last_load_E = Choices(ids_TK, kept_TK).load(self.num_choices)
+        self.model_balances = model_adds_balance_loss()
 
 
 def watch_routers(model: nn.Module) -> list[RouterWatch]:
@@ -109,6 +115,7 @@ def watch_routers(model: nn.Module) -> list[RouterWatch]:
 
     Raises UserError for a model without experts.
     """
+    watch_inputs(model)
     watches = [RouterWatch(name, router) for name, router in routers(model).items()]
     if not watches:
         raise UserError(

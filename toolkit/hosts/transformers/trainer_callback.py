@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.hosts.balance import describe_balance
 from toolkit.moe.replan import Replanner
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.optimizer_rows import refuse_coupled_rows
@@ -47,7 +49,8 @@ def replan_callback(
     to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`.
 
     Raises UserError for an unknown planner, and on resuming from a checkpoint outside `output_dir` or without these,
-    and for a model whose experts cannot move, as under DDP alone.
+    and for a model whose experts cannot move, as under DDP alone, or that has two balance penalties. Rank 0 prints
+    which one is active when training begins.
     """
     from transformers import TrainerCallback
 
@@ -81,6 +84,9 @@ def replan_callback(
                     'with use_toolkit_ep() and a DistributedConfig of ep_implementation="toolkit", because under DDP '
                     "alone Trainer has all experts on every rank."
                 )
+            balance = describe_balance(model)
+            if state.is_world_process_zero:
+                sys.stdout.write(f"{balance}\n")
             for stack in stacks.values():
                 stack.mark()
             refuse_coupled_rows(optimizer)

@@ -101,6 +101,8 @@ class Lifecycle(Callback):
         self._cursors = {name: layer.expert_stack.log.cursor() for name, layer in self.layers.items()}
         """The assignments since the last sleep."""
         self._readings: dict[str, float] = {}
+        self._step_all_rows: Callable[[], None] = lambda: None
+        """Ends what `on_fit_start` began."""
         self._routers_known = False
         """Whether the routers were refreshed since weights were loaded."""
 
@@ -114,10 +116,14 @@ class Lifecycle(Callback):
 
     # --- callback hooks -----------------------------------------------------------------------------------------
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._step_all_rows = self.experts.step_rows_in_use(trainer.optimizer)
+
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if not self._routers_known:
             self.experts.refresh_routers()
             self._routers_known = True
+        self.experts.mark_rows_in_use()
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.layers:
@@ -135,7 +141,11 @@ class Lifecycle(Callback):
             for name, value in self._readings.items():
                 trainer.record(f"lifecycle/{name}", value)
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        self._step_all_rows()
+
     def on_fit_end(self, trainer: Trainer) -> None:
+        self._step_all_rows()
         if not self.layers:
             return
         counts = {f"lifecycle_{kind}": sum(event.kind == kind for event in self.history) for kind in COUNTED}

@@ -16,6 +16,8 @@ from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.router import DynamicRouter, Hyperplane
 from toolkit.moe.lifecycle.sleep import Snapshot
 from toolkit.moe.lifecycle.surgery import Surgeon
+from toolkit.parallel.optimizer_rows import StepsRowsInUse
+from toolkit.parallel.ownership import mark_rows_in_use
 
 
 class DynamicExperts:
@@ -70,6 +72,27 @@ class DynamicExperts:
     def refresh_routers(self) -> None:
         for layer in self.layers.values():
             _router(layer).refresh()
+
+    def mark_rows_in_use(self) -> None:
+        """Declare this rank's rows up to that of the last active expert to be in use, at least one."""
+        for name, layer in self.layers.items():
+            active = {record.logical_id for record in self.rosters[name].active}
+            here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
+            rows = max((slot + 1 for slot, expert in enumerate(here) if expert in active), default=1)
+            for parameter in layer.expert_stack.parameters.values():
+                mark_rows_in_use(parameter, rows)
+
+    def step_rows_in_use(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Leave the rows of inactive experts out of steps of `optimizer`; returns a function that ends it."""
+        parameters = [p for layer in self.layers.values() for p in layer.expert_stack.parameters.values()]
+        stepping = StepsRowsInUse(parameters, optimizer)
+
+        def end() -> None:
+            stepping.remove()
+            for parameter in parameters:
+                mark_rows_in_use(parameter, None)
+
+        return end
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""

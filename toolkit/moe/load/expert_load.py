@@ -29,9 +29,10 @@ class ExpertLoad(Callback):
 
     `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what `toolkit.moe.load.metrics`
     computes: `expert_metrics` always, and with expert parallelism `balance_metrics`, `traffic_metrics`,
-    `deduplicated_metrics` and `replica_metrics`. The result `min_expert_load` is the smallest fraction over the last
-    whole epoch, of experts that were active throughout it; `expert_load_notice` is there where that epoch, or a run
-    that ends within one, was uneven: a sentence for the summary. `ranks_per_node` None takes the launcher's number.
+    `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load` are the smallest
+    and largest fraction over the last whole epoch, of experts that were active throughout it; `expert_load_notice` is
+    there where that epoch, or a run that ends within one, was uneven: a sentence for the summary. `ranks_per_node` None
+    takes the launcher's number.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
@@ -60,6 +61,7 @@ class ExpertLoad(Callback):
             if load_LE.any(1).all():
                 share_LE = load_LE / load_LE.sum(1, keepdims=True)
                 trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
+                trainer.results["max_expert_load"] = float(share_LE[whole_LE].max(initial=0))
             self._judge(trainer, load_LE, whole_LE)
         elif step == trainer.max_steps and step < per_epoch:
             self._judge(trainer, self._epoch_load_LE, self.forwards.active() & self._stayed_active_LE)

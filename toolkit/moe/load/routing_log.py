@@ -10,7 +10,8 @@ is new since it last read:
     forwards.take()
 
 Evaluation, forwards without gradients and forwards that activation checkpointing repeats in the backward are not
-counted. Writing costs one addition per forward, without a host sync; entries hold references.
+counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.moe.load.model_inputs`). Writing
+costs one addition per forward, without a host sync; entries hold references.
 
 `copy.deepcopy` and pickling of a model give the copy an empty log without readers: what the copy computes is not
 counted in the original's log, and cursors keep reading the original.
@@ -41,7 +42,7 @@ class Choices(NamedTuple):
     expert_ids_TK: Int[Tensor, "T K"]
     """int64"""
     kept_TK: Bool[Tensor, "T K"] | None
-    """bool: False where the router filled up a choice that a token does not have; None where it never does."""
+    """bool: False where the router filled up a choice that a token does not have, and for padding; None for neither."""
 
     def kept(self) -> Bool[Tensor, "T K"]:
         """bool (T, K)"""
@@ -49,13 +50,18 @@ class Choices(NamedTuple):
             return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
         return self.kept_TK
 
+    def load(self, num_experts: int) -> Int[Tensor, " E"]:
+        """int64 (E): how many of the kept choices are each expert's."""
+        ids_N = self.expert_ids_TK.flatten()
+        return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
+
 
 class RoutedForward(NamedTuple):
     """One training forward of a layer on this rank; tensors on the device."""
 
     placement: ExpertPlacement
     load_E: Int[Tensor, " E"]
-    """int64: assignments per expert, those that a capacity dropped included."""
+    """int64: assignments per expert, those that a capacity dropped included, those of padding not."""
     dropped_E: Int[Tensor, " E"] | None
     """int64: those that a capacity dropped; None without a capacity."""
     crossings: Tensor | None

@@ -1,0 +1,46 @@
+"""What the ranks of a run and the process that starts them tell each other, through the environment and a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
+"""The file descriptor on which ranks send lines to the process that started them."""
+RESTARTED = "TOOLKIT_RESTARTED"
+"""JSON for ranks that are started again: the folder of the run, None where they had none yet, and `past_restarts`."""
+FOLDER, CAUSE = "folder: ", "cause: "
+"""How lines on the pipe begin that are not for the user: where the run is, and what ended a rank."""
+
+
+def send(line: str) -> bool:
+    """Write `line` to the process that started this rank; False where there is none, or it is gone."""
+    with contextlib.suppress(KeyError, OSError):
+        os.write(int(os.environ[REPORT_PIPE]), (" ".join(line.split()) + "\n").encode())
+        return True
+    return False
+
+
+def restarted(folder: Path | None, reasons: Sequence[str]) -> dict[str, str]:
+    """The environment of ranks that are started again, because of the last of `reasons`."""
+    return {RESTARTED: json.dumps({"folder": folder and str(folder), "reasons": list(reasons)})}
+
+
+def past_restarts() -> list[str]:
+    """Why the ranks of this run were started again, oldest first; empty at the first start.
+
+    From `--max-restarts`, or from torchrun and `accelerate launch`, which do not say why.
+    """
+    if RESTARTED in os.environ:
+        return list(json.loads(os.environ[RESTARTED])["reasons"])
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return ["a process failed, and its launcher started all again."] * count
+
+
+def folder_to_continue() -> Path | None:
+    """The folder of the run that was started again by `--max-restarts`, or None."""
+    folder = json.loads(os.environ[RESTARTED])["folder"] if RESTARTED in os.environ else None
+    return Path(folder) if folder else None

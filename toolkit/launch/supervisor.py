@@ -1,0 +1,148 @@
+"""Starting the ranks of `--num-processes`, and starting them again when one crashed (`--max-restarts`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.config.run import RunConfig
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
+from toolkit.launch.children import GRACE_S, Children
+from toolkit.launch.port import bound_port, reserve_port
+from toolkit.launch.restarts import CAUSE, FOLDER, REPORT_PIPE, restarted
+from toolkit.launch.world import BLOCKED, launched_world
+
+PREEMPTED_GRACE_S = 60.0
+"""How long the other ranks may go on saving once one was preempted, in seconds; after any other failure `GRACE_S`."""
+LONGEST_PAUSE_S = 60.0
+"""Before a restart; the first follows after a second, and each further one after twice as long."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How the ranks ended."""
+
+    code: int
+    """The exit code of the run."""
+    cause: str
+    """Why, in a sentence, where a restart may help: a rank crashed, was killed or hung. Else empty."""
+    folder: Path | None
+    """Of the run, where it got as far as having one."""
+
+
+def must_start_processes(config: RunConfig) -> bool:
+    """Whether ranks are to be started, or watched, by this process, and this is not yet one of them."""
+    several = (config.num_processes or 1) > 1 or config.max_restarts > 0
+    return several and launched_world() is None and REPORT_PIPE not in os.environ
+
+
+def start_processes(config: RunConfig) -> int:
+    """Run this command as each of `config.num_processes` ranks of one world; returns the exit code for this process.
+
+    Signals are forwarded to every rank. When a rank fails, the others get a few seconds and are then killed. After a
+    crash all are started again, up to `config.max_restarts` times; they continue from the newest checkpoint.
+    """
+    reasons: list[str] = []
+    environment: dict[str, str] = {}
+    while True:
+        attempt = _run_ranks(config, environment)
+        if not attempt.cause or len(reasons) == config.max_restarts:
+            return attempt.code
+        pause_s = min(LONGEST_PAUSE_S, 2.0 ** len(reasons))
+        reasons.append(attempt.cause)
+        sys.stderr.write(f"restart {len(reasons)} of {config.max_restarts} in {pause_s:g} s: {attempt.cause}\n")
+        time.sleep(pause_s)
+        environment = restarted(attempt.folder, reasons)
+
+
+def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
+    """Start every rank, wait until all have ended, and show what they reported, each line once."""
+    count = config.num_processes or 1
+    inbox, outbox = os.pipe()
+    os.set_blocking(inbox, False)
+    reserved = reserve_port()
+    shared = {**os.environ, **environment, REPORT_PIPE: str(outbox)}
+    if count > 1:
+        shared |= {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": bound_port(reserved),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // count))),
+        }
+    if config.cpu:
+        shared["ACCELERATE_USE_CPU"] = "true"
+    try:
+        with Children() as ranks:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+            for rank in range(count):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+                ranks.start([sys.executable, *sys.orig_argv[1:]], env=shared | place, pass_fds=(outbox,))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks))
+            code, ended = _meaning(failed, ranks)
+            stopped = [
+                f"error: rank {rank} of {count} was stopped (SIGSTOP) and did not end." for rank in _stopped(ranks)
+            ]
+    finally:
+        reserved.close()
+        os.close(outbox)
+        lines = _drain(inbox)
+    shown = [line for line in lines if not line.startswith((FOLDER, CAUSE))]
+    # Ranks that fail alike report the same line: it is shown once.
+    for line in dict.fromkeys([*shown, *ended, *stopped]):
+        sys.stderr.write(line + "\n")
+    folders = [line.removeprefix(FOLDER) for line in lines if line.startswith(FOLDER)]
+    crashed = code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED) and not ranks.received
+    causes = [*ended, *shown, *stopped, *(line for line in lines if line.startswith(CAUSE)), f"exit code {code}."]
+    cause = causes[0].removeprefix("error: ").removeprefix(CAUSE) if crashed else ""
+    return Attempt(code, cause, Path(folders[-1]) if folders else None)
+
+
+def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
+    is_saving = _meaning(failed, ranks)[0] == EXIT_PREEMPTED and not _stopped(ranks)
+    return PREEMPTED_GRACE_S if is_saving else GRACE_S
+
+
+def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:
+    """The exit code of this process, given those of the ranks that failed first, and a line where they wrote none."""
+    for code in (EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        if code in failed.values():
+            return code, []
+    for rank, code in failed.items():
+        if code < 0 and -code in ranks.received:  # it had not installed its own handler yet
+            return (EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED), []
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (by the system, if memory ran out)" if name == "SIGKILL" else ""
+            count = len(ranks.processes)
+            who = f"rank {rank} of {count}" if count > 1 else "the process"
+            return EXIT_BUG, [f"error: {who} was ended by {name}{hint}."]
+    return max(failed.values(), default=EXIT_DONE), []
+
+
+def _stopped(ranks: Children) -> list[int]:
+    """The ranks that have not ended because they are stopped, as by SIGSTOP or a debugger."""
+    import psutil
+
+    stopped = []
+    for rank, process in enumerate(ranks.processes):
+        with contextlib.suppress(psutil.Error):
+            if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                stopped.append(rank)
+    return stopped
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _drain(inbox: int) -> list[str]:
+    with os.fdopen(inbox, "rb") as pipe:
+        return (pipe.read() or b"").decode(errors="replace").splitlines()
