@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.collectives import together
 from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.trainer import Trainer
 
 READ_EVERY = 8
 """Steps between two readings on a device other than a CPU, where reading makes the host wait."""
@@ -52,22 +54,17 @@ class FiniteCheck:
     fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
     weights are checked. All methods that raise are collectives, and raise the same UserError on every rank.
 
-    With `skip`, each step is read before its update on every device, and steps whose gradients are not finite are left
-    out; training stops after `MOST_SKIPPED` in a row. `explain` is called, on all ranks, with the step and what was
-    found, for steps that were read before their update; the sentence that it returns is added to the error.
+    With `--on-nonfinite skip`, each step is read before its update on every device, and steps whose gradients are not
+    finite are left out; training stops after `MOST_SKIPPED` in a row. Of steps that were read before their update, the
+    forward passes are repeated to find the first module whose output is not finite.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        *,
-        scaled: bool,
-        skip: bool = False,
-        explain: Callable[[int, str], str] = lambda _step, _what: "",
-    ):
-        self.model, self.scaled, self.skip, self.explain = model, scaled, skip, explain
-        self.read_every = 1 if skip or device.type == "cpu" else READ_EVERY
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self.model = trainer.raw_model
+        self.scaled = trainer.run.accelerator.scaler is not None
+        self.skip = trainer.run.config.on_nonfinite == "skip"
+        self.read_every = 1 if self.skip or trainer.run.device.type == "cpu" else READ_EVERY
         self.skipped = 0
         """Steps that were skipped, of this process."""
         self._in_a_row = 0
@@ -89,7 +86,8 @@ class FiniteCheck:
                 self._waiting.clear()
                 self.skipped += 1
                 if self.skipped == 1:
-                    self.explain(step, "a step is skipped")
+                    why = self._explain(step, "skipped")
+                    self._trainer.run.print(f"warning: step {step:,} is skipped: its gradients are not finite{why}.")
                 return False
         else:
             self._in_a_row = 0
@@ -107,7 +105,7 @@ class FiniteCheck:
         if bad is not None:
             found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
             again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
-            why = self.explain(bad.step, found) if self.read_every == 1 else ""
+            why = self._explain(bad.step, found) if self.read_every == 1 else ""
             _stop(f"step {bad.step:,}: {found}{again}{why}")
 
     def check_line(self, step: int, means: Mapping[str, Any]) -> None:
@@ -138,6 +136,30 @@ class FiniteCheck:
 
     def _first_weight(self) -> str | None:
         return _first(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), torch.isfinite)
+
+    def _explain(self, step: int, what: str) -> str:
+        """The first module with an output that is not finite, and the samples, of the step that was just computed: into
+        `nonfinite.json` of the run's folder, and in half a sentence. A collective."""
+        trainer = self._trainer
+
+        def forward() -> None:
+            for index, batch in enumerate(trainer.micro_batches):
+                trainer.seed_micro_batch(index)
+                with trainer.autocast():
+                    trainer.task.loss(trainer.model, batch)
+
+        module = first_module(self.model, forward)
+        words = [f"the output of {module} is the first" if module else "the outputs of all modules are finite"]
+        samples = trainer.batches.rows_of(step - 1)
+        path = trainer.run.folder / REPORT
+        if samples:
+            more = ", ..." if len(samples) > SHOWN_SAMPLES else ""
+            words.append(f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more} (all in {path})")
+        if trainer.run.is_main:
+            content = {"step": step, "what": what, "module": module, "samples": samples}
+            with suppress(OSError):
+                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        return " (" + "; ".join(words) + ")"
 
     @staticmethod
     def _found(mine: str | None) -> str | None:
@@ -176,20 +198,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (Mapping, list, tuple)):
         for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(value)
-
-
-def report(folder: Path, *, step: int, what: str, module: str | None, samples: list[int] | None) -> str:
-    """Write `nonfinite.json` into the run's `folder`; the same in half a sentence. To be called on the main process."""
-    content = {"step": step, "what": what, "module": module, "samples": samples}
-    with suppress(OSError):
-        (folder / REPORT).write_text(json.dumps(content) + "\n", encoding="utf-8")
-    words = [f"the output of {module} is the first" if module else "the outputs of all modules are finite"]
-    if samples:
-        more = ", ..." if len(samples) > SHOWN_SAMPLES else ""
-        words.append(
-            f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more} (all in {folder / REPORT})"
-        )
-    return " (" + "; ".join(words) + ")"
 
 
 def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
-from toolkit.data.batches import EvalBatches, TrainBatches
-from toolkit.data.loader import LoaderBatches, LoaderEvalBatches
-from toolkit.finite_check import FiniteCheck, first_module, report
+from toolkit.data.batches import TrainBatches
+from toolkit.data.loader import AnyEvalBatches, LoaderBatches
+from toolkit.finite_check import FiniteCheck
 from toolkit.metrics import MetricSums, global_counts, plain_values
 from toolkit.optim import Schedule, initial_rates
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
@@ -67,14 +67,9 @@ class Trainer:
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.owned_parameters = owned(self.parameters)
-        self.finite = FiniteCheck(
-            model,
-            run.device,
-            scaled=run.accelerator.scaler is not None,
-            skip=run.config.on_nonfinite == "skip",
-            explain=self._explain_nonfinite,
-        )
-        self._micro_batches: list[Batch] = []
+        self.micro_batches: list[Batch] = []
+        """Of the last optimizer step, on this rank."""
+        self.finite = FiniteCheck(self)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -133,7 +128,7 @@ class Trainer:
         """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
         counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
         self.enter("step")
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         accelerator = self.run.accelerator
         counts, total = global_counts([self.task.count(batch) for batch in micro_batches], self.run.device)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
@@ -172,21 +167,21 @@ class Trainer:
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
 
     @torch.no_grad()
-    def evaluate(self, batches: EvalBatches | LoaderEvalBatches, name: str = "eval") -> dict[str, float]:
+    def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
         """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective."""
         sums = MetricSums(self.run.device)
+        task = task or self.task
         self.model.eval()
         for batch in batches:
             self.enter("evaluation")
             with self.autocast():
-                loss = self.task.evaluate(self.model, batch)
+                loss = task.evaluate(self.model, batch)
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
         self.enter("callbacks")
-        summarise = getattr(self.task, "summarise", dict)
+        summarise = getattr(task, "summarise", dict)
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.compute()).items()}
-        for key, value in metrics.items():
-            self.record(key, value)
+        self._recorded |= metrics
         self._line_is_due = True
         self.hooks("on_evaluate_end", name, metrics)
         return metrics
@@ -234,23 +229,6 @@ class Trainer:
         self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
         self._recorded = {}
         self._line_is_due = False
-
-    def _explain_nonfinite(self, step: int, what: str) -> str:
-        """Which module gave the first output that is not finite in the last forward passes, and for which samples."""
-
-        def forward() -> None:
-            for index, batch in enumerate(self._micro_batches):
-                self.seed_micro_batch(index)
-                with self.autocast():
-                    self.task.loss(self.model, batch)
-
-        module = first_module(self.raw_model, forward)
-        rows = self.batches.rows_of(step - 1) if isinstance(self.batches, TrainBatches) else None
-        words = report(self.run.folder, step=step, what=what, module=module, samples=rows) if self.run.is_main else ""
-        words = self.run.on_main_and_share(lambda: words)
-        if self.finite.skipped == 1:
-            self.run.print(f"warning: step {step:,} is skipped: its gradients are not finite{words}.")
-        return words
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,

@@ -85,9 +85,9 @@ class StubTrainer:
         self.results: dict[str, float] = {}
         self.evaluated: list[int] = []
 
-    def evaluate(self, batches):  # noqa: ARG002
+    def evaluate(self, batches, name="eval", task=None):  # noqa: ARG002
         self.evaluated.append(self.state.step)
-        return {"eval/accuracy": self.state.step / 100}
+        return {f"{name}/accuracy": self.state.step / 100}
 
 
 def test_evaluations_every_few_steps_include_the_last_step_once():

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 
@@ -81,6 +82,61 @@ def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkey
     assert targets(data).startswith("irst Citizen:\nBefore")
 
 
+def test_prose_is_the_language_reference_where_shakespeare_is_not(tmp_path, monkeypatch):
+    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
+    found, named = load("prose", block=64), load("reference", block=64)
+    assert found.name == named.name
+    assert found.name.startswith("language reference of Python 3")
+    assert (found.notice or "").endswith("taking the language reference of Python.")
+    assert named.notice is None
+    assert "expression" in targets(found)
+    assert torch.equal(found.train.columns["tokens"], named.train.columns["tokens"])
+    (tmp_path / "input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
+    monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
+    assert load("prose").name == "tinyshakespeare"
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "folder"])
+def test_a_path_is_a_data_set(kind, tmp_path):
+    texts = [f"{n:02d} a text" for n in range(10)]
+    path = tmp_path / f"texts.{kind}"
+    if kind == "folder":
+        path.mkdir()
+        for text in texts:
+            (path / f"{text[:2]}.txt").write_text(text)
+    elif kind == "parquet":
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
+    else:
+        path.write_text("\n".join(texts if kind == "txt" else (json.dumps({"text": text}) for text in texts)))
+    data = load(str(path), block=1)
+    assert data.name == path.name
+    assert targets(data).startswith("0 a text")
+    assert targets(data, "test").endswith("9 a text")
+
+
+def test_a_path_without_text_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"--dataset .*empty: holds neither text"):
+        load(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match=r"a file or folder, or owner/name of the Hub"):
+        load("nothing-like-this")
+
+
+def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_tokenizer):
+    chats = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]}
+    chats.write_text(f"{json.dumps(row)}\n" * 20)
+    plain = load(str(chats), tokenizer=str(saved_tokenizer), block=2)
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    (saved_tokenizer / "chat_template.jinja").write_text(template)
+    data = load(str(chats), tokenizer=str(saved_tokenizer), block=2)
+    assert data.test.columns["tokens"].numel() < plain.test.columns["tokens"].numel()
+    assert data.tokenizer.write(row["messages"]) == "the cat the mat "
+    (saved_tokenizer / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
+    with pytest.raises(UserError, match=r"chat template refuses a row of messages \(system first\)"):
+        load(str(chats), tokenizer=str(saved_tokenizer), block=2)
+
+
 @pytest.mark.parametrize("held_out", ["validation", "test", None])
 def test_a_data_set_in_a_folder_or_of_the_hub_is_read_by_its_splits(held_out, tmp_path):
     def write(name: str, texts: list[str]) -> None:
@@ -134,7 +190,7 @@ def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, save
         ("nobody/nothing", None, "--dataset nobody/nothing: cannot be loaded"),
         ("folder", {}, "holds neither text"),
         ("folder", {"a.txt": b"short"}, "has 0 training blocks of 4 tokens where a batch takes 1"),
-        ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "has no column named text, but n"),
+        ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "has no column named text or messages, but n"),
     ],
 )  # fmt: skip
 def test_text_that_is_not_there_is_refused_in_one_sentence(dataset, arrange, says, tmp_path):

@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from toolkit.data.batches import bounds
+from toolkit.data.batches import EvalBatches, bounds
 from toolkit.data.identity import Identity, identity_of_length
 from toolkit.errors import UserError
 from toolkit.parallel.groups import extremes_over_ranks
@@ -87,6 +87,10 @@ class LoaderBatches:
         """Samples of the global batch of `step`, the one that `steps` gave last."""
         return self._size
 
+    def rows_of(self, step: int) -> list[int]:  # noqa: ARG002
+        """Empty: what a loader read has no numbers."""
+        return []
+
     def steps(self, start_step: int) -> Iterator[list[Batch]]:
         """Lists of this rank's micro-batches, from `start_step` on, without end.
 
@@ -151,6 +155,9 @@ class LoaderEvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
             yield part_of_rank(batch, 0, size_of(batch), self.rank, self.world_size, self.device)
+
+
+AnyEvalBatches = EvalBatches | LoaderEvalBatches
 
 
 def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:

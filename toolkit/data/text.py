@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import os
 import sys
@@ -22,12 +23,14 @@ from toolkit.data.files import check_digest, content_key, unreadable
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import OnMain
 from toolkit.data.table import TensorTable
-from toolkit.data.tokenizer import Tokenizer, load_tokenizer
+from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
 from toolkit.errors import UserError
 
-SHAKESPEARE, STDLIB, FOLDER = "tinyshakespeare", "stdlib", "folder"
+SHAKESPEARE, STDLIB, FOLDER, REFERENCE, PROSE = "tinyshakespeare", "stdlib", "folder", "reference", "prose"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
 """Suffixes of the files that are read as text."""
+ROWS = {".jsonl": "json", ".parquet": "parquet"}
+"""Suffixes of the files that `datasets` reads, and as what."""
 IGNORED = -1
 """Stands where a block of held-out text has no token left."""
 MANY = 10
@@ -53,10 +56,15 @@ class TextData:
 
     def prompts(self, count: int, length: int) -> Tensor:
         """int64 (count, length): how blocks begin that lie evenly over the held-out text; fewer where it is short."""
-        blocks = self.test.columns["tokens"]
-        full = max(1, len(blocks) - 1)  # the last one may be filled up
+        return self.some_test(count).columns["tokens"][:, :length].long().clamp(min=0)
+
+    def some_test(self, count: int | None) -> TensorTable:
+        """So many full blocks that lie evenly over the held-out text, fewer where it is short; None: all of it."""
+        if count is None:
+            return self.test
+        full = max(1, len(self.test) - 1)  # the last one may be filled up
         rows = torch.arange(min(count, full)) * full // min(count, full)
-        return blocks[rows, :length].long().clamp(min=0)
+        return TensorTable(**self.test[rows])
 
 
 @dataclass(frozen=True)
@@ -64,23 +72,28 @@ class _Corpus:
     """What the main process chose."""
 
     name: str
-    kind: Literal["files", "dataset"]
+    kind: Literal["files", "topics", "dataset"]
+    """topics: of the one file, which is a module, the texts of a dict."""
     source: tuple[str, ...]
     """Files, or what `datasets.load_dataset` is to be given."""
     notice: str | None = None
 
     def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
         """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
-        if self.kind == "files":
+        if self.kind != "dataset":
             key = content_key(map(Path, self.source))
-            return cached_columns(self._entry(key, tokenizer), lambda: _encode(*split(self._files()), tokenizer))
-        train, test, key = _read_dataset(*self.source)
+            return cached_columns(self._entry(key, tokenizer), lambda: _encode(*split(self._documents()), tokenizer))
+        train, test, key = _read_dataset(tokenizer, *self.source)
         return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
 
     def _entry(self, key: str, tokenizer: Tokenizer) -> str:
         return f"text-{key}-{tokenizer.key}-v{CACHE_FORMAT}"
 
-    def _files(self) -> list[bytes]:
+    def _documents(self) -> list[bytes]:
+        if self.kind == "topics":
+            from pydoc_data.topics import topics
+
+            return [text.encode() for _, text in sorted(topics.items())]
         for path in self.source:
             check_digest(Path(path))
         try:
@@ -93,8 +106,10 @@ def load_text(
     dataset: str, data_dir: Path | None, *, tokenizer: str, block_size: int, batch_size: int, on_main: OnMain
 ) -> TextData:
     """The text `dataset`: "tinyshakespeare"; "folder", all text files below `data_dir`; "stdlib", the sources of
-    Python's standard library; "owner/name" or "owner/name:config" of the Hub, or such a folder of Parquet or JSON
-    lines; or "auto": what `data_dir` holds, else tinyshakespeare in $TOOLKIT_DATA_DIR, else the standard library.
+    Python's standard library; "reference", the language reference that pydoc shows; a file or folder of text, Parquet
+    or JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": what `data_dir` holds, else tinyshakespeare
+    in $TOOLKIT_DATA_DIR, else the standard library; or "prose", which ends with the language reference instead.
+    Rows have a column `text`, or conversations in a column `messages`, which become text as the tokenizer writes them.
 
     Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which
     some rank would get. Raises UserError on every rank for text that is not found, not readable, or too short.
@@ -141,7 +156,9 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
         raise UserError(f"--data-dir {data_dir}: there is no such folder.")
     if dataset == STDLIB:
         return _stdlib()
-    if dataset == SHAKESPEARE or dataset == "auto":
+    if dataset == REFERENCE:
+        return _reference()
+    if dataset in (SHAKESPEARE, PROSE, "auto"):
         places = [folder] if folder else [Path(os.environ["TOOLKIT_DATA_DIR"])] if _environment() else []
         for place in places:
             for path in (place / SHAKESPEARE / "input.txt", place / "input.txt"):
@@ -152,20 +169,28 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
             raise UserError(
                 f"--dataset {SHAKESPEARE}: {where} holds no {SHAKESPEARE}/input.txt: pass --data-dir with that file."
             )
-        return _folder(folder) if folder else _stdlib(_NO_SHAKESPEARE)
+        if folder:
+            return _folder(folder)
+        return _reference(_NO_SHAKESPEARE) if dataset == PROSE else _stdlib(_NO_SHAKESPEARE)
     if dataset == FOLDER:
         if folder is None:
             raise UserError(f"--dataset {FOLDER}: name it with --data-dir.")
         return _folder(folder)
+    path = Path(dataset).expanduser()
+    if path.is_dir() and not any(file.suffix in ROWS for file in path.rglob("*")):
+        return _folder(path, "--dataset")
+    if path.is_file() and path.suffix not in ROWS:
+        return _Corpus(path.name, "files", (str(path),))
+    if path.exists():
+        return _Corpus(path.name, "dataset", (str(path),))
     if "/" in dataset:
         return _Corpus(dataset, "dataset", tuple(dataset.split(":", 1)))
-    names = ", ".join(("auto", SHAKESPEARE, STDLIB, FOLDER))
-    raise UserError(f"--dataset {dataset}: choose one of {names}, or owner/name of the Hub.")
+    names = ", ".join(("auto", SHAKESPEARE, STDLIB, REFERENCE, FOLDER))
+    raise UserError(f"--dataset {dataset}: choose one of {names}, a file or folder, or owner/name of the Hub.")
 
 
 _NO_SHAKESPEARE = (
-    "tinyshakespeare is not here ($TOOLKIT_DATA_DIR names no folder with tinyshakespeare/input.txt); "
-    "training on the sources of Python's standard library."
+    "tinyshakespeare is not here ($TOOLKIT_DATA_DIR names no folder with tinyshakespeare/input.txt); taking the "
 )
 
 
@@ -178,27 +203,39 @@ def _stdlib(notice: str | None = None) -> _Corpus:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     if not files:
         raise UserError(f"--dataset {STDLIB}: this Python keeps no sources: use --data-dir with a folder of text.")
-    return _Corpus(
-        f"standard library of Python {sys.version_info.major}.{sys.version_info.minor}",
-        "files",
-        tuple(map(str, files)),
-        notice,
-    )
+    return _of_python("standard library", "files", files, notice and f"{notice}sources of Python's standard library.")
 
 
-def _folder(folder: Path) -> _Corpus:
+def _reference(notice: str | None = None) -> _Corpus:
+    """What `help("assert")` and the like print: 0.5 MB of English in Python 3.11."""
+    found = importlib.util.find_spec("pydoc_data.topics")
+    if found is None or found.origin is None:
+        raise UserError(f"--dataset {REFERENCE}: this Python has no pydoc_data: give a file or folder of text.")
+    files = [Path(found.origin)]
+    return _of_python("language reference", "topics", files, notice and f"{notice}language reference of Python.")
+
+
+def _of_python(what: str, kind: Literal["files", "topics"], files: Sequence[Path], notice: str | None) -> _Corpus:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return _Corpus(f"{what} of Python {version}", kind, tuple(map(str, files)), notice)
+
+
+def _folder(folder: Path, flag: str = "--data-dir") -> _Corpus:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if files:
         return _Corpus(folder.name, "files", tuple(map(str, files)))
-    if any(folder.rglob("*.parquet")) or any(folder.rglob("*.jsonl")):
+    if any(path.suffix in ROWS for path in folder.rglob("*")):
         return _Corpus(folder.name, "dataset", (str(folder),))
     raise UserError(
-        f"--data-dir {folder}: holds neither text ({', '.join(sorted(SUFFIXES))}) nor *.parquet nor *.jsonl files."
+        f"{flag} {folder}: holds neither text ({', '.join(sorted(SUFFIXES))}) nor *.parquet nor *.jsonl files."
     )
 
 
-def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes], Iterable[bytes], str]:
-    """Training and held-out documents of a data set of the Hub or in a folder, and what changes when they do."""
+def _read_dataset(
+    tokenizer: Tokenizer, name: str, config: str | None = None
+) -> tuple[Iterable[bytes], Iterable[bytes], str]:
+    """Training and held-out documents of a data set of the Hub, or in a file or folder, and what changes when they
+    do."""
     try:
         import datasets
     except ImportError:
@@ -211,36 +248,47 @@ def _read_dataset(name: str, config: str | None = None) -> tuple[Iterable[bytes]
             "and --dataset stdlib needs no network."
         )
     key = ""
-    kept: dict[str, Any] = {}
-    if Path(name).is_dir():  # `datasets` tells local files by path and time alone
-        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+    what: dict[str, Any] = {"path": name, "name": config}
+    here = Path(name)
+    if here.exists():  # `datasets` tells local files by path and time alone
+        files = [here] if here.is_file() else sorted(path for path in here.rglob("*") if path.is_file())
         for path in files:
             check_digest(path)
         key = content_key(files)
-        kept["cache_dir"] = str(cache_dir() / "datasets" / key)
+        what["cache_dir"] = str(cache_dir() / "datasets" / key)
+        if here.is_file():
+            what |= {"path": ROWS[here.suffix], "data_files": name}
     try:
-        splits = datasets.load_dataset(name, config, **kept)
+        splits = datasets.load_dataset(**what)
     # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
         raise UserError(f"--dataset {name}: cannot be loaded ({reason}): check its name and the network.") from error
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    strings = [
-        key for key, kind in train.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
-    ]
-    column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
-    if column is None:
-        raise UserError(f"--dataset {name}: has no column named text, but {', '.join(train.column_names)}: rename it.")
+    column = _text_column(name, train)
 
     def documents(split: Any) -> list[bytes]:
+        if column == MESSAGES:
+            return [write_conversation(tokenizer, row, f"--dataset {name}") for row in split[column]]
         return [text.encode() for text in split[column] if text]
 
-    key += "".join(fingerprint(splits[part]) for part in splits)
+    key += "".join(fingerprint(splits[part]) for part in splits) + (tokenizer.chat if column == MESSAGES else "")
     key = hashlib.sha256(key.encode()).hexdigest()[:16]
     if held_out is None or splits[held_out] is train:
         return *split(documents(train)), key
     return documents(train), documents(splits[held_out]), key
+
+
+def _text_column(name: str, rows: Any) -> str:
+    if MESSAGES in rows.column_names:
+        return MESSAGES
+    strings = [key for key, kind in rows.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    if "text" in strings or len(strings) == 1:
+        return "text" if "text" in strings else strings[0]
+    raise UserError(
+        f"--dataset {name}: has no column named text or {MESSAGES}, but {', '.join(rows.column_names)}: rename one."
+    )
 
 
 # --- from documents to ids -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,10 @@ FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 """Files of a tokenizer on the Hub."""
 TABLES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Of these it has at least one."""
+MESSAGES = "messages"
+"""The column of conversations: lists of dicts with "role" and "content", as chat templates take them."""
+CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
+"""How a message is written where the tokenizer has no chat template (OpenAI 2023)."""
 
 
 class Tokenizer(Protocol):
@@ -27,12 +31,18 @@ class Tokenizer(Protocol):
     """The id between two documents."""
     key: str
     """Changes when the same text would become other ids."""
+    chat: str
+    """How conversations are written: the tokenizer's template, or `CHATML`."""
 
     def encode(self, document: bytes) -> NDArray[Any]:
         """1-d ids, in a type that holds `vocab_size`. Raises UserError for bytes that are no text to it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def write(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation as text."""
+        ...
 
     def save_pretrained(self, folder: Path) -> None:
         """Write what `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
@@ -44,10 +54,27 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
 
 
+def write_conversation(tokenizer: Tokenizer, messages: Any, what: str) -> bytes:
+    """Messages of one row as text. Raises UserError, which begins with `what`, for what is no conversation."""
+    valid = isinstance(messages, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    )
+    if not messages or not valid:
+        raise UserError(
+            f"{what}: a row of {MESSAGES} is {str(messages)[:80]!r}: take a list of dicts with role and content."
+        )
+    try:
+        return tokenizer.write(messages).encode()
+    except Exception as error:  # of the template's language, or raised by the template
+        reason = " ".join(str(error).split())[:120].rstrip(". ")
+        raise UserError(f"{what}: the tokenizer's chat template refuses a row of {MESSAGES} ({reason}).") from error
+
+
 class ByteTokenizer:
     """One token per byte; the byte 0, which text does not have, ends a document."""
 
-    vocab_size, separator, key = 256, 0, BYTES
+    vocab_size, separator, key, chat = 256, 0, BYTES, CHATML
 
     def encode(self, document: bytes) -> NDArray[np.uint8]:
         return np.frombuffer(document, dtype=np.uint8)
@@ -55,6 +82,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8 become the replacement character."""
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def write(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(CHATML.format(**message) for message in messages)
 
     def save_pretrained(self, folder: Path) -> None:
         """As byte-level BPE without merges."""
@@ -85,6 +115,11 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer
 
         folder = pretrained_folder("--tokenizer", name, wanted=FILES, needed=TABLES)
+        if not any(match for pattern in TABLES for match in Path(folder).glob(pattern)):
+            # Of a folder with a model's configuration alone transformers makes a tokenizer without words.
+            raise UserError(
+                f"--tokenizer {name}: the folder has no tokenizer: give bytes, another folder or a Hub name."
+            )
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # Whatever a half-written file makes it raise: there is no tokenizer.
@@ -94,11 +129,14 @@ class PretrainedTokenizer:
                 f"--tokenizer {name}: cannot be loaded ({reason}): give bytes, a folder or a Hub name."
             ) from error
         if self._inner.eos_token_id is None:
-            raise UserError(f"--tokenizer {name}: has no end-of-text token to put between documents: take another.")
+            raise UserError(
+                f"--tokenizer {name}: has no end-of-text token to put between documents: take another, or bytes."
+            )
         self.vocab_size = len(self._inner)
         self.separator = int(self._inner.eos_token_id)
         probe = repr((sorted(self._inner.get_vocab().items()), self.encode(_PROBE).tolist()))
         self.key = hashlib.sha256(probe.encode()).hexdigest()[:16]
+        self.chat = str(self._inner.chat_template or CHATML)
 
     def encode(self, document: bytes) -> NDArray[np.int32]:
         try:
@@ -112,6 +150,11 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._inner.decode(ids))
+
+    def write(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if self.chat == CHATML:
+            return "".join(CHATML.format(**message) for message in messages)
+        return str(self._inner.apply_chat_template(list(messages), tokenize=False))
 
     def save_pretrained(self, folder: Path) -> None:
         self._inner.save_pretrained(folder)

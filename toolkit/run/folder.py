@@ -39,6 +39,11 @@ def is_finished(folder: Path) -> bool:
     return (folder / "results.json").exists() and not (folder / FINISHING).exists()
 
 
+def results_of(folder: Path) -> dict[str, Any] | None:
+    """The final numbers of the run in `folder`, or None while it is not finished."""
+    return json.loads((folder / "results.json").read_text(encoding="utf-8")) if is_finished(folder) else None
+
+
 def open_folder(
     name: str, config: RunConfig, say: Callable[[str], None]
 ) -> tuple[Path, FileLock, dict[str, Any] | None]:

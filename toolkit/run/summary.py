@@ -46,7 +46,27 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     rows.append(("files", str(folder)))
-    return aligned(rows)
+    compared = results.get("comparison")
+    return aligned(rows) + (f"\n{table(compared)}" if compared else "")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of equal keys as plain text: a line of the keys, and one for each row, numbers to the right."""
+    cells = [[str(key) for key in rows[0]]]
+    cells += [
+        [f"{v:.4f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in row.values()]
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = [isinstance(value, str) for value in rows[0].values()]
+    return "".join(
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(line, widths, left, strict=True)
+        ).rstrip()
+        + "\n"
+        for line in cells
+    )
 
 
 def restarts_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:

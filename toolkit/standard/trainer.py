@@ -21,7 +21,7 @@ from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.callbacks.watchdog import Watchdog
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
-from toolkit.data.loader import LoaderBatches, LoaderEvalBatches, make_loader
+from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, make_loader
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
@@ -48,6 +48,8 @@ def standard_trainer(
     order: Order | None = None,
     max_steps: int | None = None,
     evaluation: Callback | None = None,
+    more_evaluations: Sequence[Evaluation] = (),
+    eval_at_start: bool = False,
     callbacks: Sequence[Callback] = (),
     eval_batch_size: int = EVAL_BATCH_SIZE,
 ) -> Trainer:
@@ -59,9 +61,10 @@ def standard_trainer(
 
     `augment` changes training batches, see `toolkit.data.BlankPixels`. `order` replaces the random permutation of each
     epoch, and `max_steps` the config's number of epochs. `evaluation` is a callback in place of `test`, such as
-    `toolkit.domains.continual.TaskEvaluation`. `callbacks` run before the usual ones, so that what they record is on
-    the line of metrics that is printed. Load metrics of experts, and what `--planner` and `--record-traces` ask for,
-    are added where missing.
+    `toolkit.domains.continual.TaskEvaluation`; `more_evaluations` are of further data sets.
+    `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual ones, so that what
+    they record is on the line of metrics that is printed. Load metrics of experts, and what `--planner` and
+    `--record-traces` ask for, are added where missing.
 
     Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
     for settings of experts that the model was not built with.
@@ -100,7 +103,8 @@ def standard_trainer(
         batches = _loader_batches(run, train, steps_per_epoch, max_steps)
         samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
     if test is not None:
-        evaluation = Evaluation(_eval_batches(run, test, eval_batch_size), config.eval_every * batches.steps_per_epoch)
+        every_steps = config.eval_every * batches.steps_per_epoch
+        evaluation = Evaluation(eval_batches(run, test, eval_batch_size), every_steps, at_start=eval_at_start)
     assert evaluation is not None
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
@@ -132,6 +136,7 @@ def standard_trainer(
             *missing,
             Throughput(),
             evaluation,
+            *more_evaluations,
             Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
             EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
             Preemption(),
@@ -171,7 +176,8 @@ def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps:
     )
 
 
-def _eval_batches(run: Run, test: Any, batch_size: int) -> EvalBatches | LoaderEvalBatches:
+def eval_batches(run: Run, test: Any, batch_size: int) -> AnyEvalBatches:
+    """Of a table, a data set or a DataLoader, `batch_size` samples over all ranks."""
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
     if isinstance(test, TensorTable):
         return EvalBatches(test, batch_size=batch_size, num_workers=run.config.num_workers, **where)

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.launch.children import POLL_S, Children
-from toolkit.run.folder import is_finished
+from toolkit.run.folder import results_of
 from toolkit.run.summary import duration
 from toolkit.sweep.grid import Cell, Recipe
 
@@ -52,8 +52,7 @@ class CellRunner:
 
     def results(self, cell: Cell) -> dict[str, Any] | None:
         """The final numbers of `cell`, or None while it is not finished."""
-        folder = self.folder / cell.digest
-        return json.loads((folder / "results.json").read_text(encoding="utf-8")) if is_finished(folder) else None
+        return results_of(self.folder / cell.digest)
 
     def run(self, cells: Sequence[Cell], finished: Callable[[Cell], None] = lambda _: None) -> Outcome:
         """Run the cells without results; `finished` is called after each that succeeds."""

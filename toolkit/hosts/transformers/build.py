@@ -40,7 +40,7 @@ def causal_lm(
             return AutoModelForCausalLM.from_config(source, **options)
         except (ValueError, KeyError) as error:
             raise _refused(f"a {type(source).__name__}", error) from error
-    folder = _folder_of(source)
+    folder = model_folder(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, KeyError) as error:
@@ -58,8 +58,9 @@ def _refused(source: str, error: Exception) -> UserError:
     return UserError(f"model {source} cannot be built ({reason}): use a causal language model that transformers knows.")
 
 
-def _folder_of(source: str | os.PathLike[str]) -> str:
-    """A folder of files, downloaded where they are neither here nor in the cache."""
+def model_folder(source: str | os.PathLike[str]) -> str:
+    """The folder of a model's files, downloaded where they are neither here nor in the cache. Raises UserError, within
+    seconds, downloads aside, where there is none."""
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
     folder = pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])
     if not (Path(folder) / "config.json").is_file():

@@ -1,0 +1,120 @@
+"""Teaches a pretrained mixture of experts new text, with adapters of experts that are spread over all processes.
+
+python recipes/finetune_moe.py                   a Shakespeare model learns Python, with a table: 3 minutes on a CPU
+python recipes/finetune_moe.py own --model FOLDER --dataset chats.jsonl --context 1024 --merge
+python recipes/finetune_moe.py own --model FOLDER --data-dir TEXTS --num-processes 4 --planner swap
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import toolkit as tk
+from toolkit.config.adapters import AdapterOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.ExpertRunConfig, AdapterOptions):
+    """The settings of a run; fields shared with other recipes are inherited."""
+
+    model: str | None = None
+    """Folder or Hub name of a mixture; none: one of --experts that lm_moe trains on --old-dataset; cached."""
+    tokenizer: str | None = None
+    """bytes, or a folder or Hub name; none: the model's own."""
+    old_dataset: str | None = None
+    """Text that the model knows, evaluated before and after to see what it forgets; none: not looked at."""
+    context: int = 128
+    """Tokens in a block of text."""
+    eval_blocks: int | None = None
+    """Blocks of each held-out text to evaluate, spread evenly over it; none: all."""
+    compare: bool = False
+    """Also train adapters of attention alone, and all weights, for as many steps, and add a table to the summary."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check()
+        for name in ("context", "eval_blocks"):
+            tk.require((value := getattr(self, name)) is None or value >= 1, name, value, "take one or more")
+
+
+def full() -> Config:
+    """The published table: Shakespeare learns Python's standard library, in three ways."""
+    text: Any = {"dataset": "stdlib", "old_dataset": "prose", "eval_blocks": 1024, "compare": True}
+    steps: Any = {"max_steps": 300, "batch_size": 32, "schedule": tk.ScheduleConfig(warmup_steps=20), "log_every": 20}
+    return Config(**text, **steps, lr=1e-2, expert_hidden_size=64, balance_weight=0.0)
+
+
+def debug() -> Config:
+    """Seconds: adapters of a tiny base."""
+    small: Any = {"experts": 4, "expert_hidden_size": 16, "context": 32, "lora_rank": 2, "eval_blocks": 128}
+    return replace(full(), **small, old_dataset="reference", compare=False, max_steps=20, log_every=5)
+
+
+def own() -> Config:
+    """Your own --model and --dataset: adapters, no table."""
+    rest: Any = {"dataset": "auto", "old_dataset": None, "eval_blocks": None, "max_steps": None}
+    return replace(full(), **rest, compare=False, lr=1e-3)
+
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "attention": {"lora_experts": False, "lr": 1e-2},
+    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "lr": 5e-3},
+}
+"""What --compare trains beside a run. Their rates, and that of `full`, were chosen on validation text."""
+
+
+def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
+    """The base with its adapters."""
+    from toolkit.hosts.peft.build import add_adapters
+
+    kernel = tk.transformers.use_toolkit_kernel()
+    plain = tk.transformers.causal_lm(base, vocab_size=vocab_size, experts_implementation=kernel)
+    return add_adapters(plain, config, seed=config.seed)
+
+
+def main(config: Config) -> dict[str, Any]:
+    from toolkit.standard import fine_tuning
+
+    with tk.start_run("finetune_moe", config) as run:
+        fine_tuning.find_model(run, config.model)
+        tokenizer = config.tokenizer or config.model or "bytes"
+        how: Any = {"block_size": config.context, "batch_size": config.batch_size, "on_main": run.on_main_and_share}
+        data = tk.load_text(config.dataset, config.data_dir, tokenizer=tokenizer, **how)
+        old = tk.load_text(config.old_dataset, None, tokenizer=tokenizer, **how) if config.old_dataset else None
+        run.describe(dataset=data.name, dataset_notice=data.notice, trained=config.trained)
+        base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
+        model = build_model(config, base, data.tokenizer.vocab_size)
+        run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
+        place: Any = {"spare_slots": config.spare_slots, "placement": config.initial_placement or "contiguous"}
+        tk.spread_experts(model, groups, **place)
+        run.describe(**tk.describe_experts(model, groups))
+        routers = tk.transformers.watch_routers(model)
+        penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
+        trainer = tk.standard_trainer(
+            run,
+            tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
+            model,
+            train=data.train,
+            test=data.some_test(config.eval_blocks),
+            eval_at_start=True,
+            more_evaluations=fine_tuning.evaluate_known_text(run, old, config.eval_blocks),
+            eval_batch_size=4 * config.batch_size,
+        )
+        results = trainer.fit()
+        fine_tuning.save_trained(model, run.folder, config, data.tokenizer)
+        if config.compare:
+            same = replace(config, model=base, tokenizer=tokenizer, compare=False)
+            run.describe(comparison=fine_tuning.compare(run, same, run.facts | results, main, CONTROLS))
+        return run.finish(results)
+
+
+PRESETS = {"full": full, "debug": debug, "own": own}
+
+if __name__ == "__main__":
+    tk.run_recipe(main, PRESETS, __doc__)

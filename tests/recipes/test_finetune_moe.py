@@ -1,0 +1,281 @@
+"""The recipe finetune_moe: it resumes, does the same on two processes, and leaves adapters that stock PEFT reads.
+
+`docs/adapters.md` runs the debug preset as it is, whose base lm_moe makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from recipes import finetune_moe
+from tests.equality import IN_FLOAT64, in_float64
+from tests.helpers import run_distributed, run_recipe
+from toolkit import cli
+from toolkit.data.text import load_text
+from toolkit.data.tokenizer import ByteTokenizer
+from toolkit.errors import Preempted, UserError
+from toolkit.hosts.peft.verify import verify_adapter
+from toolkit.hosts.transformers import causal_lm, language_model_config, use_toolkit_kernel
+from toolkit.tasks.language_modeling import LanguageModeling
+from toolkit.tracking.jsonl import read_metrics
+from toolkit.trainer import Trainer
+
+STOP_AT = 7
+SIZES: dict[str, Any] = {"vocab_size": 256, "dim": 16, "layers": 2, "heads": 2, "context": 32}
+MIXTURE: dict[str, Any] = {"experts": 4, "top_k": 2, "expert_hidden_size": 16}
+
+
+def corpus(path: Path, words: list[str]) -> Path:
+    """A small text whose words come in an order that can be learned, in part."""
+    draws = random.Random(0)
+    path.write_text("\n".join(" ".join(draws.choices(words, k=6)) for _ in range(500)))
+    return path
+
+
+def make_base(folder: Path) -> Path:
+    torch.manual_seed(0)
+    causal_lm(language_model_config("qwen3_moe", **SIZES, **MIXTURE)).save_pretrained(folder)
+    return folder
+
+
+def config(folder: Path, run: str, **changes: Any) -> finetune_moe.Config:
+    usual = {
+        "model": str(folder / "base"),
+        "tokenizer": "bytes",
+        "dataset": str(folder / "new.txt"),
+        "old_dataset": str(folder / "old.txt"),
+        "run_dir": folder / run,
+        "eval_blocks": None,
+        "tracker": "none",
+        "cpu": True,
+    }
+    return replace(finetune_moe.debug(), **{**usual, **changes})
+
+
+def main_in_float64(config: finetune_moe.Config) -> None:
+    build_model = finetune_moe.build_model
+    with in_float64(), mock.patch.object(finetune_moe, "build_model", lambda *args: build_model(*args).double()):
+        finetune_moe.main(config)
+
+
+def train(folder: Path, alone: bool) -> None:
+    """Runs that are left alone, one with everything on; and one that is stopped and continued."""
+    os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
+    whole = {"lora_rank": 0, "freeze_router": False, "lr": 1e-3}
+    if alone:
+        main_in_float64(config(folder, "one", freeze_router=False))
+        main_in_float64(config(folder, "whole", **whole))
+        return
+    moved = {"planner": "swap", "replan_every": 3, "guard": False, "merge": True, "freeze_router": False}
+    main_in_float64(config(folder, "two", **moved))
+    main_in_float64(config(folder, "cut", dense_parallel="fsdp2", freeze_router=False, merge=True))
+    main_in_float64(config(folder, "whole on two", **whole))
+    train_step = Trainer.train_step
+
+    def stopping(self: Trainer, batches: Any) -> None:
+        train_step(self, batches)
+        if self.state.step == STOP_AT:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer.train_step = stopping  # type: ignore[method-assign]
+    with pytest.raises(Preempted):
+        main_in_float64(config(folder, "stopped", **moved))
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+    main_in_float64(config(folder, "stopped", **moved))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base, a text that is new to it, and one that stands for what it knew."""
+    folder = tmp_path_factory.mktemp("finetune_moe")
+    corpus(folder / "new.txt", ["to be", "or not", "that is", "the question"])
+    corpus(folder / "old.txt", ["exit", "alarum", "a flourish"])
+    make_base(folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(texts: Path) -> Path:
+    """The folder of "one" process; "two" that own and move experts; "cut", with FSDP2; "whole" and "whole on two"
+    processes, without adapters; and "stopped", which was continued."""
+    run_distributed(train, 1, texts, True)
+    run_distributed(train, 2, texts, False)
+    return texts
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(run / "metrics.jsonl"))
+
+
+def results(run: Path) -> dict[str, Any]:
+    return json.loads((run / "results.json").read_text())
+
+
+@pytest.mark.parametrize(("two", "one"), [("two", "one"), ("cut", "one"), ("whole on two", "whole")])
+def test_two_processes_that_own_and_move_experts_do_what_one_does(two, one, runs):
+    for mine, theirs in zip(metrics(runs / two), metrics(runs / one), strict=True):
+        learned = {name for name in theirs if name.startswith(("train/", "eval", "old"))}
+        assert "train/loss" in learned
+        assert {k: mine[k] for k in learned} == pytest.approx({k: theirs[k] for k in learned}, rel=IN_FLOAT64)
+    assert "train/grad_norm" in metrics(runs / two)[-1]
+    losses = [line["train/loss"] for line in metrics(runs / one)]
+    assert losses[-1] < losses[0] - 0.05
+    assert results(runs / "two")["migrated_experts"] > 0
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs):
+    def lines(run: str) -> list[dict[str, Any]]:
+        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in metrics(runs / run)]
+
+    assert lines("stopped") == lines("two")
+    for weights in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        assert (runs / "stopped" / weights).read_bytes() == (runs / "two" / weights).read_bytes()
+    before = {name: value for name, value in results(runs / "two").items() if name.endswith("_at_start")}
+    assert before.keys() >= {"test_bits_per_byte_at_start", "old_bits_per_byte_at_start"}
+    assert {name: results(runs / "stopped")[name] for name in before} == before
+
+
+@pytest.mark.parametrize("run", ["two", "cut"])
+def test_stock_peft_and_plain_transformers_measure_the_same_bits_per_byte(run, runs):
+    from transformers import AutoModelForCausalLM
+
+    verified = verify_adapter(runs / run / "adapter", str(runs / "base"), runs / run / "merged")
+    assert not verified.faults
+    assert (runs / run / "merged" / "tokenizer.json").exists()
+    use_toolkit_kernel()
+    model = AutoModelForCausalLM.from_pretrained(runs / run / "merged", dtype=torch.float32).eval()
+    for dataset, name in (("new.txt", "test"), ("old.txt", "old")):
+        how: Any = {"tokenizer": "bytes", "block_size": 32, "batch_size": 32}
+        data = load_text(str(runs / dataset), None, **how, on_main=lambda decide: decide())
+        with torch.no_grad():
+            loss = LanguageModeling().evaluate(model, data.test.columns)
+        bits = loss.sums["bits_per_byte"].item() / int(loss.count)
+        assert bits == pytest.approx(results(runs / run)[f"{name}_bits_per_byte"], rel=1e-5)
+        assert bits != pytest.approx(results(runs / run)[f"{name}_bits_per_byte_at_start"], rel=1e-2)
+
+
+def test_what_is_frozen_stays_as_it_was(runs, texts):
+    base, whole = (causal_lm(path).state_dict() for path in (texts / "base", runs / "whole" / "model"))
+    assert not any(torch.equal(value, whole[name]) for name, value in base.items() if "norm" not in name)
+    merged = causal_lm(runs / "two" / "merged").state_dict()
+    changed = {name.rpartition("layers.0.")[2] for name, value in base.items() if not torch.equal(value, merged[name])}
+    kinds = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"}
+    kinds |= {f"self_attn.{letter}_proj.weight" for letter in "qkvo"}
+    assert {name for name in changed if "layers" not in name} == kinds
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(texts / "cache"))
+    asked = config(texts, "any", run_dir=tmp_path / "run", compare=True, max_steps=3, merge=True)
+    fit, runs = Trainer.fit, list[str]()
+
+    def interrupted(self: Trainer) -> dict[str, Any]:
+        runs.append(self.run.folder.name)
+        if len(runs) == 3:
+            raise Preempted("stopped")
+        return fit(self)
+
+    monkeypatch.setattr(Trainer, "fit", interrupted)
+    with pytest.raises(Preempted):
+        finetune_moe.main(asked)
+    done = finetune_moe.main(asked)
+    assert runs == ["run", "attention", "weights", "run", "weights"]
+    rows = done["comparison"]
+    assert [row["trained"] for row in rows] == [
+        "nothing",
+        "adapters of experts and attention",
+        "adapters of attention",
+        "all weights",
+    ]
+    assert rows[0]["new text"] == done["test_bits_per_byte_at_start"]
+    assert rows[1]["old text"] == done["old_bits_per_byte"]
+    for row, name in zip(rows[2:], finetune_moe.CONTROLS, strict=True):
+        control = results(tmp_path / "run" / "controls" / name)
+        assert (row["new text"], row["parameters"]) == (control["test_bits_per_byte"], control["trained_parameters"])
+        assert control["steps"] == done["steps"]
+    assert rows[3]["parameters"] == sum(p.numel() for p in causal_lm(texts / "base").parameters())
+    assert len({row["new text"] for row in rows}) == 4
+    summary = (tmp_path / "run" / "summary.txt").read_text()
+    assert f"{rows[2]['new text']:.4f}" in summary
+    assert "adapters of attention" in summary
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_leave_nothing_to_train_or_to_merge_are_refused():
+    for words, message in (
+        ("--merge --lora-rank 0", "--merge True: there are no adapters"),
+        ("--no-lora-experts --no-lora-attention", "neither experts nor attention"),
+        ("--lora-rank -1", "--lora-rank -1: take one or more, or 0"),
+        ("--lora-alpha 0", "--lora-alpha 0.0: take a positive number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cli.parse(finetune_moe.PRESETS, ["debug", *words.split()])
+
+
+def test_what_is_not_there_is_named_before_anything_is_trained(texts, tmp_path, monkeypatch):
+    def refused(**changes: Any) -> str:
+        with pytest.raises(UserError) as error:
+            finetune_moe.main(config(texts, "any", run_dir=tmp_path / str(time.monotonic_ns()), **changes))
+        return str(error.value)
+
+    assert "give a folder or Hub name, or --old-dataset" in refused(model=None, old_dataset=None)
+    assert "has no config.json" in refused(model=str(tmp_path))
+    assert "the folder has no tokenizer: give bytes" in refused(tokenizer=None)
+    dense = tmp_path / "dense"
+    dense_sizes = {"experts": 0, "top_k": 1, "expert_hidden_size": 16}
+    causal_lm(language_model_config("qwen3_moe", **SIZES, **dense_sizes)).save_pretrained(dense)
+    assert "no stacked experts" in refused(model=str(dense))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "pip install 'moe-toolkit[adapters]'" in refused()
+
+
+def test_a_model_of_the_hub_is_refused_within_seconds_without_a_network(tmp_path):
+    began = time.monotonic()
+    words = ("own", "--model", "someone/mixture", "--dataset", "stdlib", "--cpu", "--run-dir", str(tmp_path))
+    done = run_recipe("finetune_moe", *words, env={"HF_HUB_CACHE": str(tmp_path / "hub")})
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "'someone/mixture' is neither a folder nor in the Hub's cache" in line
+    assert time.monotonic() - began < 60  # a client that asks the Hub again and again takes minutes
+
+
+# --- chats -----------------------------------------------------------------------------------------------------------
+
+
+def test_conversations_of_the_hubs_format_are_trained_on(texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(tmp_path / "cache"))
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a question."}]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": turns, "id": n}) + "\n" for n in range(60)))
+    done = finetune_moe.main(config(texts, "any", run_dir=tmp_path / "run", dataset=str(chats), max_steps=2))
+    assert done["dataset"] == "chats.jsonl"
+    how: Any = {"tokenizer": "bytes", "block_size": 32, "batch_size": 32}
+    data = load_text(str(chats), None, **how, on_main=lambda decide: decide())
+    text = ByteTokenizer().decode(data.train.columns["tokens"][:, 1:].flatten().tolist())
+    written = "<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\nIt is a question.<|im_end|>\n"
+    assert f"{written}\0{written}" in text
+    for row, message in (
+        ({"messages": [{"role": "user", "text": "no content"}]}, "a row of messages is"),
+        ({"prompt": "one", "answer": "two"}, "has no column named text or messages, but prompt, answer"),
+    ):
+        wrong = tmp_path / "wrong.jsonl"
+        wrong.write_text(f"{json.dumps(row)}\n" * 60)
+        with pytest.raises(UserError, match=message):
+            load_text(str(wrong), None, **how, on_main=lambda decide: decide())
