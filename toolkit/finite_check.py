@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.collectives import together
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.trainer import Trainer
+from toolkit.run.run import Run
+from toolkit.task import Batch, Task
 
 READ_EVERY = 8
 """Steps between two readings on a device other than a CPU, where reading makes the host wait."""
@@ -28,6 +27,22 @@ MOST_SKIPPED = 3
 REPORT = "nonfinite.json"
 SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
+
+
+class Loop(Protocol):
+    """What `FiniteCheck` uses of a `toolkit.trainer.Trainer`."""
+
+    run: Run
+    task: Task
+    raw_model: nn.Module
+    model: nn.Module
+    autocast: Callable[[], AbstractContextManager[Any]]
+    micro_batches: list[Batch]
+
+    @property
+    def batches(self) -> Any: ...
+
+    def seed_micro_batch(self, index: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class FiniteCheck:
     forward passes are repeated to find the first module whose output is not finite.
     """
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Loop):
         self._trainer = trainer
         self.model = trainer.raw_model
         self.scaled = trainer.run.accelerator.scaler is not None
