@@ -51,6 +51,7 @@ FENCES = {
     "accelerate": (
         "toolkit.compat",
         "toolkit.run.run",
+        "toolkit.run.accelerator",
         "toolkit.run.provenance",
         "toolkit.parallel",
         "toolkit.tracking.trackers",

@@ -86,6 +86,29 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """DDP, on several processes."""
+
+    find_unused_parameters: bool = False
+    """Look for parameters without a gradient in each step; for models that do not use all of them."""
+    static_graph: bool = False
+    """The same parameters are used in every step."""
+    bucket_cap_mb: int = 25
+    """Size of a bucket of gradients that is averaged at once, in MiB."""
+    gradient_as_bucket_view: bool = False
+    """Keep gradients in the buckets, which saves their memory once."""
+    broadcast_buffers: bool = True
+    """Copy buffers, such as running means, from the first process before each forward pass."""
+    comm_hook: Literal["no", "fp16", "bf16"] = "no"
+    """Type in which gradients travel."""
+
+    def __post_init__(self) -> None:
+        require(self.bucket_cap_mb >= 1, "ddp.bucket_cap_mb", self.bucket_cap_mb, "take one MiB or more")
+        both = self.find_unused_parameters and self.static_graph
+        require(not both, "ddp.static_graph", True, "leave --ddp.find-unused-parameters out: it finds them by itself")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EarlyStoppingConfig:
     """Early stopping, by evaluations."""
 
@@ -171,6 +194,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ddp: DDPConfig = field(default_factory=DDPConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
     def __post_init__(self) -> None:
@@ -237,6 +261,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "data_dir",
         "compile",
         "dense_parallel",
+        "ddp",
         "parallel_strategy",
         "ep_size",
         "recompute",

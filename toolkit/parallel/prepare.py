@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.compat import exclude_from_ddp, holders_of_process_group
+from toolkit.config.run import DDPConfig
 from toolkit.errors import UserError
 from toolkit.parallel.fsdp import fully_shard_dense
 from toolkit.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.parallel.ownership import is_owned, owned, ownership_of
+
+
+def ddp_options(config: DDPConfig) -> DistributedDataParallelKwargs:
+    """What an Accelerator takes among its `kwargs_handlers`."""
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    return DistributedDataParallelKwargs(**options | {"comm_hook": DDPCommunicationHookType(config.comm_hook)})
 
 
 def prepare(

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -24,13 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from filelock import FileLock
 
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
 from toolkit.launch.restarts import FOLDER, past_restarts, send
+from toolkit.run.accelerator import build_accelerator
 from toolkit.run.console import print_nowhere
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
 from toolkit.run.process_settings import process_settings
@@ -283,7 +282,7 @@ class Run:
 def start_run(name: str, config: RunConfig) -> Run:
     """Set up Accelerate, the seed and the folder. A collective; raises the same UserError on all ranks."""
     had_process_group = dist.is_initialized()
-    run = Run(name, config, _build_accelerator(config), owns_process_group=not had_process_group)
+    run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
@@ -318,28 +317,6 @@ def _describe_start(run: Run, folder: Path) -> None:
     write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
     with (folder / "code.txt").open("a", encoding="utf-8") as code:
         code.write(code_snapshot())
-
-
-def _build_accelerator(config: RunConfig) -> Accelerator:
-    reset_accelerator_state()
-    try:
-        accelerator = Accelerator(
-            cpu=config.cpu,
-            mixed_precision=config.mixed_precision,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-            ),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout))],
-        )
-    except ValueError as error:
-        reset_accelerator_state()
-        if "mixed precision" not in str(error):
-            raise
-        raise UserError(f"--mixed-precision {config.mixed_precision}: this device cannot do it: use no.") from error
-    # Accelerate trains on in float32 here, without a word.
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError("--mixed-precision fp16: a CPU has no fp16 training: use bf16 or no.")
-    return accelerator
 
 
 def _seed(seed: int) -> None:

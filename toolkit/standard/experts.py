@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
+from toolkit.config.run import DDPConfig
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.replay import Remember
 from toolkit.errors import UserError
@@ -78,6 +80,10 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
     stacks = list(expert_stacks(model).values())
     if run.world_size == 1 and config.dense_parallel != "ddp":
         run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
+    for name, value in asdict(config.ddp).items():
+        if value != getattr(DDPConfig(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
+            where = "on one process" if run.world_size == 1 else f"with --dense-parallel {config.dense_parallel}"
+            run.print(f"--ddp.{name.replace('_', '-')} {value}: no effect {where}.")
     if not isinstance(config, ExpertRunConfig) or not stacks:
         return []
     wanted = config.ep_size_in(run.world_size)
