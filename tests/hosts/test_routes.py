@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.equality import in_float64
 from tests.helpers import run_distributed
+from tests.hosts.peft.models import adapted
 from tests.hosts.transformers.families import awaken, config
 from tests.hosts.transformers.mixtures import EXPERTS, build, outputs
 from tests.hosts.transformers.test_mixtures import MOVED, PLACED, difference
@@ -128,6 +130,41 @@ def test_replay_keeps_the_choices_of_other_weights_and_trains_the_router(name: s
         assert again.flipped(routes) == 0
         assert kl(served, kept) < kl(served, anew)
         assert all(p.grad is not None and p.grad.norm() > 0 for p in router_parameters(model))
+
+
+@pytest.mark.parametrize("name", ["softmax", "mixtral"])
+def test_a_copy_of_a_model_records_and_replays_its_own_calls(name: str) -> None:
+    model, ids = make(name), tokens()
+    with record_routes(model) as routes:
+        logits(model, ids)
+        copied = deepcopy(model)
+        with record_routes(copied) as of_copy:
+            logits(copied, ids)
+    assert len(routes) == len(of_copy) == 1
+    with replay_routes(model, routes):
+        logits(copied, tokens(1))
+        logits(model, ids)
+
+
+# PEFT asks transformers by an older name.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_of_experts_are_no_obstacle() -> None:
+    """In stock PEFT's wrappers, and once they are rows of their experts."""
+    from accelerate import Accelerator
+
+    model, ids = adapted("mixtral"), tokens()
+    with record_routes(model) as routes:
+        model(input_ids=ids)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    wrapped, _ = ExpertParallel(Accelerator(cpu=True)).prepare(model, optimizer)
+    perturb(model)
+    with record_routes(wrapped) as anew:
+        wrapped(input_ids=ids)
+    with replay_routes(wrapped, routes), record_routes(wrapped) as again:
+        wrapped(input_ids=ids)
+    assert len(routes.layers) == len(again.layers) == 2
+    assert anew.flipped(routes) > 0
+    assert again.flipped(routes) == 0
 
 
 # --- gradient checkpointing ------------------------------------------------------------------------------------------

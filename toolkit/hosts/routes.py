@@ -107,9 +107,14 @@ def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
 
 def _foreign_experts(model: nn.Module) -> dict[str, nn.Module]:
     ours = tuple(f"{name}." if name else "" for name, module in model.named_modules() if isinstance(module, MoE))
+    spread = {name: module for name, module in model.named_modules() if "expert_stack" in vars(module)}
     fused = {name: module for name, module in model.named_modules() if has_fused_tables(module)}
-    found = experts_modules(model) | fused
-    return {name: module for name, module in found.items() if not (ours and name.startswith(ours))}
+    found = experts_modules(model) | spread | fused
+    return {
+        name: module
+        for name, module in found.items()
+        if not (isinstance(module, MoE) or (ours and name.startswith(ours)))
+    }
 
 
 def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
@@ -155,7 +160,9 @@ def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> 
     if len(routes.layers) == len(names):
         return routes.layers
     numbers = [int(found[1]) if (found := re.search(r"\.(\d+)(\.|$)", f".{name}")) else -1 for name in names]
-    hidden = getattr(getattr(getattr(model, "module", model), "config", None), "num_hidden_layers", None)
+    config: Any = getattr(getattr(model, "module", model), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden = getattr(config, "num_hidden_layers", None)
     if hidden != len(routes.layers) or len(set(numbers)) < len(names) or not all(0 <= n < hidden for n in numbers):
         raise UserError(
             f"routes of {len(routes.layers)} layers, but {len(names)} layers of the model have experts"
