@@ -26,6 +26,8 @@ from .errors import Preempted as Preempted
 from .errors import UserError as UserError
 from .hosts import transformers as transformers
 from .hosts.engine import ExpertParallel as ExpertParallel
+from .hosts.routes import record_routes as record_routes
+from .hosts.routes import replay_routes as replay_routes
 from .hosts.spread import spread_experts as spread_experts
 from .models.mlp import MLP as MLP
 from .models.mlp import Pixels as Pixels
@@ -35,6 +37,7 @@ from .moe.layer import describe_experts as describe_experts
 from .moe.layer import make_moe as make_moe
 from .moe.lifecycle.layer import make_dynamic_moe as make_dynamic_moe
 from .moe.losses import RouterPenalty as RouterPenalty
+from .moe.routes import Routes as Routes
 from .parallel.groups import ExpertGroups as ExpertGroups
 from .parallel.groups import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement

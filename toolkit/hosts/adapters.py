@@ -25,7 +25,7 @@ def adapt_experts(model: nn.Module) -> None:
         if _is_scaled_at_input(module):
             module.experts.forward = partial(in_order_of_slots, _equal_batches, module.experts)
             module.forward = partial(_scale_inputs, module)
-        elif _has_fused_tables(module):
+        elif has_fused_tables(module):
             _unfuse(module)
 
 
@@ -72,7 +72,8 @@ def _equal_batches(
 # --- the rows of all experts one after another -----------------------------------------------------------------------
 
 
-def _has_fused_tables(experts: Any) -> bool:
+def has_fused_tables(experts: Any) -> bool:
+    """Whether the rows of all experts are one after another, in the tables of the only child of `experts`."""
     number, width = getattr(experts, "num_experts", None), getattr(experts, "ffn_hidden_size", None)
     parts = list(experts.children())
     if not isinstance(number, int) or not isinstance(width, int) or len(parts) != 1 or _arguments(experts) != 3:

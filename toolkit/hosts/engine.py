@@ -26,6 +26,7 @@ from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.join import join_forwards
 from toolkit.hosts.prepared_optimizer import train_only_with
 from toolkit.hosts.replica_check import ReplicaCheck
+from toolkit.hosts.routes import hook_blocks
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
@@ -124,6 +125,7 @@ class ExpertParallel:
             raise UserError(why_no_experts(model))
         self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
+        hook_blocks(model)
         self._fit_optimizer(optimizer)
         if self.groups.ep_size > 1:
             self._average_in_backward(model)

@@ -7,6 +7,7 @@ expert, E logical experts, K experts per token (top-k), S slots (physical expert
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from toolkit.config.router import RouterOptions
 from toolkit.errors import UserError
 from toolkit.moe.recompute import decide, in_region
+from toolkit.moe.routes import RouteHook
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class TopKRouter(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if options.balance == "bias" else None)
         self.limits_groups = options.top_k_groups < options.router_groups
         self.chooses_by_score = not (options.balance == "bias" or options.force_balanced or self.limits_groups)
+        self.route_hook: RouteHook | None = None
+        """Set by the first `record_routes` or `replay_routes`."""
 
     @property
     def num_choices(self) -> int | Tensor:
@@ -74,11 +78,11 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
-        if self.chooses_by_score and not in_region():  # one operation instead of two
+        if self.chooses_by_score and self.route_hook is None and not in_region():  # one operation instead of two
             weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
         else:
             # `choose` is outside of autograd, so a recomputation, which skips it, saves the same tensors.
-            ids_TK = decide(lambda: self.choose(scores_TE.detach()))
+            ids_TK = decide(lambda: self.chosen(scores_TE.detach()))
             weights_TK = scores_TE.gather(-1, ids_TK)
         if self.options.router_normalize:
             weights_TK = self.normalized(weights_TK)
@@ -100,6 +104,14 @@ class TopKRouter(nn.Module):
     def masked(self, logits_TE: Tensor, x_TD: Tensor) -> Tensor:  # noqa: ARG002
         """`logits_TE` with minus infinity for experts that a token may not choose; here it may choose any."""
         return logits_TE
+
+    def chosen(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
+        """(T, K): the experts of each token, recorded or replayed where that was asked for."""
+        if self.route_hook is None:
+            return self.choose(scores_TE)
+        tokens, choices = scores_TE.shape
+        own = partial(self.choose, scores_TE)
+        return self.route_hook.choose(own, tokens=tokens, top_k=self.top_k, choices=choices, device=scores_TE.device)
 
     def choose(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
         """(T, K): the experts of each token, best first."""

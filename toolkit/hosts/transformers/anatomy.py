@@ -42,7 +42,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
         block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
         beside: list[Any] = list(block.children())
         children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
-        candidates = [m for m in children if _router_rows(m) == _num_experts(experts)]
+        candidates = [m for m in children if _router_rows(m) == num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
                 f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
@@ -52,7 +52,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _num_experts(experts: nn.Module) -> int:
+def num_experts(experts: nn.Module) -> int:
     """Over all ranks."""
     stack = getattr(experts, "expert_stack", None)
     return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
