@@ -114,7 +114,7 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
 def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before experts are loaded as files have them, all in order of ids: take those of this rank's slots."""
     stack: ExpertStack = vars(module)["expert_stack"]
-    for name, _ in module.named_parameters(recurse=False):
+    for name in dict(module.named_parameters(recurse=False)):
         whole = state.get(prefix + name)
         if whole is not None and len(whole) == stack.num_experts:
             state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])

@@ -30,7 +30,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def sequences(number: int = 40) -> dict[str, list[list[int]]]:
+def sequences(number: int = 96) -> dict[str, list[list[int]]]:
     """Of 12, 5 or 9 tokens, so that batches are padded; the second half of each is the completion."""
     ids = [tokens(row, 1)[0, : (12, 5, 9)[row % 3]].tolist() for row in range(number)]
     return {
@@ -71,10 +71,10 @@ def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None =
         trainer = expert_trainer(trainer, **spread)
     columns: dict[str, Any] = sequences()
     if kind == "Trainer":
-        ids = [tokens(row, 1)[0].tolist() for row in range(40)]
+        ids = [tokens(row, 1)[0].tolist() for row in range(96)]
         columns = {"input_ids": ids, "labels": ids}
     elif kind == "GRPOTrainer":
-        columns = {"prompt": ["w5 w9 w7", "w11", "w3 w3 w8 w20", "w50 w4"] * 10}
+        columns = {"prompt": ["w5 w9 w7", "w11", "w3 w3 w8 w20", "w50 w4"] * 24}
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -90,6 +90,8 @@ def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None =
         "seed": 0,
     }
     more: dict[str, Any] = {"train_dataset": Dataset.from_dict(columns)}
+    if "eval_strategy" in given:
+        more["eval_dataset"] = more["train_dataset"].select(range(SAMPLES))
     if kind != "Trainer":
         settings |= {"router_aux_loss_coef": 0.0, "bf16": False}
         more["processing_class"] = tokenizer()

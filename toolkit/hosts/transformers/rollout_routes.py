@@ -43,7 +43,7 @@ class RolloutRoutes:
         self._generates = True
         try:
             with record_routes(self.model) as routes:
-                sequences_BS = generate(**inputs)
+                sequences_BS = generate(**inputs | {"use_cache": True})  # so that each token is routed once
         finally:
             self._generates = False
         mask_BS = _mask(sequences_BS, inputs["attention_mask"], inputs["generation_config"].eos_token_id)

@@ -10,6 +10,8 @@ It overrides documented methods of Trainer only.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,19 +21,28 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.hosts.transformers.anatomy import watch_routers
+from toolkit.hosts.transformers.rollout_routes import RolloutRoutes
 from toolkit.hosts.transformers.saving import save_pretrained
 from toolkit.hosts.transformers.training_state import TrainingState
 from toolkit.moe.losses import RouterPenalty
 
 
-def expert_trainer(trainer: type, *, balance_weight: float = 0.0, z_weight: float = 0.0, **options: Any) -> type:
+def expert_trainer(
+    trainer: type,
+    *,
+    balance_weight: float = 0.0,
+    z_weight: float = 0.0,
+    replay_routes: bool = False,
+    **options: Any,
+) -> type:
     """A subclass of `trainer`, which is transformers' Trainer or derived from it, that spreads the model's experts.
 
     It is called as `trainer` is. Experts are spread when `train` begins, with any adapters that were added before, and
     stay spread. `options` are those of `ExpertParallel` but `dense`; its instance is the trainer's `experts`. Load
     metrics are among the training logs. `balance_weight` and `z_weight` add a `RouterPenalty` to the loss. Text is
-    generated with `ExpertParallel.join`, so that answers may have unequal lengths. Checkpoints and `save_model` need
-    all ranks: they hold the experts of all of them.
+    generated within `ExpertParallel.join`, so that it may have unequal lengths on the ranks. `replay_routes` has
+    generated text learnt from with the experts that generated it: see `RolloutRoutes`, the trainer's `routes`. Call
+    `save_model` on every rank.
 
     Raises UserError, when the trainer is made, for what would train, save or generate with a part of the experts.
     """
@@ -54,6 +65,7 @@ def expert_trainer(trainer: type, *, balance_weight: float = 0.0, z_weight: floa
                     f"{trainer.__name__} did not prepare its model by Accelerate, as under torch.nn.DataParallel: "
                     "start one process for each GPU, with accelerate launch."
                 )
+            _refuse_amid_rollout(args, state.global_step)
             super().on_train_begin(args, state, control, **trained)
             self.experts.steps = state.global_step
             self.experts.metrics()  # begins to count
@@ -61,9 +73,12 @@ def expert_trainer(trainer: type, *, balance_weight: float = 0.0, z_weight: floa
     class ExpertTrainer(base):
         experts: ExpertParallel
         penalty: RouterPenalty | None = None
+        routes: RolloutRoutes | None = None
         _prepared: Any = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(base.__init__).bind_partial(self, *args, **kwargs).arguments
+            _refuse_other_generators(given.get("args"))
             super().__init__(*args, **kwargs)
             _refuse(self)
             self.add_callback(State(self.experts))
@@ -87,10 +102,19 @@ def expert_trainer(trainer: type, *, balance_weight: float = 0.0, z_weight: floa
 
         def _spread(self, model: Any, optimizer: Any) -> Any:
             if balance_weight or z_weight:
+                if getattr(model.config.get_text_config(), "output_router_logits", False):
+                    raise UserError(
+                        "balance_weight and z_weight come beside the balance loss that the model adds itself: set "
+                        "output_router_logits=False in its config, and router_aux_loss_coef=0.0 for TRL."
+                    )
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             prepared = self.experts.prepare(model, optimizer)
             model.save_pretrained = partial(_save_whole, model)
-            model.generate = _joined(model.generate, self.experts)
+            generate = model.generate
+            if replay_routes:
+                self.routes = RolloutRoutes(model)
+                generate = partial(self.routes.generate, generate)
+            model.generate = partial(_generate_together, self.experts, generate)
             return prepared
 
         def compute_loss(
@@ -141,12 +165,9 @@ def _save_whole(model: Any, folder: str, **how: Any) -> None:
     save_pretrained(model, folder, **{name: value for name, value in how.items() if name != "state_dict"})
 
 
-def _joined(generate: Callable[..., Any], experts: ExpertParallel) -> Callable[..., Any]:
-    def generate_together(*args: Any, **kwargs: Any) -> Any:
-        with experts.join():
-            return generate(*args, **kwargs)
-
-    return generate_together
+def _generate_together(experts: ExpertParallel, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with experts.join():
+        return generate(*args, **kwargs)
 
 
 def _refuse(trainer: Any) -> None:
@@ -167,9 +188,25 @@ def _refuse(trainer: Any) -> None:
             "save_only_model=False would save the optimizer of rank 0, which has a part of the experts: pass "
             "save_only_model=True, with which checkpoints have all that resuming needs."
         )
+
+
+def _refuse_other_generators(args: Any) -> None:
+    """Raise UserError for settings of TRL by which a copy of the weights is made from those of one rank."""
     for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):
         if getattr(args, setting, False):
             raise UserError(
-                f"{setting}=True takes the weights that one rank has for the whole model: leave it out, so that "
-                "the model itself generates."
+                f"{setting}=True takes the weights that one rank has for those of the whole model: leave it out."
             )
+
+
+def _refuse_amid_rollout(args: Any, step: int) -> None:
+    """Raise UserError where TRL would generate other texts for the steps left of a rollout: it does not save them."""
+    if getattr(args, "steps_per_generation", None) is None:
+        return
+    every = args.steps_per_generation * args.num_iterations
+    if step * args.gradient_accumulation_steps % every:
+        steps = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+        raise UserError(
+            f"resume_from_checkpoint: the texts that step {step} learnt from are not saved, and would be needed again: "
+            f"resume from a multiple of {steps} steps, to which save_steps can be set."
+        )
