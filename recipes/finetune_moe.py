@@ -62,8 +62,8 @@ def own() -> Config:
 
 
 CONTROLS: dict[str, dict[str, Any]] = {
-    "attention": {"lora_experts": False, "lr": 1e-2},
-    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "lr": 5e-3},
+    "attention": {"lora_experts": False, "lr": 4e-2},
+    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "lr": 4e-2},
 }
 """What --compare trains beside a run. Their rates, and that of `full`, were chosen on validation text."""
 
