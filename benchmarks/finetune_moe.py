@@ -35,8 +35,8 @@ from toolkit.run.folder import results_of
 ARMS: dict[str, dict[str, Any]] = {"experts": {}, **CONTROLS}
 RATES = {
     "experts": (3e-3, 1e-2, 2e-2, 4e-2),
-    "attention": (3e-3, 1e-2, 2e-2, 4e-2),
-    "weights": (2e-3, 5e-3, 1e-2, 2e-2),
+    "attention": (3e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    "weights": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2),
 }
 """Those that `choose` tries."""
 

@@ -46,13 +46,13 @@ def full() -> Config:
     """The published table: Shakespeare learns Python's standard library, in three ways."""
     text: Any = {"dataset": "stdlib", "old_dataset": "prose", "eval_blocks": 1024, "compare": True}
     steps: Any = {"max_steps": 300, "batch_size": 32, "schedule": tk.ScheduleConfig(warmup_steps=20), "log_every": 20}
-    return Config(**text, **steps, lr=1e-2, expert_hidden_size=64, balance_weight=0.0)
+    return Config(**text, **steps, lr=2e-2, expert_hidden_size=64, balance_weight=0.0)
 
 
 def debug() -> Config:
     """Seconds: adapters of a tiny base."""
     small: Any = {"experts": 4, "expert_hidden_size": 16, "context": 32, "lora_rank": 2, "eval_blocks": 128}
-    return replace(full(), **small, old_dataset="reference", compare=False, max_steps=20, log_every=5)
+    return replace(full(), **small, old_dataset="reference", compare=False, max_steps=20, lr=1e-2, log_every=5)
 
 
 def own() -> Config:
@@ -62,8 +62,8 @@ def own() -> Config:
 
 
 CONTROLS: dict[str, dict[str, Any]] = {
-    "attention": {"lora_experts": False, "lr": 1e-2},
-    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "lr": 5e-3},
+    "attention": {"lora_experts": False, "lr": 4e-2},
+    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "lr": 4e-2},
 }
 """What --compare trains beside a run. Their rates, and that of `full`, were chosen on validation text."""
 

@@ -213,6 +213,9 @@ def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(t
     summary = (tmp_path / "run" / "summary.txt").read_text()
     assert f"{rows[2]['new text']:.4f}" in summary
     assert "adapters of attention" in summary
+    longer = finetune_moe.main(replace(asked, extend=True, max_steps=4))
+    steps = [results(tmp_path / "run" / "controls" / name)["steps"] for name in finetune_moe.CONTROLS]
+    assert [longer["steps"], *steps] == [4, 4, 4]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -97,8 +97,9 @@ def compare(
     for name, changes in controls.items():
         folder = run.folder / "controls" / name
         done = run.on_main_and_share(partial(results_of, folder))
-        if done is None:
-            control = replace(config, **changes, run_dir=folder, resume="auto", tracker="none")
+        if done is None or (config.extend and done["steps"] != results["steps"]):
+            usual = {"run_dir": folder, "resume": "auto", "resume_from": None, "tracker": "none"}
+            control = replace(config, **changes, **usual, extend=done is not None)
             run.print(f"\ncontrol: {name}")
             done = dict(main(control))
         rows.append(_row(done["trained"], done["trained_parameters"], done))
