@@ -32,9 +32,7 @@ def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Pa
     assert {event["kind"] for event in tried} <= {"kept", "prune"}
     for event in tried:
         assert (event["kind"] == "kept") == (event["detail"]["gain"] >= short.trial_gain)
-        assert event["detail"]["gain"] == pytest.approx(
-            event["detail"]["loss_without"] / event["detail"]["loss"] - 1
-        )
+        assert event["detail"]["gain"] == pytest.approx(event["detail"]["loss_without"] / event["detail"]["loss"] - 1)
     assert "split off" in (tmp_path / "summary.txt").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["lifecycle_kept"] == results["lifecycle_kept"]
 
