@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.mnist_moe import Config, dynamic, full, main
+from recipes.mnist_moe import Config, dynamic, main
 from toolkit.tracking.jsonl import read_metrics
 
 
@@ -35,9 +35,3 @@ def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Pa
         assert event["detail"]["gain"] == pytest.approx(event["detail"]["loss_without"] / event["detail"]["loss"] - 1)
     assert "split off" in (tmp_path / "summary.txt").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["lifecycle_kept"] == results["lifecycle_kept"]
-
-
-def test_choices_are_made_on_images_of_the_training_split(tmp_path: Path) -> None:
-    results = main(small(full(), tmp_path, max_steps=2, dataset="digits:validation"))
-    assert results["dataset"] == "digits:validation"
-    assert "1,319 training samples" in (tmp_path / "console.log").read_text() or results["dataset_size"]
