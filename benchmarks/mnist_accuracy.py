@@ -1,7 +1,7 @@
 """Test accuracy on MNIST: the mixture beside a dense network of equal active parameters, same schedule, same seeds.
 
     python benchmarks/mnist_accuracy.py --data-dir DIR      10 seeds of 1 epoch and of 5; a quarter of an hour on a CPU
-    python benchmarks/mnist_accuracy.py --jobs 2            as many processes of one thread each
+    python benchmarks/mnist_accuracy.py --jobs 2            as many processes of one thread each; goes on where it was
 
 Writes a table and benchmarks/results/mnist_accuracy.json. Each run is `recipes/mnist_moe.py` with that preset. Settings
 are to be chosen with --dataset mnist:validation, of which nothing is written.
@@ -10,6 +10,7 @@ are to be chosen with --dataset mnist:validation, of which nothing is written.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -24,10 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.report import markdown, write_report
+from benchmarks.report import COMMIT, markdown, write_report
 from recipes.mnist_moe import dense, full, main
+from toolkit.run.folder import write_json
 
 ARMS = {"mixture": full, "dense": dense}
+RUNS = ROOT / "runs" / "mnist_accuracy" / (COMMIT or "unknown")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class Job:
 
 
 def results(job: Job) -> dict[str, float]:
-    """Of a run of the recipe on one thread."""
+    """Of a run of the recipe on one thread, or of the same run of the same commit before."""
+    file = RUNS / f"{job.arm}-{job.dataset}-{job.epochs}-{job.seed}.json"
+    if file.exists():
+        return json.loads(file.read_text())
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
@@ -55,7 +61,10 @@ def results(job: Job) -> dict[str, float]:
             tracker="none",
             run_dir=Path(folder) / "run",
         )
-        return main(config)
+        found = main(config)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    write_json(file, found)
+    return found
 
 
 def row(arm: str, epochs: int, runs: Sequence[Mapping[str, float]]) -> dict[str, object]:
@@ -82,17 +91,20 @@ if __name__ == "__main__":
     )
     parser.add_argument("--dataset", default="mnist")
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 10], help="how many, for each of --epochs")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
-    cases = [(epochs, arm) for epochs in args.epochs for arm in ARMS]
+    if len(args.seeds) != len(args.epochs):
+        parser.error(f"--seeds takes as many numbers as --epochs, {len(args.epochs)}")
+    cases = [(epochs, seeds, arm) for epochs, seeds in zip(args.epochs, args.seeds, strict=True) for arm in ARMS]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [
-            [pool.submit(results, Job(arm, epochs, seed, args.dataset, args.data_dir)) for seed in range(args.seeds)]
-            for epochs, arm in cases
+            [pool.submit(results, Job(arm, epochs, seed, args.dataset, args.data_dir)) for seed in range(seeds)]
+            for epochs, seeds, arm in cases
         ]
         rows = [
-            row(arm, epochs, [run.result() for run in runs]) for (epochs, arm), runs in zip(cases, waiting, strict=True)
+            row(arm, epochs, [run.result() for run in runs])
+            for (epochs, _, arm), runs in zip(cases, waiting, strict=True)
         ]
     if args.dataset == "mnist":
         write_report("mnist_accuracy", rows)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import toolkit as tk
+from toolkit.config.experts import LifecycleConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,8 +65,11 @@ def no_balance() -> Config:
 
 
 def dynamic() -> Config:
-    """Dynamic experts: four at first, at most sixteen; split, merged and pruned while training."""
-    return replace(top2(), experts=4, max_experts=16)
+    """Dynamic experts: four at first; one is split every 500 steps, and pruned again unless the loss needs it."""
+    lifecycle = LifecycleConfig(
+        grow_every=500, trial_gain=0.02, min_age=400, sleep_every=1000, adaptive_sleep=False, replay_steps=0
+    )
+    return replace(full(), experts=4, max_experts=16, lifecycle=lifecycle)
 
 
 def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.split_mnist import RIVALS, Reservoir, affine, by_memory, held_out, learn, measured, table
+from benchmarks.split_mnist import RIVALS, Reservoir, affine, by_memory, learn, measured, table
 from toolkit.data.images import ImageData, load_images
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.streams import split_stream
@@ -61,13 +61,6 @@ def test_images_are_moved_a_little_and_stay_images():
     # The sum of light changes with the area: scales of 0.85 to 1.15.
     ratios = moved.float().sum((1, 2)) / image.float().sum((1, 2))
     assert 0.6 < ratios.min() < ratios.max() < 1.5
-
-
-def test_validation_images_are_not_trained_on(digits: ImageData, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.split_mnist.VALIDATION", 100)
-    held = held_out(digits)
-    assert len(held.train) == len(digits.train) - 100
-    assert torch.equal(held.test.columns["input"], digits.train.columns["input"][-100:])
 
 
 def test_an_arm_is_better_beyond_two_standard_errors():

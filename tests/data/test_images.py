@@ -244,3 +244,12 @@ def test_all_ranks_get_the_same_set_or_the_same_refusal(tmp_path):
     first, second = run_distributed(load_on_each_rank, 2, "auto", folder)
     assert first == second
     assert TRAIN_LABELS in first[0]
+
+
+def test_validation_images_are_the_last_of_the_training_split():
+    whole, held = (load_images(name, None, on_main=lambda decide: decide()) for name in ("digits", "digits:validation"))
+    assert held.name == "digits:validation"
+    assert len(held.test) == len(whole.train) // 12
+    for name, column in whole.train.columns.items():
+        parts = torch.cat([held.train.columns[name], held.test.columns[name]])
+        assert torch.equal(parts, column), "all of the training split, each image once, and none of the test images"

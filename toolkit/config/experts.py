@@ -122,6 +122,9 @@ class LifecycleConfig:
 
     grow: bool = True
     """Split experts when coming samples are no longer covered: when many have p(target) < 0.5."""
+    grow_every: int | None = None
+    """Split an expert every so many optimizer steps, too, while a coming or remembered sample is not covered; none:
+    only when the coverage check asks for it."""
     new_expert: Literal["split", "fresh"] = "split"
     """Start a new expert with its parent's weights, which changes no output, or with fresh random ones."""
     check_every: int = 25
@@ -144,6 +147,9 @@ class LifecycleConfig:
     """In sleep, prune experts with little load."""
     prune_below: float = 0.05
     """Prune experts below this fraction of the mean load since the last sleep."""
+    trial_gain: float | None = None
+    """In sleep, prune an expert that was split off unless the loss without it is higher by this fraction; each is
+    tried once, when it is old enough; none: no trial."""
     min_age: int = 500
     """Minimum age of experts to merge or prune, in optimizer steps."""
     graph: bool = True
@@ -187,6 +193,11 @@ class LifecycleConfig:
         size = self.replay_batch_size
         require(size is None or size >= 1, "lifecycle.replay_batch_size", size, "take one or more")
         require(0 < self.replay_lr < math.inf, "lifecycle.replay_lr", self.replay_lr, "take a positive number")
+        steps = self.grow_every
+        require(steps is None or steps >= 1, "lifecycle.grow_every", steps, "take one or more, or none")
+        gain = self.trial_gain
+        fits = gain is None or 0 <= gain < math.inf
+        require(fits, "lifecycle.trial_gain", gain, "take zero or more, or none for no trial")
         require(0 <= self.undo_above < math.inf, "lifecycle.undo_above", self.undo_above, "take zero or more")
         fits = 1 <= self.min_sleep_every <= self.max_sleep_every
         remedy = f"take 1 to --lifecycle.max-sleep-every {self.max_sleep_every}"

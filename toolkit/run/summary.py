@@ -30,6 +30,12 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
     if results.get("expert_load_notice"):
         rows.append(("expert load", str(results["expert_load_notice"])))
+    if has("active_experts", "lifecycle_grow", "lifecycle_merge", "lifecycle_prune", "lifecycle_undone"):
+        events = ", ".join(
+            f"{results[f'lifecycle_{kind}']} {done}"
+            for kind, done in (("grow", "split off"), ("merge", "merged"), ("prune", "pruned"), ("undone", "undone"))
+        )
+        rows.append(("experts", f"{results['active_experts']} at the end; changes: {events}"))
     if has("steps", "samples"):
         epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))

@@ -105,7 +105,10 @@ def describe(event: Mapping[str, Any], layer: LayerState) -> str:
     if event["kind"] == "merge":
         return f"{uids[1]} merged into {uids[0]}"
     if event["kind"] == "prune":
-        return f"{uids[0]} pruned"
+        gain = event["detail"].get("gain")
+        return f"{uids[0]} pruned" + ("" if gain is None else f": the loss without it is {gain:+.1%}")
+    if event["kind"] == "kept":
+        return f"{uids[0]} kept: the loss without it is {event['detail']['gain']:.1%} higher"
     if event["kind"] == "undone":
         tried = " and ".join(event["detail"].get("tried", ["change"]))
         return f"{tried}{' of ' if uids else ''}{', '.join(map(str, uids))} undone"

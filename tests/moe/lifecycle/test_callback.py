@@ -159,3 +159,19 @@ def test_rows_of_inactive_experts_are_not_stepped(tmp_path: Path, ep_size: int) 
     assert history == all_history
     assert relative_difference(torch.tensor(losses), torch.tensor(all_losses)) < 1e-12
     assert results["test_loss"] == pytest.approx(all_results["test_loss"], rel=1e-12)
+
+
+def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
+    """Growth on a schedule; each new expert is tried once, and pruned where the loss without it is hardly higher."""
+    scheduled = replace(EVENTFUL, merge=False, prune=False, grow_every=7, trial_gain=0.0)
+    alone, _, kept = run_distributed(train, 1, tmp_path / "kept", 1, {"lifecycle": scheduled})[0]
+    for history, _, _ in run_distributed(train, 2, tmp_path / "two", 2, {"lifecycle": scheduled}):
+        assert history == alone
+    tried = [uids[0] for _, kind, uids in alone if kind in ("kept", "prune")]
+    assert len(tried) == len(set(tried))
+    assert kept["lifecycle_kept"] >= 1
+    assert min(step for step, kind, _ in alone if kind == "grow") == 7
+    greedy = replace(scheduled, trial_gain=1e9)
+    _, _, pruned = run_distributed(train, 1, tmp_path / "pruned", 1, {"lifecycle": greedy})[0]
+    assert pruned["lifecycle_kept"] == 0
+    assert pruned["lifecycle_prune"] >= 2

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,8 +23,7 @@ from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
 from toolkit.moe.lifecycle.plans import Merge, Pair, Plan, Prune, plan_growth, plan_merges, plan_placement, plan_prunes
 from toolkit.moe.lifecycle.probe import ScoresSamples, last_rows, next_rows, probe_samples
 from toolkit.moe.lifecycle.roster import EventKind, ExpertRoster, LifecycleEvent
-from toolkit.moe.lifecycle.rows import ExpertRows
-from toolkit.moe.lifecycle.similarity import output_distances, weight_similarity
+from toolkit.moe.lifecycle.similarity import compare_experts
 from toolkit.moe.lifecycle.sleep import SleepSchedule
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import migrate
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 PROBE_SAMPLES = 256
 """Training samples on which a change is judged, and as many remembered ones."""
-COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "sleep", "undone")
+COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "kept", "sleep", "undone")
 
 
 class Knowledge(Protocol):
@@ -68,8 +66,8 @@ class Lifecycle(Callback):
 
     Records with each line of metrics `lifecycle/experts` (active, mean over layers) and the last values of
     `lifecycle/uncovered`, `lifecycle/loss_before_sleep` and `lifecycle/loss_after_sleep`. Adds to the run's results
-    `active_experts` (of the layer with the most) and the counts `lifecycle_grow`, `_merge`, `_prune`, `_sleep` and
-    `_undone`.
+    `active_experts` (of the layer with the most) and the counts `lifecycle_grow`, `_merge`, `_prune`, `_kept`, `_sleep`
+    and `_undone`.
     """
 
     def __init__(
@@ -129,9 +127,11 @@ class Lifecycle(Callback):
         if not self.layers:
             return
         step = trainer.state.step
-        if self.config.grow and step % self.config.check_every == 0:
-            with self._timed("check"):
+        with self._timed("check"):
+            if self.config.grow and step % self.config.check_every == 0:
                 self.check(trainer)
+            if self.config.grow and self.config.grow_every and step % self.config.grow_every == 0:
+                self.grow(trainer, "schedule")
         if self.config.sleep and step >= self.next_sleep:
             with self._timed("sleep"):
                 self.sleep(trainer)
@@ -193,6 +193,8 @@ class Lifecycle(Callback):
         for name, load_E in zip(self.layers, loads, strict=True):
             for plan in self._removals(trainer, name, rows, load_E.tolist()):
                 loss = self._attempt(trainer, rows, loss, name, partial(self._carry_out, trainer, name, plan))
+            if self.config.trial_gain is not None:
+                loss = self._try_without(trainer, name, rows, loss, self.config.trial_gain)
         for name, layer in self.layers.items():
             roster = self.rosters[name]
             graph = self._graph(name)
@@ -218,6 +220,23 @@ class Lifecycle(Callback):
         uids = tuple(uid for event in undone for uid in event.uids)
         detail = {"tried": tried, "before": loss, "after": after}
         self.history.append(LifecycleEvent(trainer.state.step, layer, "undone", uids, detail))
+        return loss
+
+    def _try_without(self, trainer: Trainer, name: str, rows: Tensor, loss: float, needed: float) -> float:
+        """Prune experts on trial without which the loss is hardly higher; returns the loss afterwards."""
+        step = trainer.state.step
+        limits = {"min_age": self.config.min_age, "min_experts": self.min_experts}
+        for uid in self.experts.on_trial(name, step=step, **limits):
+            undo = self.experts.undo_point(trainer.optimizer)
+            self._carry_out(trainer, name, Prune(uid, {}))
+            without = probe_samples(trainer, self.task, [], rows).loss
+            undo()
+            why = {"gain": without / max(loss, 1e-12) - 1, "loss": loss, "loss_without": without}
+            if why["gain"] < needed:
+                self._carry_out(trainer, name, Prune(uid, why))
+                loss = without
+            else:
+                self.history.append(LifecycleEvent(step, name, "kept", (uid,), why))
         return loss
 
     def _replay(self, trainer: Trainer) -> None:
@@ -272,18 +291,8 @@ class Lifecycle(Callback):
         if len(old) < 2:
             return {}, {}
         x_TD = probe_samples(trainer, self.task, [layer], rows).views[0].x_TD
-        distance_LL = output_distances(layer, x_TD, [record.logical_id for record in old]).tolist()
-        expert_rows = ExpertRows(layer.expert_stack, None)
-        distance, similarity = {}, {}
-        for a, b in combinations(range(len(old)), 2):
-            pair = old[a].uid, old[b].uid
-            distance[pair] = distance_LL[a][b]
-            coactivated = graph is not None and graph.often_coactivated(*pair)
-            if distance[pair] <= self.config.merge_distance and not coactivated:
-                mine = expert_rows.fetch(old[a].logical_id)
-                other = expert_rows.fetch(old[b].logical_id)
-                similarity[pair] = weight_similarity(mine, other)
-        return distance, similarity
+        apart = None if graph is None else graph.often_coactivated
+        return compare_experts(layer, x_TD, old, max_distance=self.config.merge_distance, keep_apart=apart)
 
     # --- parts --------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,14 @@ class DynamicExperts:
 
         return undo
 
+    def on_trial(self, layer: str, *, step: int, min_age: int, min_experts: int) -> list[int]:
+        """uids of experts that were split off, are old enough and were not kept before; oldest first, and as many as
+        can be removed."""
+        kept = {uid for event in self.history if (event.layer, event.kind) == (layer, "kept") for uid in event.uids}
+        roster = self.rosters[layer]
+        uids = [r.uid for r in roster.older_than(min_age, step) if r.parent is not None and r.uid not in kept]
+        return uids[: max(0, len(roster) - min_experts)]
+
     def refresh_routers(self) -> None:
         for layer in self.layers.values():
             _router(layer).refresh()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Fate = Literal["active", "merged", "pruned"]
-EventKind = Literal["grow", "merge", "prune", "sleep", "undone"]
+EventKind = Literal["grow", "merge", "prune", "kept", "sleep", "undone"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LifecycleEvent:
     layer: str
     kind: EventKind
     uids: tuple[int, ...]
-    """Of the experts concerned: new expert and parent, remaining and removed expert of a merge, pruned expert."""
+    """Of the experts concerned: new expert and parent, remaining and removed expert of a merge, pruned or kept one."""
     detail: Mapping[str, Any] = field(default_factory=dict)
     """JSON values: the reason, and what was measured."""
 

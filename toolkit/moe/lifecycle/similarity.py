@@ -7,7 +7,8 @@ by the assignment with the highest total similarity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +16,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from toolkit.moe.layer import MoE
+from toolkit.moe.lifecycle.plans import Pair
+from toolkit.moe.lifecycle.roster import ExpertRecord
+from toolkit.moe.lifecycle.rows import ExpertRows
 from toolkit.parallel.groups import sum_over_ranks
 
 Rows = Mapping[str, Tensor]
@@ -73,3 +77,26 @@ def output_distances(layer: MoE, x_TD: Float[Tensor, "T D"], logical_ids: Sequen
     size_L = products_LL.diagonal()
     both_LL = size_L.unsqueeze(0) + size_L.unsqueeze(1)
     return ((both_LL - 2 * products_LL).clamp(min=0) / both_LL.clamp(min=1e-30)).sqrt()
+
+
+def compare_experts(
+    layer: MoE,
+    x_TD: Tensor,
+    records: Sequence[ExpertRecord],
+    *,
+    max_distance: float,
+    keep_apart: Callable[[int, int], bool] | None = None,
+) -> tuple[dict[Pair, float], dict[Pair, float]]:
+    """Distance of the outputs of all pairs of experts for the tokens `x_TD`, and similarity of the weights of those
+    with at most `max_distance` that `keep_apart` does not name; by uid. A collective."""
+    distance_LL = output_distances(layer, x_TD, [record.logical_id for record in records]).tolist()
+    rows = ExpertRows(layer.expert_stack, None)
+    distance, similarity = {}, {}
+    for a, b in combinations(range(len(records)), 2):
+        pair = records[a].uid, records[b].uid
+        distance[pair] = distance_LL[a][b]
+        if distance[pair] <= max_distance and not (keep_apart is not None and keep_apart(*pair)):
+            mine = rows.fetch(records[a].logical_id)
+            other = rows.fetch(records[b].logical_id)
+            similarity[pair] = weight_similarity(mine, other)
+    return distance, similarity

@@ -1,0 +1,37 @@
+"""The presets of `recipes/mnist_moe.py`, each cut to seconds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.mnist_moe import Config, dynamic, main
+from toolkit.tracking.jsonl import read_metrics
+
+
+def small(config: Config, folder: Path, **changes: object) -> Config:
+    """On scikit-learn's digits, which are 22 steps an epoch."""
+    settings = {"dim": 32, "expert_hidden_size": 16, "dataset": "digits", "cpu": True, "tracker": "none"} | changes
+    return replace(config, run_dir=folder, **settings)
+
+
+def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Path) -> None:
+    """The preset with its periods divided by 25."""
+    short = replace(dynamic().lifecycle, grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
+    results = main(small(dynamic(), tmp_path, max_steps=125, epochs=6, lifecycle=short))
+    events = [event for line in read_metrics(tmp_path / "lifecycle.jsonl") for event in line["events"]]
+    assert results["lifecycle_grow"] >= 2
+    assert results["lifecycle_merge"] + results["lifecycle_prune"] >= 1
+    assert results["active_experts"] == 4 + sum(
+        {"grow": 1, "merge": -1, "prune": -1}.get(event["kind"], 0) for event in events
+    )
+    tried = [event for event in events if "gain" in event["detail"]]
+    assert {event["kind"] for event in tried} <= {"kept", "prune"}
+    for event in tried:
+        assert (event["kind"] == "kept") == (event["detail"]["gain"] >= short.trial_gain)
+        assert event["detail"]["gain"] == pytest.approx(event["detail"]["loss_without"] / event["detail"]["loss"] - 1)
+    assert "split off" in (tmp_path / "summary.txt").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())["lifecycle_kept"] == results["lifecycle_kept"]
