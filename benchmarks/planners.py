@@ -1,7 +1,8 @@
 """What planners reach and what they cost, on made-up loads.
 
-    python benchmarks/planners.py                 all five tables, about a minute
+    python benchmarks/planners.py                 all six tables, about two minutes
     python benchmarks/planners.py cost            milliseconds per plan
+    python benchmarks/planners.py scale           milliseconds and memory of a plan on 64 to 4,096 ranks
     python benchmarks/planners.py balance         imbalance beside the bound for the slots given, W0 to W7
     python benchmarks/planners.py small           the same for few experts, beside bounds that are searched for
     python benchmarks/planners.py drift           swaps beside planning from scratch, on load that drifts
@@ -17,6 +18,7 @@ import argparse
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,8 @@ from toolkit.placement.workloads import WORKLOADS, Sizes, drifting
 SEEDS = 5
 SEARCH = 20_000
 """Partial placements looked at per limit, where bounds are searched for."""
+MOST_MS = 50.0
+"""The target: one plan of one layer."""
 EVERY = 20
 """Steps between plans."""
 EXPERT = 3 * 2048 * 1024
@@ -87,9 +91,55 @@ def cost() -> None:
     write_report("planners_cost", rows, experts=experts, ranks=ranks, loads=len(loads))
 
 
-def _milliseconds(function: Callable[[], object]) -> float:
+def scale() -> None:
+    """A plan of one layer for many ranks, from contiguous experts, in eights to a node; where ranks are more than
+    experts, some begin empty. The slowest of three loads. Memory: the most that Python and NumPy had allocated at one
+    time, without what was given."""
+    rows: list[Row] = []
+    for ranks in (64, 256, 1024, 4096):
+        nodes = [rank // 8 for rank in range(ranks)]
+        for experts in (256, 512, 1024):
+            rng = np.random.default_rng(0)
+            loads = [rng.permutation(np.arange(1, experts + 1.0) ** -skew) for skew in (0.3, 1.0)]
+            loads.append(np.exp(rng.normal(0, 1.0, experts)))
+            slots = max(1, experts // ranks)
+            together = rng.integers(0, 100, (experts, experts))
+            given: dict[str, dict[str, Any]] = {
+                "affinity": {"together_EE": together + together.T},
+                "node_aware": {
+                    "node_of_rank": nodes,
+                    "source_load_RE": rng.integers(0, 9, (ranks, experts)).astype(np.float64),
+                },
+            }
+            for name in ("lpt", "swap", "few_swaps", "replicate", "affinity", "node_aware"):
+                current = contiguous(experts, ranks, slots_per_rank=slots + (name == "replicate"))
+                plans = [partial(planner_named(name), load, current, **given.get(name, {})) for load in loads]
+                rows.append(
+                    {
+                        "ranks": ranks,
+                        "experts": experts,
+                        "planner": name,
+                        "ms": round(max(_milliseconds(plan, repeats=3) for plan in plans), 1),
+                        "MiB": round(max(map(_mebibytes, plans)), 1),
+                    }
+                )
+    slowest = max(row["ms"] for row in rows)
+    write_report("planners_scale", rows, target_ms=MOST_MS, slowest_ms=slowest)
+
+
+def _mebibytes(function: Callable[[], object]) -> float:
+    """The peak of what `function` allocates."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def _milliseconds(function: Callable[[], object], repeats: int = 9) -> float:
     times = []
-    for _ in range(9):
+    for _ in range(repeats):
         began = time.process_time()
         function()
         times.append(time.process_time() - began)
@@ -225,7 +275,7 @@ def guard() -> None:
     write_report("planners_guard", rows, seeds=SEEDS, every=EVERY, experts=64, ranks=8)
 
 
-TABLES = {"cost": cost, "balance": balance, "small": small, "drift": drift, "guard": guard}
+TABLES = {"cost": cost, "scale": scale, "balance": balance, "small": small, "drift": drift, "guard": guard}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

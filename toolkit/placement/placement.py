@@ -37,10 +37,10 @@ class ExpertPlacement:
             raise ValueError("a placement needs at least one rank")
         found: set[int] = set()
         for rank, row in enumerate(self.slots):
-            held = [e for e in row if e != EMPTY_ROW]
-            ids = set(held)
-            if len(ids) < len(held):
-                twice = min(e for e, n in Counter(held).items() if n > 1)
+            ids = set(row)
+            ids.discard(EMPTY_ROW)
+            if len(ids) + row.count(EMPTY_ROW) < len(row):
+                twice = min(e for e, n in Counter(row).items() if n > 1 and e != EMPTY_ROW)
                 raise ValueError(f"rank {rank} holds expert {twice} twice: replicas belong on different ranks")
             found |= ids
         if not found:

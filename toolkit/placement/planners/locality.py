@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,17 +47,17 @@ def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float
     surplus = together - np.outer(of_each, of_each) / max(float(of_each.sum()), 1e-300)
     room = np.array(current.slots_per_rank)
     load_R = np.zeros(len(room))
-    pull_RE = np.zeros((len(room), len(load)))
+    pull_ER = np.zeros((len(load), len(room)))  # so that an expert's row is in one piece
     experts_R: list[list[int]] = [[] for _ in room]
     for expert in np.argsort(-load, kind="stable").tolist():
-        pull_R = np.where((room > 0) & (load_R + load[expert] <= limit), pull_RE[:, expert], -np.inf)
+        pull_R = np.where((room > 0) & (load_R + load[expert] <= limit), pull_ER[expert], -np.inf)
         rank = int(pull_R.argmax())
         if pull_R[rank] == -np.inf:
             rank = int(np.where(room > 0, load_R, np.inf).argmin())
         experts_R[rank].append(expert)
         room[rank] -= 1
         load_R[rank] += load[expert]
-        pull_RE[rank] += surplus[expert]
+        pull_ER[:, rank] += surplus[expert]
     return experts_R
 
 
@@ -89,8 +90,10 @@ def node_aware(
         raise ValueError(f"node_of_rank names {len(node_of_rank)} rank(s), the placement has {current.ranks}")
     if source_load.shape != (current.ranks, len(load)):
         raise ValueError(f"source_load_RE has shape {source_load.shape}, not {(current.ranks, len(load))}")
-    names, node_R = np.unique(np.asarray(node_of_rank), return_inverse=True)
-    sent_NE = np.stack([source_load[node_R == node].sum(0) for node in range(len(names))])
+    node_R = np.unique(np.asarray(node_of_rank), return_inverse=True)[1]
+    ends = np.bincount(node_R).cumsum().tolist()
+    by_node = source_load if (np.diff(node_R) >= 0).all() else source_load[node_R.argsort(kind="stable")]
+    sent_NE = np.stack([by_node[first:end].sum(0) for first, end in pairwise([0, *ends])])
     best = PackingState(lpt(load, current), load)
     limit = (1 + tolerance) * best.imbalance
     near = PackingState(settle(_near_senders(load, sent_NE, node_R, current, limit), current), load)
@@ -114,18 +117,21 @@ def _near_senders(
     load_N = np.zeros(nodes)
     experts_N: list[list[int]] = [[] for _ in range(nodes)]
     to_lose = sent_NE.max(0) - sent_NE.mean(0)
+    sent_EN = np.ascontiguousarray(sent_NE.T)
     for expert in np.argsort(-to_lose, kind="stable").tolist():
         fits = (room > 0) & (load_N + load[expert] <= limit_N)
         if fits.any():
-            node = int(np.where(fits, sent_NE[:, expert], -np.inf).argmax())
+            node = int(np.where(fits, sent_EN[expert], -np.inf).argmax())
         else:
             node = int(np.where(room > 0, load_N, np.inf).argmin())
         experts_N[node].append(expert)
         room[node] -= 1
         load_N[node] += load[expert]
     experts_R: list[list[int]] = [[] for _ in node_R]
-    for node, experts in enumerate(experts_N):
-        ranks = np.flatnonzero(node_R == node).tolist()
+    ranks_N: list[list[int]] = [[] for _ in range(nodes)]
+    for rank, node in enumerate(node_R.tolist()):
+        ranks_N[node].append(rank)
+    for experts, ranks in zip(experts_N, ranks_N, strict=True):
         packed = pack([float(load[e]) for e in experts], [len(current.slots[rank]) for rank in ranks])
         for rank, items in zip(ranks, packed, strict=True):
             experts_R[rank] = [experts[item] for item in items]

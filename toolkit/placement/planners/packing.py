@@ -6,6 +6,7 @@ Letters: `E` experts, `R` ranks, `G` slots counted through all ranks.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ class PackingState:
 
     def __init__(self, placement: ExpertPlacement, load_E: Floats):
         sizes = placement.slots_per_rank
-        self.expert_G: Ints = np.array([e for row in placement.slots for e in row], dtype=np.int64)
+        self.expert_G: Ints = np.array(list(itertools.chain.from_iterable(placement.slots)), dtype=np.int64)
         self.rank_G: Ints = np.repeat(np.arange(len(sizes)), sizes)
         self.first_slot = np.cumsum([0, *sizes])
         held = self.expert_G != EMPTY_ROW
@@ -41,8 +42,10 @@ class PackingState:
         self.weight_G: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_G]
         self.load_R: Floats = np.zeros(len(sizes))
         np.add.at(self.load_R, self.rank_G, self.weight_G)
-        self.holds_RE = np.zeros((len(sizes), len(load_E) + 1), dtype=bool)
-        self.holds_RE[self.rank_G[held], self.expert_G[held]] = True
+        # Only replicas need it: an expert has one slot otherwise, which no exchange adds to.
+        self.holds_RE = np.zeros((len(sizes) if self.has_replicas else 0, len(load_E) + 1), dtype=bool)
+        if self.has_replicas:
+            self.holds_RE[self.rank_G[held], self.expert_G[held]] = True
 
     @property
     def imbalance(self) -> float:
@@ -55,11 +58,12 @@ class PackingState:
         p = self.rank_G[i]
         q = self.rank_G[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
-            self.holds_RE[rank, self.expert_G[leaving]] = False
             self.load_R[rank] += self.weight_G[coming] - self.weight_G[leaving]
-        for rank, coming in ((p, j), (q, i)):
-            if self.expert_G[coming] != EMPTY_ROW:
-                self.holds_RE[rank, self.expert_G[coming]] = True
+        if self.has_replicas:
+            self.holds_RE[[p, q], self.expert_G[[i, j]]] = False
+            for rank, coming in ((p, j), (q, i)):
+                if self.expert_G[coming] != EMPTY_ROW:
+                    self.holds_RE[rank, self.expert_G[coming]] = True
         self.expert_G[[i, j]] = self.expert_G[[j, i]]
         self.weight_G[[i, j]] = self.weight_G[[j, i]]
 
@@ -228,6 +232,9 @@ def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
     """Give the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
     rows = []
     for experts, before in zip(experts_R, current.slots, strict=True):
+        if not experts:
+            rows.append((EMPTY_ROW,) * len(before))
+            continue
         here = set(experts)
         newcomers = iter(sorted(here.difference(before)))
         rows.append(tuple(e if e in here else next(newcomers, EMPTY_ROW) for e in before))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 
@@ -53,27 +55,29 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
     """
     bins: list[list[int]] = [[] for _ in room]
     loads = [0.0 if places else float("inf") for places in room]
-    least = [(0.0, rank) for rank, places in enumerate(room) if places]
+    least = [(0.0, rank) for rank, places in enumerate(room) if places]  # ascending
     order = sorted(range(len(weights)), key=lambda item: (-weights[item], item))
     left_over = []
 
     def give(item: int, replicas: int) -> None:
         part = weights[item] / replicas
-        for _, rank in [heapq.heappop(least) for _ in range(replicas)]:
+        taken = least[:replicas]
+        del least[:replicas]
+        for _, rank in taken:
             bins[rank].append(item)
             loads[rank] += part
             if len(bins[rank]) < room[rank]:
-                heapq.heappush(least, (loads[rank], rank))
+                insort(least, (loads[rank], rank))
 
     def fewest_replicas(weight: float) -> int:
         """The fewest that keep to the limit, or come closest to it."""
         best = 1
         lowest = float("inf")
-        for replicas, (load, _) in enumerate(heapq.nsmallest(spare + 1, least), start=1):
+        for replicas, (load, _) in enumerate(itertools.islice(least, spare + 1), start=1):
             if load + weight / replicas < lowest:
                 best = replicas
                 lowest = load + weight / replicas
-            if lowest <= limit:
+            if lowest <= limit or load >= lowest:  # ranks with more load cannot come closer
                 break
         return best
 
