@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.helpers import run_distributed
 from toolkit import cli
 
 COMMON = ["debug", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none", "--no-guard"]
+COMMON += ["--log-every", "2"]  # the first line is before the first plan
 WAYS = {
     "plain": [],
     "swap": ["--planner", "swap", "--replan-every", "5"],
@@ -55,3 +57,13 @@ def test_a_run_learns_the_same_wherever_its_experts_live(runs: Path, way: str) -
     assert results(found)["migrated_experts"] > 0
     assert losses(found) == pytest.approx(losses(plain), rel=IN_FLOAT64)
     assert results(found)["test_accuracy"] == results(plain)["test_accuracy"]
+
+
+def test_placements_are_on_the_lines_of_metrics_where_they_are_others(runs: Path) -> None:
+    lines = [json.loads(line) for line in (runs / "swap" / "metrics.jsonl").read_text().splitlines()]
+    placements = [line["moe/placement/block"] for line in lines if "moe/placement/block" in line]
+    assert lines[0]["moe/placement/block"] == placements[0]
+    assert 1 < len(placements) < len(lines)
+    assert all(before != after for before, after in pairwise(placements))
+    assert placements[-1] == results(runs / "swap")["expert_placement"]["block"]
+    assert not any("moe/placement" in name for name in (runs / "plain" / "metrics.jsonl").read_text().split('"'))

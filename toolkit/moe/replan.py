@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from toolkit.callbacks.base import Callback
 from toolkit.checkpoint.collectives import is_main
 from toolkit.errors import UserError
+from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
@@ -262,11 +263,15 @@ class Replan(Callback):
     `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
     `moe/predicted_imbalance`, what the current plans predicted, mean over layers that have one, to compare with
     `moe/rank_imbalance_of_sum`; and of this rank `perf/planner_ms` and `perf/migration_ms` since the last line. The
-    run's sums are in its results.
+    run's sums are in its results. `moe/placement/<layer>`, the logical experts on each rank, is on the first line and
+    on each line after which it is another.
     """
 
     def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
         stacks = expert_stacks(model) if planner else {}
+        self._model = model
+        self._placements: dict[str, list[list[int]]] = {}
+        """Those on the last lines of metrics that had one, by layer."""
         self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
         self._experts = self._bytes = self._optimizer_bytes = 0
         self._refused = self._refused_before = 0
@@ -302,6 +307,10 @@ class Replan(Callback):
             trainer.record("moe/migration_bytes", self._bytes)
             trainer.record("moe/migration_optimizer_bytes", self._optimizer_bytes)
             trainer.record("moe/plans_refused", self._refused)
+            for layer, experts in experts_on_ranks(self._model).items():
+                if experts != self._placements.get(layer):
+                    trainer.record(f"moe/placement/{layer}", experts)
+                    self._placements[layer] = experts
             if self._predicted:
                 trainer.record("moe/predicted_imbalance", fmean(self._predicted.values()))
             before = self._seconds
@@ -328,6 +337,7 @@ class Replan(Callback):
             "optimizer_bytes": self._optimizer_bytes,
             "refused": self._refused,
             "predicted": self._predicted,
+            "placements": self._placements,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -337,3 +347,4 @@ class Replan(Callback):
         self._optimizer_bytes = state["optimizer_bytes"]
         self._predicted = dict(state["predicted"])
         self._refused = state["refused"]
+        self._placements = state.get("placements", {})  # which checkpoints of earlier versions lack
