@@ -98,7 +98,7 @@ def compare(
         folder = run.folder / "controls" / name
         done = run.on_main_and_share(partial(results_of, folder))
         if done is None or (config.extend and done["steps"] != results["steps"]):
-            usual = {"run_dir": folder, "resume": "auto", "resume_from": None, "tracker": "none"}
+            usual: dict[str, Any] = {"run_dir": folder, "resume": "auto", "resume_from": None, "tracker": "none"}
             control = replace(config, **changes, **usual, extend=done is not None)
             run.print(f"\ncontrol: {name}")
             done = dict(main(control))
