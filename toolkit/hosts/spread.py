@@ -18,7 +18,7 @@ from toolkit.hosts.foreign import has_stacked_parameters, rows_of, run_experts
 from toolkit.hosts.peft.adapters import adapter_rows, stack_adapters
 from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.moe.state_dict import refuse_partial_state_dict
+from toolkit.moe.state_dict import refuse_partial_state_dict, refuse_whole_state_dict
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
@@ -61,6 +61,7 @@ def spread_experts(
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
             module.register_state_dict_pre_hook(refuse_partial_state_dict)
+            module.register_load_state_dict_pre_hook(refuse_whole_state_dict)
     return expert_stacks(model)
 
 

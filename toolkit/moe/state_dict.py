@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,6 +44,22 @@ def refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -
             "model.state_dict() would have the experts of this rank, in the order of its slots: "
             "call whole_state_dict(model) of toolkit.moe.state_dict on every rank."
         )
+
+
+def refuse_whole_state_dict(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """To be registered with `register_load_state_dict_pre_hook` of a module with an `expert_stack`.
+
+    Raises UserError where `state` has the experts of all ranks and this rank has room for its own.
+    """
+    stack: ExpertStack = vars(module)["expert_stack"]
+    stacked = {id(parameter) for parameter in stack.parameters.values()}
+    for name, parameter in module.named_parameters():
+        given = state.get(prefix + name)
+        if id(parameter) in stacked and given is not None and len(given) == stack.num_experts != len(parameter):
+            raise UserError(
+                f"model.load_state_dict() of all {len(given)} experts, where this rank has {len(parameter)} rows: load "
+                "it before ExpertParallel.prepare, or a checkpoint with ExpertParallel.load or load_checkpoint."
+            )
 
 
 def read_names(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
