@@ -31,6 +31,10 @@ def saved(folder: Path, kind: str, dense: Literal["ddp", "fsdp2"]) -> tuple[dict
     accelerator, model = Accelerator(cpu=True), Model()
     experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, dense=dense)
     prepared, _ = experts.prepare(model, torch.optim.SGD(model.parameters()))
+    if dense == "ddp":  # FSDP2's parameters take what was sharded only
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.load_state_dict(Model().state_dict())
     accelerator.save_model(prepared, folder)
     other = nn.Linear(2, 2)
     assert accelerator.get_state_dict(other).keys() == other.state_dict().keys(), "of a model that is not spread"
@@ -57,6 +61,9 @@ def layer_of_ours(groups: ExpertGroups | None = None) -> nn.Module:
 
 def spread_layer_of_ours() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     layer = layer_of_ours(make_expert_groups(2))
+    layer.experts.up.data.zero_()
+    nn.ModuleList([layer]).load_state_dict(nn.ModuleList([layer_of_ours()]).state_dict())
+    layer.load_state_dict(layer.state_dict(keep_vars=True))
     part = {name: value.detach().clone() for name, value in layer.state_dict(keep_vars=True).items()}
     return whole_state_dict(layer), part, refusal(layer)
 

@@ -7,7 +7,7 @@ along dimension 0, called with (hidden (T, D), expert ids (T, K), weights (T, K)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import in_reentrant_forward, recomputing
 from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import contiguous
 
 
@@ -35,16 +34,6 @@ def has_stacked_parameters(module: nn.Module) -> bool:
     experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     stacked = all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
     return isinstance(experts, int) and bool(parameters) and stacked
-
-
-def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
-    """The rows of `experts`, zeros for an empty slot."""
-    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
-    rows = stacked.index_select(0, index)
-    for slot, expert in enumerate(experts):
-        if expert == EMPTY_ROW:
-            rows[slot].zero_()
-    return rows
 
 
 def outside_wrappers(name: str) -> str:

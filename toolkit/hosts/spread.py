@@ -8,18 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts
 from toolkit.hosts.contract import check_experts
-from toolkit.hosts.foreign import has_stacked_parameters, rows_of, run_experts
+from toolkit.hosts.foreign import has_stacked_parameters, run_experts
 from toolkit.hosts.peft.adapters import adapter_rows, stack_adapters
 from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.moe.state_dict import refuse_partial_state_dict
+from toolkit.moe.state_dict import refuse_partial_state_dict, rows_of, take_rows
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
 
@@ -62,7 +61,7 @@ def spread_experts(
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
             module.register_state_dict_pre_hook(refuse_partial_state_dict)
-            module.register_load_state_dict_pre_hook(_take_rows)
+            module.register_load_state_dict_pre_hook(take_rows)
     return expert_stacks(model)
 
 
@@ -109,15 +108,6 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
     taken = inspect.signature(module.forward).parameters.values()
     required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
     return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)
-
-
-def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before experts are loaded as files have them, all in order of ids: take those of this rank's slots."""
-    stack: ExpertStack = vars(module)["expert_stack"]
-    for name in dict(module.named_parameters(recurse=False)):
-        whole = state.get(prefix + name)
-        if whole is not None and len(whole) == stack.num_experts:
-            state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
 
 
 def num_experts(module: nn.Module) -> int:

@@ -20,7 +20,7 @@ from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.moe.state_dict import refuse_partial_state_dict
+from toolkit.moe.state_dict import refuse_partial_state_dict, take_rows
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
 
@@ -53,6 +53,7 @@ class MoE(nn.Module):
         self.sequence_length: int | None = None
         """S, where the last forward's input was (..., S, D)."""
         self.register_state_dict_pre_hook(refuse_partial_state_dict)
+        self.register_load_state_dict_pre_hook(take_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the routing, whose tensors are in the graph of the last forward."""

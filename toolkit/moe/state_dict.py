@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.parallel.ownership import EMPTY_ROW
 
 _names_are_read = ContextVar("names_are_read", default=False)
 
@@ -44,6 +45,29 @@ def refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -
             "model.state_dict() would have the experts of this rank, in the order of its slots: "
             "call whole_state_dict(model) of toolkit.moe.state_dict on every rank."
         )
+
+
+def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """To be registered with `register_load_state_dict_pre_hook` of a module with an `expert_stack`.
+
+    Of experts as files have them, all in order of ids, it takes those of this rank's slots.
+    """
+    stack: ExpertStack = vars(module)["expert_stack"]
+    stacked = {id(parameter) for parameter in stack.parameters.values() if not hasattr(parameter, "as_saved")}
+    for name, parameter in module.named_parameters():
+        whole = state.get(prefix + name)
+        if id(parameter) in stacked and whole is not None and len(whole) == stack.num_experts:
+            state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
+
+
+def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
+    """The rows of `experts`, zeros for an empty slot."""
+    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
+    rows = stacked.index_select(0, index)
+    for slot, expert in enumerate(experts):
+        if expert == EMPTY_ROW:
+            rows[slot].zero_()
+    return rows
 
 
 def read_names(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

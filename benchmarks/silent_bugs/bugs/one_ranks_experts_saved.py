@@ -21,7 +21,7 @@ wrapped, optimizer = prepare(accelerator, model, optimizer)
 
 def save_checkpoint(folder: str) -> None:
     if rank == 0 or not buggy:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
         torch.save(state, f"{folder}-{rank}.pt")
 
 

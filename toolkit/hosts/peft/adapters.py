@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import rows_of
 from toolkit.hosts.transformers.kernel import experts_forward, projections
+from toolkit.moe.state_dict import rows_of
 from toolkit.parallel.ownership import ownership_of
 
 if TYPE_CHECKING:
