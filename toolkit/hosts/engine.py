@@ -24,6 +24,7 @@ from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.join import join_forwards
+from toolkit.hosts.prepared_optimizer import train_only_with
 from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.routes import hook_blocks
 from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
@@ -135,6 +136,7 @@ class ExpertParallel:
         if self.accelerator.num_processes > 1:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+        train_only_with(optimizer, self.expert_parameters())
         self._correct_accelerate()
         return *prepared, *(self.accelerator.prepare(other) for other in others)
 

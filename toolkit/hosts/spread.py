@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ def spread_experts(
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
             module.register_state_dict_pre_hook(refuse_partial_state_dict)
+            module.register_load_state_dict_pre_hook(_take_rows)
     return expert_stacks(model)
 
 
@@ -107,6 +109,15 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
     taken = inspect.signature(module.forward).parameters.values()
     required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
     return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)
+
+
+def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before experts are loaded as files have them, all in order of ids: take those of this rank's slots."""
+    stack: ExpertStack = vars(module)["expert_stack"]
+    for name in dict(module.named_parameters(recurse=False)):
+        whole = state.get(prefix + name)
+        if whole is not None and len(whole) == stack.num_experts:
+            state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
 
 
 def num_experts(module: nn.Module) -> int:

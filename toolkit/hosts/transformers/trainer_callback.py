@@ -1,20 +1,14 @@
-"""Moving experts under transformers' Trainer, and resuming such a training."""
+"""Moving experts under transformers' own expert parallelism in its Trainer, and resuming such a training."""
 
 from __future__ import annotations
 
-import base64
-import json
-import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
+from toolkit.hosts.transformers.training_state import TrainingState
 from toolkit.moe.replan import Replanner
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.optimizer_rows import refuse_coupled_rows
@@ -23,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from toolkit.placement.planners import Planner
-
-FOLDER = "toolkit"
-"""Within each checkpoint of the Trainer."""
 
 
 def replan_callback(
@@ -61,19 +52,16 @@ def replan_callback(
         options=options,
     )
 
-    class Replan(TrainerCallback):
-        def __init__(self) -> None:
-            self.replanner = replanner
-            self._random: dict[str, Any] | None = None
-            """Of the checkpoint that training continues from, until it is restored."""
+    class Replan(TrainingState, TrainerCallback):
+        replanner: Replanner
 
         def on_init_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             for module in trainer["model"].modules():
                 if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
                     module.register_load_state_dict_pre_hook(_distribute)
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
-            model, optimizer, scheduler = trainer["model"], trainer["optimizer"], trainer["lr_scheduler"]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+            model = trainer["model"]
             stacks = expert_stacks(model)
             if not stacks:
                 raise UserError(
@@ -83,45 +71,14 @@ def replan_callback(
                 )
             for stack in stacks.values():
                 stack.mark()
-            refuse_coupled_rows(optimizer)
+            refuse_coupled_rows(trainer["optimizer"])
             self.replanner.watch(stacks)
-            if state.global_step == 0:
-                return
-            saved = load_tensors(_folder(args, state), model, optimizer)
-            self.replanner.load_state_dict(saved["replanner"])
-            scheduler.load_state_dict(saved["scheduler"])
-            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
-            file = _random_file(args, state)
-            self._random = json.loads(file.read_text()) if file.exists() else None  # fewer ranks wrote it
-            self._mid_epoch = abs(state.epoch - round(state.epoch)) > 1e-6
-
-        # Random states are restored where Trainer restores its own: at the start of an epoch, or after the batches of
-        # a begun one were skipped, so that the data loader draws from them as it did.
-        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            if self._random is not None and not self._mid_epoch:
-                _restore(self._random)
-                self._random = None
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if self._random is not None:
-                _restore(self._random)
-                self._random = None
+            super().on_train_begin(args, state, control, **trainer)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             self.replanner.after_step(state.global_step, trainer["optimizer"])
 
-        def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
-            content = {"replanner": self.replanner.state_dict(), "scheduler": trainer["lr_scheduler"].state_dict()}
-            folder = _folder(args, state)
-            save_tensors(folder, trainer["model"], trainer["optimizer"], content)
-            _random_file(args, state).write_text(json.dumps(_random_states()))
-
-    return Replan()
-
-
-def _folder(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
+    return Replan(replanner)
 
 
 def _distribute(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -131,28 +88,3 @@ def _distribute(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             state[prefix + name] = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-
-
-def _random_file(args: Any, state: Any) -> Path:
-    return _folder(args, state).parent / f"random_states-{args.process_index}.json"
-
-
-def _random_states() -> dict[str, Any]:
-    """The states of all generators of this process, as JSON values."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    devices = torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": [base64.b64encode(bytes(s.tolist())).decode() for s in (torch.random.get_rng_state(), *devices)],
-    }
-
-
-def _restore(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    cpu, *devices = [torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8) for s in states["torch"]]
-    torch.random.set_rng_state(cpu)
-    if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
-        torch.cuda.random.set_rng_state_all(devices)

@@ -1,0 +1,212 @@
+"""transformers' Trainer, and trainers derived from it, with experts spread over ranks by `ExpertParallel`.
+
+    trainer = expert_trainer(SFTTrainer, ep_size=4, planner="swap", replan_every=200)(
+        model, args=arguments, train_dataset=data, peft_config=adapters
+    )
+
+A callback is given neither its trainer nor its accelerator, and Trainer saves on rank 0 alone, so this is a subclass.
+It overrides documented methods of Trainer only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.hosts.engine import ExpertParallel
+from toolkit.hosts.transformers.anatomy import watch_routers
+from toolkit.hosts.transformers.rollout_routes import RolloutRoutes
+from toolkit.hosts.transformers.saving import save_pretrained
+from toolkit.hosts.transformers.training_state import TrainingState
+from toolkit.moe.losses import RouterPenalty
+
+
+def expert_trainer(
+    trainer: type,
+    *,
+    balance_weight: float = 0.0,
+    z_weight: float = 0.0,
+    replay_routes: bool = False,
+    **options: Any,
+) -> type:
+    """A subclass of `trainer`, which is transformers' Trainer or derived from it, that spreads the model's experts.
+
+    It is called as `trainer` is. Experts are spread when `train` begins, with any adapters that were added before, and
+    stay spread. `options` are those of `ExpertParallel` but `dense`; its instance is the trainer's `experts`. Load
+    metrics are among the training logs. `balance_weight` and `z_weight` add a `RouterPenalty` to the loss. Text is
+    generated within `ExpertParallel.join`, so that it may have unequal lengths on the ranks. `replay_routes` has
+    generated text learnt from with the experts that generated it: see `RolloutRoutes`, the trainer's `routes`. Call
+    `save_model` on every rank.
+
+    Raises UserError, when the trainer is made, for what would train, save or generate with a part of the experts.
+    """
+    from transformers import TrainerCallback
+
+    if "dense" in options:
+        raise UserError(
+            f"dense={options['dense']!r}: under a Trainer the other parameters are replicated: leave it out."
+        )
+    base: Any = trainer
+
+    class State(TrainingState, TrainerCallback):
+        def __init__(self, experts: ExpertParallel) -> None:
+            super().__init__(experts.replanner)
+            self.experts = experts
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **trained: Any) -> None:
+            if not self.experts.stacks:
+                raise UserError(
+                    f"{trainer.__name__} did not prepare its model by Accelerate, as under torch.nn.DataParallel: "
+                    "start one process for each GPU, with accelerate launch."
+                )
+            _refuse_amid_rollout(args, state.global_step)
+            super().on_train_begin(args, state, control, **trained)
+            self.experts.steps = state.global_step
+            self.experts.metrics()  # begins to count
+
+    class ExpertTrainer(base):
+        experts: ExpertParallel
+        penalty: RouterPenalty | None = None
+        routes: RolloutRoutes | None = None
+        _prepared: Any = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(base.__init__).bind_partial(self, *args, **kwargs).arguments
+            _refuse_other_generators(given.get("args"))
+            super().__init__(*args, **kwargs)
+            _refuse(self)
+            self.add_callback(State(self.experts))
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.experts = ExpertParallel(self.accelerator, **options)
+            of_accelerate = self.accelerator.prepare
+
+            def prepare(*given: Any, **how: Any) -> Any:
+                """What Trainer calls with its model and optimizer when training begins."""
+                if len(given) != 2 or given[0] is not self.model:
+                    return of_accelerate(*given, **how)
+                if self._prepared is None:
+                    self.accelerator.prepare = of_accelerate
+                    self._prepared = self._spread(*given)
+                    self.accelerator.prepare = prepare
+                return self._prepared
+
+            self.accelerator.prepare = prepare
+
+        def _spread(self, model: Any, optimizer: Any) -> Any:
+            if balance_weight or z_weight:
+                if getattr(model.config.get_text_config(), "output_router_logits", False):
+                    raise UserError(
+                        "balance_weight and z_weight come beside the balance loss that the model adds itself: set "
+                        "output_router_logits=False in its config, and router_aux_loss_coef=0.0 for TRL."
+                    )
+                self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
+            prepared = self.experts.prepare(model, optimizer)
+            model.save_pretrained = partial(_save_whole, model)
+            generate = model.generate
+            if replay_routes:
+                self.routes = RolloutRoutes(model)
+                generate = partial(self.routes.generate, generate)
+            model.generate = partial(_generate_together, self.experts, generate)
+            return prepared
+
+        def compute_loss(
+            self,
+            model: nn.Module,
+            inputs: dict[str, Any],
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
+        ) -> Any:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if self.penalty is None or not model.training:
+                return loss
+            penalty = self._penalty(self.penalty, num_items_in_batch)
+            return (loss[0] + penalty, loss[1]) if return_outputs else loss + penalty
+
+        def _penalty(self, penalty: RouterPenalty, num_items_in_batch: Any) -> Tensor:
+            """As Trainer's losses are scaled: averaged over ranks, summed over micro-batches."""
+            share = penalty()
+            assert share is not None
+            if not share.requires_grad:
+                raise UserError(
+                    "balance_weight and z_weight have no effect, because routers get no gradient in this loss: "
+                    "leave them out."
+                )
+            is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+            if is_scaled is None:
+                counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+                is_scaled = counted or self.compute_loss_func is not None
+            share = share * self.accelerator.num_processes
+            return share / self.current_gradient_accumulation_steps if is_scaled else share
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            if "loss" in logs:
+                logs |= self.experts.metrics()
+            super().log(logs, start_time)
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            if self.experts.stacks and not self.args.should_save:
+                self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
+            super().save_model(output_dir, _internal_call)
+
+    ExpertTrainer.__name__ = ExpertTrainer.__qualname__ = f"Expert{trainer.__name__}"
+    return ExpertTrainer
+
+
+def _save_whole(model: Any, folder: str, **how: Any) -> None:
+    """As Trainer calls a model's `save_pretrained`, with a state dict of None. A collective."""
+    save_pretrained(model, folder, **{name: value for name, value in how.items() if name != "state_dict"})
+
+
+def _generate_together(experts: ExpertParallel, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with experts.join():
+        return generate(*args, **kwargs)
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise UserError for settings of `trainer` under which ranks would have a part of the experts, unnoticed."""
+    args, accelerator = trainer.args, trainer.accelerator
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or accelerator.parallelism_config is not None:
+        raise UserError(
+            "fsdp, deepspeed and parallelism_config divide the model themselves: leave them out, or load the model "
+            "with use_toolkit_ep(), which has experts spread under FSDP2."
+        )
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise UserError(
+            "distributed_config: transformers has spread this model already: train it with replan_callback and the "
+            "Trainer itself, or load it without."
+        )
+    if args.save_strategy != "no" and not args.save_only_model:
+        raise UserError(
+            "save_only_model=False would save the optimizer of rank 0, which has a part of the experts: pass "
+            "save_only_model=True, with which checkpoints have all that resuming needs."
+        )
+
+
+def _refuse_other_generators(args: Any) -> None:
+    """Raise UserError for settings of TRL by which a copy of the weights is made from those of one rank."""
+    for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):
+        if getattr(args, setting, False):
+            raise UserError(
+                f"{setting}=True takes the weights that one rank has for those of the whole model: leave it out."
+            )
+
+
+def _refuse_amid_rollout(args: Any, step: int) -> None:
+    """Raise UserError where TRL would generate other texts for the steps left of a rollout: it does not save them."""
+    if getattr(args, "steps_per_generation", None) is None:
+        return
+    every = args.steps_per_generation * args.num_iterations
+    if step * args.gradient_accumulation_steps % every:
+        steps = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+        raise UserError(
+            f"resume_from_checkpoint: the texts that step {step} learnt from are not saved, and would be needed again: "
+            f"resume from a multiple of {steps} steps, to which save_steps can be set."
+        )
