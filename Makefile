@@ -95,14 +95,15 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 	$(PY) -m pytest -m browser tests/report
 
 # Not benchmarks, or in need of a folder or a GPU.
-BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py gpu_layer.py \
-	lmu_speech.py lmu_psmnist.py vae_robustness.py)
+BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py each_step.py \
+	gpu_layer.py lmu_speech.py lmu_psmnist.py vae_robustness.py)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
-	$(PY) benchmarks/record_traces.py runs/traces && $(PY) benchmarks/placement_lab.py runs/traces || missed=1; exit $$missed
+	$(PY) benchmarks/record_traces.py runs/traces && $(PY) benchmarks/placement_lab.py runs/traces && \
+	$(PY) benchmarks/each_step.py runs/traces || missed=1; exit $$missed
 
 # Everything is read anew: a warning is given only when a page is read, and each one fails the build.
 .PHONY: docs

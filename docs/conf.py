@@ -31,6 +31,7 @@ CONTENTS = {
     "Mixtures of experts": [
         "docs/moe",
         "docs/placement",
+        "docs/scaling",
         "docs/lifecycle",
         "docs/knowledge_graph",
         "docs/transformers",

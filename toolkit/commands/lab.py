@@ -23,7 +23,7 @@ from toolkit.placement.workloads import WORKLOADS, Sizes
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]
-DECIMALS = {"MB moved": 2, "planner ms": 2, "all-to-all MB": 2}
+DECIMALS = {"MB moved": 2, "replica MB": 2, "planner ms": 2, "all-to-all MB": 2}
 
 
 def main(argv: Sequence[str]) -> int:

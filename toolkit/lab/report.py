@@ -30,7 +30,7 @@ from toolkit.placement.planners import planner_named
 from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.planners.registry import Planner
 from toolkit.placement.replay import Replay, replay, worst_span
-from toolkit.placement.traffic import migration_cost
+from toolkit.placement.traffic import migration_cost, replica_rows
 from toolkit.placement.workloads import WORKLOADS, Sizes
 
 STAY = "stay"
@@ -160,6 +160,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         "plan over bound": _plan_over_bound(load_TLSE, runs, replicas) if name != STAY and not guarded else None,
         "experts moved": sum(cost.experts for cost in costs),
         "MB moved": sum(cost.bytes for cost in costs) / 1e6,
+        "replica MB": _replica_bytes(case, runs) / 1e6,
         "worst span": max(worst),
         "step ms": 1e3 * _seconds(load_TLSE, runs, cost_models, rules.machine) / (steps - every),
         "all-to-all MB": traffic["moe/all_to_all_bytes_per_step"] / 1e6,
@@ -220,6 +221,15 @@ def _seconds(load_TLSE: Ints, runs: list[Replay], cost_models: Sequence[CostMode
             total += sum(cost_model.migration_seconds(old, new) for cost_model, old, new in changes)
         before = placements
     return total
+
+
+def _replica_bytes(case: Case, runs: list[Replay]) -> float:
+    """What replicas send in a step, gradients to the owner and weights back; mean over the windows after the first."""
+    sent = [
+        np.mean([2 * case.weight_bytes[layer] * int(replica_rows(placement).sum()) for placement in run.placements[1:]])
+        for layer, run in enumerate(runs)
+    ]
+    return float(sum(sent))
 
 
 def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], ExpertPlacement]]:
