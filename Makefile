@@ -87,6 +87,13 @@ check: $(VENV)/.installed-dev ## style, types and import rules
 	$(PY) -m mypy
 	$(PY) -m pytest tests/test_architecture.py
 
+.PHONY: test-browser
+test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless Chromium
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	    apt-get install -y --no-install-recommends chromium || \
+	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
+	$(PY) -m pytest -m browser tests/report
+
 # Not benchmarks, or in need of a folder or a GPU.
 BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py gpu_layer.py \
 	lmu_speech.py lmu_psmnist.py vae_robustness.py)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from toolkit.run.hardware import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 LOAD_BEFORE = os.getloadavg()[0]
 """Processes that ran or waited for a processor in the last minute, before this benchmark began: it imports this module
@@ -39,7 +41,7 @@ COMMIT = _commit()
 def machine() -> dict[str, Any]:
     """What a figure depends on, besides the code."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load before": round(LOAD_BEFORE, 2),
@@ -62,13 +64,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

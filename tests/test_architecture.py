@@ -23,7 +23,7 @@ toolkit.__main__
 toolkit.commands
 toolkit
 toolkit.standard  toolkit.doctor
-toolkit.hosts  toolkit.lab  toolkit.domains
+toolkit.hosts  toolkit.lab  toolkit.domains  toolkit.report
 toolkit.models  toolkit.tasks
 toolkit.moe.lifecycle
 toolkit.moe
@@ -62,6 +62,7 @@ FENCES = {
     "transformers": ("toolkit.compat", "toolkit.hosts.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.hosts.peft",),
     "matplotlib": ("toolkit.pictures", "toolkit.domains"),
+    "bokeh": ("toolkit.report",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
     "cloudpickle": (),
@@ -71,7 +72,7 @@ FENCES = {
     "joblib": (),
 }
 """A library -> where it may be imported."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "datasets", "transformers"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "datasets", "transformers"}
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 MOST_MODULES_AT_THE_ROOT, MOST_MODULES_IN_A_FOLDER, MOST_LINES_OF_A_FILE = 14, 16, 350
 

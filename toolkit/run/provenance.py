@@ -7,12 +7,14 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
 
+from toolkit.run.hardware import hardware
 from toolkit.tracking.secrets import mask_text
 from toolkit.version import __version__
 
@@ -50,12 +52,21 @@ def versions() -> dict[str, Any]:
     }
 
 
+def _gpus() -> str:
+    """Such as `; 8 x NVIDIA H100 80GB HBM3`."""
+    if not torch.cuda.is_available():
+        return ""
+    names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return "; " + ", ".join(f"{count} x {name}" for name, count in names.items())
+
+
 def code_snapshot() -> str:
-    """Command line, versions, git revision and uncommitted changes, without secrets."""
+    """Command line, versions, hardware, git revision and uncommitted changes, without secrets."""
     lines = [
         f"started: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"command: {shlex.join(sys.orig_argv)}",
         *(f"{name}: {version}" for name, version in versions().items()),
+        f"hardware: {hardware()}{_gpus()}",
         f"git revision: {git_revision() or 'no repository'}",
     ]
     if status := _git("status", "--porcelain"):

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.run.folder import write_text
@@ -43,14 +43,19 @@ class Table:
             rows.append(row)
         return rows
 
+    def cells(self) -> list[list[str]]:
+        """A head, then means and spreads, a row per combination of the axes."""
+        rows = [
+            [*(str(row[axis]) for axis in self.axes), str(row["runs"]), *(_spread(row, name) for name in self.metrics)]
+            for row in self.means()
+        ]
+        return [[*self.axes, "runs", *self.metrics], *rows]
+
     def markdown(self) -> str:
-        """Means and spreads, a line per combination of the axes."""
-        head = [*self.axes, "runs", *self.metrics]
+        """`cells` as a Markdown table."""
+        head, *rows = self.cells()
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for row in self.means():
-            cells = [str(row[axis]) for axis in self.axes] + [str(row["runs"])]
-            cells += [_spread(row, metric) for metric in self.metrics]
-            lines.append("| " + " | ".join(cells) + " |")
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
         return "\n".join(lines) + "\n"
 
 
@@ -59,19 +64,27 @@ def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None
     found = []
     for path in sorted(folder.glob("*/results.json")):
         config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
-        found.append((path.parent.name, dict(_leaves(config)), json.loads(path.read_text(encoding="utf-8"))))
+        settings = {name: value for name, value in leaves(config) if _decides_what_is_learned(name)}
+        found.append((path.parent.name, settings, json.loads(path.read_text(encoding="utf-8"))))
+    return tabulate(found, axes, metrics)
+
+
+def tabulate(
+    found: Sequence[tuple[str, Row, Row]], axes: Iterable[str] = (), metrics: Sequence[str] | None = None
+) -> Table:
+    """The table of runs given as (name, settings, results); the axes as `gather` has them."""
     fields = dict.fromkeys(name for _, config, _ in found for name in config)
     named = [axis.replace("-", "_") for axis in axes]
     # A field that a later version added is missing in earlier runs, which is no difference.
     differ = [f for f in fields if f != "seed" and len({json.dumps(c[f]) for _, c, _ in found if f in c}) > 1]
     columns = list(dict.fromkeys([*(axis for axis in named if axis in fields), *differ]))
     if metrics is None:
-        numbers = {name for _, _, results in found for name, value in results.items() if _is_number(value)}
+        numbers = {name for _, _, results in found for name, value in results.items() if is_number(value)}
         metrics = sorted(name for name in numbers if name.startswith("test_"))
     runs: list[Row] = [
         {axis: config.get(axis) for axis in columns}
         | {"seed": config.get("seed")}
-        | {metric: results.get(metric) if _is_number(results.get(metric)) else None for metric in metrics}
+        | {metric: results.get(metric) if is_number(results.get(metric)) else None for metric in metrics}
         | {"digest": digest}
         for digest, config, results in found
     ]
@@ -95,20 +108,26 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The settings of a config.json by dotted name."""
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif prefix.split(".")[0] not in NOT_OF_THE_TRAJECTORY and (prefix or name not in NOT_OF_THE_TRAJECTORY):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
             yield prefix + name, value
 
 
-def _is_number(value: Any) -> bool:
+def _decides_what_is_learned(setting: str) -> bool:
+    return setting.partition(".")[0] not in NOT_OF_THE_TRAJECTORY
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value`, of JSON, is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _order(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if _is_number(value) else (1, 0.0, str(value))
+    return (0, float(value), "") if is_number(value) else (1, 0.0, str(value))
 
 
 def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:
@@ -123,4 +142,6 @@ def _spread(row: Row, metric: str) -> str:
         return ""
     if metric.endswith(("accuracy", "f1")):
         return f"{100 * mean:.2f} %" + (f" (sd {100 * sd:.2f})" if sd is not None else "")
+    if abs(mean) >= 1000:
+        return f"{mean:,.0f}" + (f" (sd {sd:,.0f})" if sd is not None else "")
     return f"{mean:.4g}" + (f" (sd {sd:.2g})" if sd is not None else "")

@@ -108,6 +108,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield from (record for line in lines if (record := _parse(line)) is not None)
 
 
+def unreadable_lines(path: Path) -> list[int]:
+    """The numbers, from 1, of the lines that `read_metrics` leaves out, but for a last one that is being written."""
+    if not path.exists():
+        return []
+    with path.open("rb") as lines:
+        return [i for i, line in enumerate(lines, start=1) if line.endswith(b"\n") and _parse(line) is None]
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """A line as a record; None where a kill left it unfinished."""
     if not line.endswith(b"\n"):

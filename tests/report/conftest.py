@@ -1,0 +1,61 @@
+"""Folders of runs as runs leave them, written at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.run.folder import write_json
+
+
+def write_run(
+    folder: Path,
+    *,
+    seed: int = 0,
+    steps: int = 40,
+    finished: bool = True,
+    settings: dict[str, Any] | None = None,
+    results: dict[str, Any] | None = None,
+    starts: int = 1,
+    moves: bool = False,
+) -> Path:
+    """A run with four experts; `moves`: on two ranks, and at step 20 two experts change places."""
+    folder.mkdir(parents=True)
+    config = {"recipe": "mnist_moe", "lr": 0.1, "seed": seed, "run_dir": str(folder), "planner": None}
+    write_json(folder / "config.json", config | {"optimizer": {"beta1": 0.9}} | (settings or {}))
+    lines = []
+    for step in range(2, steps + 1, 2):
+        line: dict[str, Any] = {"step": step, "train/loss": 2 / step + seed, "train/accuracy": 1 - 1 / step}
+        line["moe/load/block"] = [0.4, 0.3, 0.2, 0.1]
+        if moves and step in (2, 20):
+            line["moe/placement/block"] = [[0, 1], [2, 3]] if step == 2 else [[0, 3], [2, 1]]
+        if moves and step == 20:
+            line |= {"moe/migrated_experts": 2, "moe/migration_bytes": 3_000_000}
+        if step % 20 == 0:
+            line |= {"eval/loss": 1 / step, "eval/accuracy": 0.9}
+        lines.append(json.dumps(line) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    head = "started: 2026-11-22 10:0{}:00 +0000\ncommand: python recipes/mnist_moe.py\nhardware: Some CPU, 4 cores\n"
+    (folder / "code.txt").write_text("".join(head.format(start) + "git revision: none\n\n" for start in range(starts)))
+    if finished:
+        numbers = {"test_accuracy": 0.9 + 0.02 * seed, "samples_per_second": 100.0, "wall_seconds": 3.0}
+        machine = {"world_size": 2 if moves else 1, "device": "cpu"}
+        write_json(folder / "results.json", numbers | machine | (results or {}))
+        (folder / "summary.txt").write_text("recipe  mnist_moe\n")
+    return folder
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> list[Path]:
+    """Two seeds of one run, one with another rate, one whose experts move, and one that was restarted and goes on."""
+    runs = tmp_path / "runs"
+    return [
+        write_run(runs / "first"),
+        write_run(runs / "second", seed=1),
+        write_run(runs / "fast", settings={"lr": 0.5}),
+        write_run(runs / "moving", settings={"planner": "swap"}, moves=True),
+        write_run(runs / "goes <on>", steps=24, finished=False, starts=2),
+    ]

@@ -1,0 +1,48 @@
+"""`toolkit compare`: runs side by side in the terminal: settings that differ, final numbers, spread over seeds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.commands.arguments import Parser
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+
+if TYPE_CHECKING:
+    from toolkit.report.records import RunRecord
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where the tables are printed, 2 for bad input, a line for each folder that holds no run."""
+    parser = Parser("toolkit compare", __doc__)
+    parser.add_argument("run", nargs="+", type=Path, help="the folder of a run, finished or not")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
+    args = parser.parse_args(argv)
+
+    from toolkit.report.comparison import as_json, differing, final_rows, is_compared, summary_rows, text_table
+    from toolkit.tracking.jsonl import to_json
+
+    runs = readable_runs(args.run)
+    if runs is None:
+        return EXIT_USER_ERROR
+    if args.json:
+        sys.stdout.write(to_json(as_json(runs), indent=2) + "\n")
+        return EXIT_DONE
+    sys.stdout.write(text_table(summary_rows(runs, [name for name in differing(runs) if is_compared(name)])))
+    if any(run.finished for run in runs):
+        sys.stdout.write("\nFinished runs, those that differ in their seed alone in one row:\n\n")
+        sys.stdout.write(text_table(final_rows(runs)))
+    notices = [f"{run.name}: {notice}\n" for run in runs for notice in run.notices]
+    sys.stdout.write("".join(["\n", *notices]) if notices else "")
+    return EXIT_DONE
+
+
+def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
+    """The runs in `folders`; None where some hold none, each of which has a line on stderr."""
+    from toolkit.report.records import problems, read_runs
+
+    found = problems(folders)
+    sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
+    return None if found else read_runs(folders)
