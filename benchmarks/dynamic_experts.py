@@ -6,13 +6,14 @@ python benchmarks/dynamic_experts.py cost --data-dir DIR            one of them
 stationary   five epochs of the same data: accuracy, and the active experts at the end
 sleep        ten epochs of five tasks: test accuracy on the tasks seen so far, before and after each sleep
 merge        a trained mixture: equal experts are merged, different ones are not
-cost         samples per second with and without, in interleaved rounds, on one thread
+cost         processor time of a step with and without, in interleaved rounds, on one thread
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 import tempfile
@@ -237,37 +238,72 @@ def accuracy_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tens
     return 100 * float((model(images).argmax(1) == labels).double().mean())
 
 
+class StepClock(tk.Callback):
+    """Processor time at the start of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_start(self, trainer: tk.Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        self.times.append(time.process_time())
+
+    def of_block(self, steps: int) -> list[float]:
+        """Milliseconds per step of each block of so many steps, without the first block."""
+        pairs = itertools.pairwise(self.times[steps::steps])
+        return [1000 * (after - before) / steps for before, after in pairs]
+
+
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
-    """All arms in each round; one epoch each, without the time of evaluation."""
-    awake, asleep = LifecycleConfig(sleep=False), LifecycleConfig(sleep_every=400, min_sleep_every=1)
+    """Processor time of steps of `top2`, the arms in turn. Other jobs on the machine lengthen some blocks, so the
+    lower decile of the blocks is shown beside their median; a block has one coverage check."""
+    awake = LifecycleConfig(sleep=False)
     arms = {
-        FIXED: full(),
-        "growth on, 8 of 8 logical experts active": replace(full(), max_experts=8, lifecycle=awake),
-        "growth on, and two sleeps": replace(full(), max_experts=8, lifecycle=asleep),
-        "growth on, 8 of 16 logical experts active": replace(full(), max_experts=16, lifecycle=awake),
+        FIXED: top2(),
+        "growth on, 8 of 8 logical experts active": replace(top2(), max_experts=8, lifecycle=awake),
+        "growth on, 8 of 16 logical experts active": replace(top2(), max_experts=16, lifecycle=awake),
     }
-    throughput: dict[str, list[float]] = {arm: [] for arm in arms}
-    per_cpu: dict[str, list[float]] = {arm: [] for arm in arms}
+    blocks: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm, config in arms.items():
             with tempfile.TemporaryDirectory() as folder:
-                began = time.process_time()
-                results = main(quiet(config, folder, data_dir, epochs=1, cpu=True))
-                per_cpu[arm].append(60_000 / (time.process_time() - began))
-                throughput[arm].append(results["samples_per_second"])
-    base = throughput[FIXED]
+                blocks[arm] += step_times(quiet(config, folder, data_dir, cpu=True), steps=20 * awake.check_every)
+    lowest, middle = ({arm: quantile(of_arm, at) for arm, of_arm in blocks.items()} for at in (0.1, 0.5))
     return [
         {
             "arm": arm,
-            "samples per second, median": round(statistics.median(values)),
-            "beside the fixed mixture, median": round(
-                statistics.median(v / b for v, b in zip(values, base, strict=True)), 3
-            ),
-            "each round": [round(v / b, 2) for v, b in zip(values, base, strict=True)],
-            "samples per CPU-second, median": round(statistics.median(per_cpu[arm])),
+            "ms per step, lower decile": round(lowest[arm], 2),
+            "of the fixed mixture's": round(lowest[arm] / lowest[FIXED], 3),
+            "median": round(middle[arm], 2),
+            "of the fixed mixture's median": round(middle[arm] / middle[FIXED], 3),
+            "blocks": len(blocks[arm]),
         }
-        for arm, values in throughput.items()
+        for arm in arms
     ]
+
+
+def quantile(values: list[float], at: float) -> float:
+    return float(torch.tensor(values).quantile(at))
+
+
+def step_times(config: Config, steps: int) -> list[float]:
+    """Milliseconds of processor time per step, in blocks of as many steps as lie between two coverage checks."""
+    clock = StepClock()
+    with tk.start_run("dynamic_experts", config) as run:
+        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+        model = build_model(config, data, tk.make_expert_groups(1))
+        penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+        task = tk.Classification(penalty=penalty)
+        lifecycle = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
+        tk.standard_trainer(
+            run,
+            task,
+            model,
+            train=data.train,
+            test=data.test,
+            max_steps=steps + 1,
+            callbacks=[*tk.expert_callbacks(model, config, penalty), *lifecycle, clock],
+        ).fit()
+    return clock.of_block(LifecycleConfig().check_every)
 
 
 if __name__ == "__main__":
