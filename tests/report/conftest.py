@@ -37,6 +37,10 @@ def write_run(
         if step % 20 == 0:
             line |= {"eval/loss": 1 / step, "eval/accuracy": 0.9}
         lines.append(json.dumps(line) + "\n")
+        if starts > 1 and step == 12:
+            lines.append(
+                json.dumps({"step": step, "run/restarts": 1, "run/restart_reason": "rank 1 was killed"}) + "\n"
+            )
     (folder / "metrics.jsonl").write_text("".join(lines))
     head = "started: 2026-11-22 10:0{}:00 +0000\ncommand: python recipes/mnist_moe.py\nhardware: Some CPU, 4 cores\n"
     (folder / "code.txt").write_text("".join(head.format(start) + "git revision: none\n\n" for start in range(starts)))

@@ -83,7 +83,7 @@ def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several:
     seeds = ["first, second", "2", "91.00 % (sd 1.41)", "100 (sd 0)", "0.1", "None", "1"]
     assert seeds in final, "of 0.90 and 0.92"
     assert ["moving", "20", "migration", "2 experts moved, 3.00 MB"] in events
-    assert [row[2] for row in events if row[0] == "goes <on>"] == ["start", "restart"]
+    assert [row[2] for row in events if row[0] == "goes <on>"] == ["start", "started again", "restart"]
 
 
 def test_settings_in_which_no_run_differs_are_there_on_request(tmp_path: Path, several: list[Path]):

@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
 from toolkit.report.records import RunRecord
+from toolkit.run.summary import RESTART_REASON
 from toolkit.tracking.lifecycle_records import describe
 
 PLACEMENT_PREFIX = "moe/placement/"
@@ -115,7 +116,7 @@ def events_of(runs: Sequence[RunRecord]) -> list[Event]:
     found = []
     for index, run in enumerate(runs):
         for number, start in enumerate(run.starts):
-            kind = "restart" if number else "start"
+            kind = "started again" if number else "start"
             found.append(
                 Event(index, None, kind, f"{start.get('started', '')}, {start.get('hardware', '')}".strip(", "))
             )
@@ -128,6 +129,8 @@ def _changes(index: int, run: RunRecord) -> Iterable[Event]:
         if experts := line.get("moe/migrated_experts"):
             size = line.get("moe/migration_bytes") or 0
             yield Event(index, line["step"], "migration", f"{experts} experts moved, {size / 1e6:.2f} MB")
+        if reason := line.get(RESTART_REASON):
+            yield Event(index, line["step"], "restart", reason)
         if refused := line.get("moe/plans_refused"):
             yield Event(index, line["step"], "plan refused", f"{refused} by the guard")
     for epoch in run.epochs:
