@@ -137,7 +137,11 @@ def run_traincheck(name: str, programs: Path) -> dict[str, Any]:
 
 def score_traincheck(names: list[str], programs: Path) -> None:
     """Adds to its record, after each bug. Those that the record has are not run again."""
-    asked = [programs / "python", "-c", "from importlib.metadata import version; print(version('traincheck'))"]
+    asked: list[str | Path] = [
+        programs / "python",
+        "-c",
+        "from importlib.metadata import version; print(version('traincheck'))",
+    ]
     version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
     path = ROOT / "benchmarks" / "results" / "silent_bugs_traincheck.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -171,7 +175,16 @@ importlib.import_module("torch._dynamo")
 """
     script = where / f"{name}.py"
     script.write_text(head + text.replace(begin, f"ranks.fork({runs})\n{begin}"))
-    words = ["-p", script, "--models-to-track", "model", "--model-tracker-style", "sampler", "--output-dir", "all"]
+    words: list[str | Path] = [
+        "-p",
+        script,
+        "--models-to-track",
+        "model",
+        "--model-tracker-style",
+        "sampler",
+        "--output-dir",
+        "all",
+    ]
     _call(where, programs / "traincheck-collect", *words)
 
 
