@@ -11,7 +11,6 @@ SAMPLE = (
     "balance_loss_without_effect",
     "epochs_in_the_same_order",
     "last_micro_batch_alone",
-    "one_ranks_experts_saved",
     "router_cut_off_by_gather",
 )
 
