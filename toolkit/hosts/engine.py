@@ -26,7 +26,13 @@ from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.balance import describe_balance
 from toolkit.hosts.join import join_forwards
 from toolkit.hosts.replica_check import ReplicaCheck
-from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
+from toolkit.hosts.spread import (
+    PlacementOf,
+    find_experts,
+    num_experts,
+    refuse_spread_by_transformers,
+    spread_experts,
+)
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
@@ -119,6 +125,7 @@ class ExpertParallel:
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         self._refuse_schedulers(others)
+        refuse_spread_by_transformers(model)
         adapt_experts(model)
         layers = find_experts(model)
         if not layers:
