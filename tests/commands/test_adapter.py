@@ -9,24 +9,28 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.helpers import run_distributed
+from tests.hosts.peft.faults import (
+    MATRICES,
+    SETTINGS,
+    WEIGHTS,
+    digests_find_damage,
+    drop_from_merged,
+    experts_of,
+)
 from tests.hosts.peft.models import config
 from tests.hosts.transformers.families import EXPERTS, awaken, tokens
-from toolkit.checkpoint import manifest
 from toolkit.commands import main
 from toolkit.hosts.transformers import causal_lm, save_pretrained
 
 FAMILY = "olmoe"
-MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def trained(folder: Path, shared: bool) -> None:
@@ -67,83 +71,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Tensors = dict[str, Tensor]
-
-
-def experts_of(tensors: Tensors, matrix: str) -> list[str]:
-    return [name for name in tensors if "experts" in name and matrix in name]
-
-
-def lose_rows(tensors: Tensors) -> None:
-    for name in experts_of(tensors, "lora_A"):
-        tensors[name][len(tensors[name]) // 8 :] = 0
-    for name in experts_of(tensors, "lora_B"):
-        tensors[name].view(len(tensors[name]), -1, EXPERTS)[..., 1:] = 0
-
-
-def freeze(tensors: Tensors) -> None:
-    for name in experts_of(tensors, "lora_B"):
-        tensors[name].zero_()
-
-
-def order_as_in_a(tensors: Tensors) -> None:
-    for name in experts_of(tensors, "lora_B"):
-        b = tensors[name]
-        tensors[name] = b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1).contiguous()
-
-
-def swap_experts(tensors: Tensors) -> None:
-    order = [1, 0, *range(2, EXPERTS)]
-    for name in experts_of(tensors, "lora_A"):
-        tensors[name] = tensors[name].view(EXPERTS, -1)[order].view_as(tensors[name]).contiguous()
-    for name in experts_of(tensors, "lora_B"):
-        b = tensors[name]
-        tensors[name] = b.view(len(b), -1, EXPERTS)[..., order].reshape(b.shape).contiguous()
-
-
-def repeat_a_rank(tensors: Tensors) -> None:
-    for name in experts_of(tensors, "lora_A"):
-        half = tensors[name][: len(tensors[name]) // 2]
-        tensors[name] = torch.cat([half, half])
-
-
-def drop_a_matrix(tensors: Tensors) -> None:
-    for name in [name for name in tensors if "experts.lora_" in name]:
-        del tensors[name]
-
-
-def break_numbers(tensors: Tensors) -> None:
-    tensors[experts_of(tensors, "lora_A")[0]][-1] = float("nan")
-
-
-def cut_to_a_rank(tensors: Tensors) -> None:
-    for name in experts_of(tensors, "lora_A"):
-        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
-
-
-def keep_prefix(tensors: Tensors) -> None:
-    for name in list(tensors):
-        tensors[f"module.{name}"] = tensors.pop(name)
-
-
-WEIGHTS: dict[str, tuple[Callable[[Tensors], None], str]] = {
-    "one eighth of the rows": (lose_rows, "A is zero, as no training makes it, in expert(s) 1, 2, 3, 4, 5, 6, 7"),
-    "frozen while the log says otherwise": (freeze, "no adapter of an expert was ever changed"),
-    "experts ordered in B as in A": (order_as_in_a, "norms are not those of what the ranks held"),
-    "experts in another order": (swap_experts, "experts are in another order than the ranks held, in expert(s) 0, 1"),
-    "the rows of rank 0 for all": (repeat_a_rank, "bit by bit, in expert(s) 4, 5, 6, 7"),
-    "a matrix left out": (drop_a_matrix, "adapter_model.safetensors lacks"),
-    "numbers that are not finite": (break_numbers, "not finite in expert(s) 7"),
-    "the rows of rank 0 alone": (cut_to_a_rank, "stock PEFT cannot load it: size mismatch"),
-    "names of a wrapped model": (keep_prefix, "adapter_model.safetensors lacks"),
-}
-SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "scaling lost": ({"lora_alpha": 4}, "scaling was 16 in training and is 1 by adapter_config.json"),
-    "another rule of scaling": ({"use_rslora": True}, "scaling was 16 in training and is 32"),
-    "an older layout": ({"peft_version": "0.18.1"}, "the other way round"),
-}
-
-
 def verify(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     code = main(["adapter", "verify", *map(str, words)])
     said = capsys.readouterr()
@@ -153,14 +80,6 @@ def verify(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
 def faulty(saved: Path, tmp_path: Path) -> Path:
     shutil.copytree(saved / "adapter", tmp_path / "faulty")
     return tmp_path / "faulty"
-
-
-def assert_digests_find_nothing(folder: Path) -> None:
-    """As they are taken where a checkpoint is written: of the files that are there."""
-    seals = {path.name: manifest.seal(path) for path in folder.iterdir() if path.is_file()}
-    about = {"format": 1, "step": None, "rows": {}, "files": seals}
-    manifest.write_json(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
-    assert manifest.find_damage(folder) is None
 
 
 def test_nothing_is_found_in_what_was_saved_well(saved: Path, capsys: pytest.CaptureFixture[str]):
@@ -195,7 +114,7 @@ def test_a_fault_of_the_weights_is_named(name: str, saved: Path, tmp_path: Path,
     tensors = load_file(folder / "adapter_model.safetensors")
     fault(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
-    assert_digests_find_nothing(folder)
+    assert not digests_find_damage(folder)
     code, _, err = verify(capsys, folder)
     assert code == 2
     assert words in err
@@ -206,25 +125,22 @@ def test_a_fault_of_the_settings_is_named(name: str, saved: Path, tmp_path: Path
     folder, (change, words) = faulty(saved, tmp_path), SETTINGS[name]
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | change))
-    assert_digests_find_nothing(folder)
+    assert not digests_find_damage(folder)
     code, _, err = verify(capsys, folder)
     assert code == 2
     assert words in err
 
 
 def test_ranks_that_trained_an_adapter_each_are_named(saved: Path, capsys: pytest.CaptureFixture[str]):
-    assert_digests_find_nothing(saved / "each its own")
+    assert not digests_find_damage(saved / "each its own")
     code, _, err = verify(capsys, saved / "each its own")
     assert code == 2
     assert "each rank trained its own" in err
 
 
 def test_a_merge_that_dropped_the_experts_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    merged, plain = causal_lm(saved / "merged"), causal_lm(saved / "base")
-    state = {name: value for name, value in plain.state_dict().items() if "experts" in name}
-    merged.load_state_dict(state, strict=False)
-    merged.save_pretrained(tmp_path / "merged")
-    assert_digests_find_nothing(tmp_path / "merged")
+    drop_from_merged(saved / "base", saved / "merged", tmp_path / "merged")
+    assert not digests_find_damage(tmp_path / "merged")
     code, _, err = verify(capsys, saved / "adapter", "--merged", tmp_path / "merged")
     assert code == 2
     assert "is not the base with these adapters" in err

@@ -28,7 +28,13 @@ from toolkit.hosts.join import join_forwards
 from toolkit.hosts.prepared_optimizer import train_only_with
 from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.routes import hook_blocks
-from toolkit.hosts.spread import PlacementOf, find_experts, num_experts, spread_experts
+from toolkit.hosts.spread import (
+    PlacementOf,
+    find_experts,
+    num_experts,
+    refuse_spread_by_transformers,
+    spread_experts,
+)
 from toolkit.launch.world import launched_world
 from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
@@ -121,6 +127,7 @@ class ExpertParallel:
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         self._refuse_schedulers(others)
+        refuse_spread_by_transformers(model)
         adapt_experts(model)
         layers = find_experts(model)
         if not layers:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts
@@ -76,6 +77,17 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
         elif not any(name.startswith(prefix) for prefix in ours) and _holds_stacked_experts(module):
             layers[name] = module
     return layers
+
+
+def refuse_spread_by_transformers(model: nn.Module) -> None:
+    """Raise UserError for a model, with adapters or without, that was loaded into transformers' expert parallelism."""
+    for name, module in model.named_modules():
+        counts = isinstance(getattr(module, "num_experts", None), int)
+        if counts and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            raise UserError(
+                f"the experts at {name!r} were loaded with a DistributedConfig, which has spread them, and not their "
+                "adapters: load the model without, because ExpertParallel spreads both."
+            )
 
 
 def _stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,42 @@ def test_moving_experts_in_trainer_is_refused_where_ddp_has_them_on_every_rank(t
 def test_ranks_that_share_a_batch_are_refused():
     with pytest.raises(UserError, match="tp_size=2"):
         ToolkitEP(nn.Identity(), SimpleNamespace(), SimpleNamespace(size=lambda: 2))
+
+
+def with_adapters(folder: Path) -> list[str]:
+    """Why adapters are refused under transformers' expert parallelism: ours, and its own."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    from toolkit.hosts.engine import ExpertParallel
+
+    use_toolkit_ep()
+    if dist.get_rank() == 0:
+        awaken(causal_lm(config("qwen3_moe"), dtype=torch.float64)).save_pretrained(folder / "qwen3_moe")
+    dist.barrier()
+    said = []
+    for implementation in ("toolkit", "all_to_all"):
+        model = get_peft_model(
+            load(folder, 2, 2, "qwen3_moe", implementation),
+            LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+        )
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        experts = ExpertParallel(Accelerator(cpu=True))
+        use = partial(experts.prepare, model, optimizer)
+        if implementation == "toolkit":
+            use = partial(replan_callback("swap", every=1).on_init_end, None, None, None, model=model)
+        with pytest.raises(UserError) as refused:
+            use()
+        said.append(str(refused.value))
+    return said
+
+
+def test_adapters_of_experts_that_transformers_has_spread_are_refused_in_one_line(tmp_path: Path):
+    first, second = run_distributed(with_adapters, 2, tmp_path)
+    assert first == second
+    assert "use ExpertParallel" in first[0]
+    assert "load the model without, because ExpertParallel spreads both" in first[1]
+    assert not any("\n" in line for line in first)
 
 
 def test_an_interval_of_no_steps_and_an_unknown_planner_are_refused():

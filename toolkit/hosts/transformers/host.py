@@ -165,6 +165,20 @@ def _holding(tensors: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise UserError where experts have PEFT's adapters, which transformers' expert parallelism does not spread.
+
+    Without this, PEFT's forward ends in an error of torch: it adds a plain tensor to a DTensor.
+    """
+    wrapper: Any
+    for wrapper in model.modules():
+        if hasattr(wrapper, "lora_A") and isinstance(vars(wrapper.get_base_layer()).get("expert_stack"), ShardedStack):
+            raise UserError(
+                "adapters of experts are not spread by transformers' expert parallelism: load the model without a "
+                "DistributedConfig and use ExpertParallel, which spreads both, or adapt attention alone."
+            )
+
+
 def use_toolkit_ep() -> str:
     """Make `DistributedConfig(ep_implementation="toolkit")` known to transformers; returns that name.
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.errors import UserError
 from toolkit.hosts.balance import describe_balance
+from toolkit.hosts.transformers.host import refuse_adapters
 from toolkit.hosts.transformers.training_state import TrainingState
 from toolkit.moe.replan import Replanner
 from toolkit.moe.stack import expert_stacks
@@ -39,9 +40,9 @@ def replan_callback(
     `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
     to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`.
 
-    Raises UserError for an unknown planner, and on resuming from a checkpoint outside `output_dir` or without these,
-    and for a model whose experts cannot move, as under DDP alone, or that has two balance penalties. Rank 0 prints
-    which one is active when training begins.
+    Raises UserError for an unknown planner, on resuming from a checkpoint outside `output_dir` or without these, and
+    for a model whose experts cannot move, as under DDP alone, or have adapters, and for two balance penalties. Rank 0
+    prints which one is active when training begins.
     """
     from transformers import TrainerCallback
 
@@ -59,6 +60,7 @@ def replan_callback(
         replanner: Replanner
 
         def on_init_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            refuse_adapters(trainer["model"])
             for module in trainer["model"].modules():
                 if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
                     module.register_load_state_dict_pre_hook(_distribute)
