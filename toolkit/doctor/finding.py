@@ -56,6 +56,13 @@ SEEN: dict[str, tuple[str, str, str, str, str]] = {
         "the optimizer was made before the parameter, or from a part of the model",
         "make the optimizer last, from model.parameters(), or set requires_grad to False",
     ),
+    "adapters that learn": (
+        "frozen_adapters",
+        "adapter frozen",
+        "{} is zero and does not learn, so an active adapter changes nothing",
+        "it was frozen after PEFT made it, or loaded without is_trainable=True",
+        "set requires_grad to True before the optimizer is made, or leave the adapter out",
+    ),
     "balance loss in the backward": (
         "unused_losses",
         "balance loss without effect",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.compat import without_compile_prefix
-from toolkit.doctor.record import Phase, Record, Step, digest, plain
+from toolkit.doctor.record import Phase, Record, Step, digest, frozen_adapters, plain
 from toolkit.doctor.rounding import round_gradients, round_outputs
 from toolkit.doctor.samples import sample_digests
 from toolkit.moe.load.routing_log import Cursor
@@ -309,6 +309,7 @@ class Probe:
         self._at("which was its last", len(self.record.steps))
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         self.record.outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
+        self.record.frozen_adapters = frozen_adapters(self.modules())
         self._save_and_load()
         if self.accelerator is not None:
             self.record.write(self.out)

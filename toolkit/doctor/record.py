@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.parallel.ownership import EMPTY_ROW
@@ -72,6 +72,8 @@ class Record:
     """MoE layers whose second forward, during backward, chose other experts than the first."""
     outside: list[str] = field(default_factory=list)
     """Trainable parameters that no optimizer holds."""
+    frozen_adapters: list[str] = field(default_factory=list)
+    """Matrices B of active low-rank adapters that are zero and frozen."""
     lost_micro_batches: list[str] = field(default_factory=list)
     """Steps in which the gradients of a micro-batch were gone before those of the next were added."""
     unused_losses: list[str] = field(default_factory=list)
@@ -108,6 +110,19 @@ def read_records(folder: Path) -> list[Record]:
         content["phases"] = [Phase(**phase) for phase in content["phases"]]
         records.append(Record(**content, tensors=load_file(path.with_suffix(".safetensors"))))
     return records
+
+
+def frozen_adapters(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The matrices B of active adapters of PEFT, by name, that are zero and cannot become anything else."""
+    found = []
+    for name, module in modules:
+        matrices: Any = getattr(module, "lora_B", {})
+        layer: Any = module
+        for adapter in [each for each in layer.active_adapters if each in matrices] if len(matrices) else []:
+            weight = matrices[adapter].weight
+            if not (weight.requires_grad or weight.detach().any()):
+                found.append(f"{name}.lora_B.{adapter}")
+    return found
 
 
 def digest(*tensors: Tensor) -> str:

@@ -29,6 +29,7 @@ from toolkit.placement.placement import ExpertPlacement
 
 TABLE = ROOT / "docs" / "transformers_families.md"
 PLACED, MOVED = ExpertPlacement(((3, 0), (2, 1))), ExpertPlacement(((1, 3), (0, 2)))
+COLUMNS = ("train", "move", "save", "adapt", "export")
 TOLERANCE = 1e-4
 """Relative, of each tensor. What is computed in float32 on purpose rounds; a wrong row differs by a tenth or more."""
 
@@ -106,6 +107,79 @@ def compare(family: str, folder: Path, *, find_unused: bool) -> dict[str, float]
     return {"train": largest[0], "move": largest[1], "save": of_files}
 
 
+def with_adapters(family: str) -> Any:
+    """With random low-rank adapters of all stacked matrices of experts."""
+    from peft import LoraConfig, get_peft_model
+
+    model = build(family)
+    tables = [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if name.endswith((".experts", ".experts.mlp"))
+        for key, parameter in module.named_parameters(recurse=False)
+        if "bias" not in key and parameter.ndim > 1
+    ]
+    torch.manual_seed(1)
+    return get_peft_model(
+        model, LoraConfig(r=2, lora_alpha=8, target_modules=[], target_parameters=tables, init_lora_weights=False)
+    )
+
+
+def by_expert(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
+    """Adapters' rows, or those of their gradients, as PEFT lays them out or as ours, which has those of this rank."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            continue
+        value = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) if grads else parameter
+        value, ownership = value.detach(), ownership_of(parameter)
+        if ownership is not None:
+            rows = dict(zip(ownership.row_ids, value, strict=True))
+        elif "lora_A" in name:
+            rows = dict(enumerate(value.view(EXPERTS, -1, value.shape[1])))
+        else:
+            rows = {expert: value[:, expert::EXPERTS] for expert in range(EXPERTS)}
+        found |= {f"{name} of expert {expert}": row.clone() for expert, row in rows.items()}
+    return found
+
+
+def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of any row that was found, relative to the largest row."""
+    largest = max(row.norm().item() for row in expected.values())
+    return max((row - expected[name]).norm().item() for name, row in found.items()) / largest
+
+
+def compare_adapters(family: str, folder: Path) -> dict[str, float]:
+    """How far adapters of experts on two processes are from stock PEFT's on one, after a step and in what is saved."""
+    from accelerate import Accelerator
+    from peft import PeftModel
+
+    from toolkit.hosts.engine import ExpertParallel
+
+    alone, model = with_adapters(family), with_adapters(family)
+    optimizers: list[Any] = [
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (alone, model)
+    ]
+    experts = ExpertParallel(Accelerator(cpu=True), ep_size=2, placement=lambda *_: PLACED)
+    wrapped, optimizers[1] = experts.prepare(model, optimizers[1])
+    ids, rank = tokens(0), dist.get_rank()
+    for each, part in ((alone, ids), (wrapped, ids[2 * rank : 2 * rank + 2])):
+        outputs(each, part).square().mean().backward()
+    differences = [apart(by_expert(model, grads=True), by_expert(alone, grads=True))]
+    for optimizer in optimizers:
+        optimizer.step()
+    differences.append(apart(by_expert(model), by_expert(alone)))
+    places = folder / f"{family} adapter", folder / f"{family} of stock PEFT"
+    save_pretrained(wrapped, places[0])
+    if rank == 0:
+        alone.save_pretrained(places[1])
+    dist.barrier()
+    exported, its_own = (by_expert(PeftModel.from_pretrained(build(family), place)) for place in places)
+    if apart(by_expert(alone), its_own) > 0:  # nothing that is saved could be read
+        return {"adapt": max(differences)}
+    return {"adapt": max(differences), "export": apart(by_expert(model), exported)}
+
+
 def judge(family: str, folder: Path) -> dict[str, Any]:
     """How far the family is from one process, and what a user should know of it."""
     refusal, found = attempt(family, folder, find_unused=False)
@@ -119,6 +193,14 @@ def judge(family: str, folder: Path) -> dict[str, Any]:
         return {"family": family, "note": f"refused: its experts {reason[1]}"}
     if not router_is_watched(family):
         notes.append("no `RouterPenalty`")
+    refusal, adapters = attempt_adapters(family, folder)
+    found |= adapters
+    if refusal:
+        reason = re.search(r"not supported, because (.*): use ", refusal)
+        assert reason, f"adapters are refused without a remedy: {refusal}"
+        notes.append(f"no adapters: {reason[1]}")
+    elif "export" not in adapters:
+        notes.append("stock PEFT does not read the adapters that it saved itself")
     return {"family": family, "note": ", ".join(notes), **found}
 
 
@@ -126,6 +208,14 @@ def attempt(family: str, folder: Path, *, find_unused: bool) -> tuple[str, dict[
     """Why it was refused, or nothing and the differences."""
     try:
         return "", compare(family, folder, find_unused=find_unused)
+    except UserError as error:
+        return str(error), {}
+
+
+def attempt_adapters(family: str, folder: Path) -> tuple[str, dict[str, float]]:
+    """Why adapters of its experts were refused, or nothing and the differences."""
+    try:
+        return "", compare_adapters(family, folder)
     except UserError as error:
         return str(error), {}
 
@@ -158,11 +248,11 @@ def judge_all(names: list[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Of every family, sorted: `train`, `move` and `save` are relative differences, missing where it is refused."""
+    """Of every family, sorted: those of `COLUMNS` are relative differences, missing where it is refused."""
     first, second = run_distributed(judge_all, 2, sorted(families()), folder, timeout_s=600)
     for here, there in zip(first, second, strict=True):
         assert here["note"] == there["note"], f"{here['family']}: ranks disagree"
-        here.update({step: max(here[step], there[step]) for step in ("train", "move", "save") if step in here})
+        here.update({step: max(here[step], there[step]) for step in COLUMNS if step in here})
     return first
 
 
@@ -171,13 +261,14 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
     rows = []
     for each in found:
         name = each["family"]
-        cells = [f"`{name}`", *(_cell(each.get(step)) for step in ("train", "move", "save")), each["note"]]
+        cells = [f"`{name}`", *(_cell(step, each.get(step)) for step in COLUMNS), each["note"]]
         rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return rows
 
 
-def _cell(difference: float | None) -> str:
-    return "no" if difference is None else "yes" if difference < TOLERANCE else "WRONG"
+def _cell(step: str, difference: float | None) -> str:
+    limit = 0.0 if step == "export" else TOLERANCE
+    return "no" if difference is None else "yes" if difference <= limit else "WRONG"
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -192,14 +283,17 @@ vocabulary is built small, with random weights: {len(found)} are, of which {len(
 - **train**: with experts spread over two processes, gradients and weights after a step are those of one process.
 - **move**: so they are after experts have moved to other ranks and slots, with the optimizer's rows.
 - **save**: `save_pretrained` of `toolkit.hosts.transformers` writes the files that one process writes.
+- **adapt**: PEFT's adapters of all stacked matrices of experts learn in a step what stock PEFT has them learn.
+- **export**: stock PEFT loads the adapters that `save_pretrained` writes, without a difference.
 - `find_unused_parameters=True`: some parameters have no gradient. Make the accelerator with
   `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`.
 - no `RouterPenalty`: the router does not return (logits, weights, ids), or is not beside the experts. Use the model's
   own balance loss.
+- no adapters: of experts; `prepare` refuses them in one line. Adapters of attention are PEFT's as always.
 - refused: call `accelerator.prepare` instead, which trains the family under DDP or FSDP without expert parallelism.
 
-| family | train | move | save | note |
-|---|---|---|---|---|
+| family | train | move | save | adapt | export | note |
+|---|---|---|---|---|---|---|
 {rows}
 """
 
