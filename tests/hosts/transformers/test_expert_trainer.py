@@ -199,7 +199,8 @@ def refused(folder: Path) -> dict[str, str]:
         return str(caught.value)
 
     def dense() -> Any:
-        return causal_lm(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1))
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+        return causal_lm(LlamaConfig(vocab_size=64, **sizes))
 
     def router_without_gradient() -> Any:
         model = base(FAMILY).requires_grad_(False)
