@@ -23,7 +23,7 @@ BalanceScope = Literal["global", "local", "sequence"]
 
 TWO_BALANCE_LOSSES = (
     "the model adds its own aux_loss to the loss (output_router_logits=True), and RouterPenalty a second balance loss: "
-    "set model.config.output_router_logits = False, or leave RouterPenalty out."
+    "set model.config.output_router_logits = False (in TRL router_aux_loss_coef=0.0), or leave RouterPenalty out."
 )
 
 

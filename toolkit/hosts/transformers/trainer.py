@@ -102,11 +102,6 @@ def expert_trainer(
 
         def _spread(self, model: Any, optimizer: Any) -> Any:
             if balance_weight or z_weight:
-                if getattr(model.config.get_text_config(), "output_router_logits", False):
-                    raise UserError(
-                        "balance_weight and z_weight come beside the balance loss that the model adds itself: set "
-                        "output_router_logits=False in its config, and router_aux_loss_coef=0.0 for TRL."
-                    )
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             prepared = self.experts.prepare(model, optimizer)
             model.save_pretrained = partial(_save_whole, model)
