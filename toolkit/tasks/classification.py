@@ -30,9 +30,9 @@ class Classification:
         inputs: Sequence[str] = ("input",),
     ):
         self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
-        self._unchecked: dict[str, Integer[Tensor, " N"]] = {}
+        self._unchecked: dict[str, Integer[Tensor, " _"]] = {}
 
-    def expect(self, **labels: Integer[Tensor, " N"]) -> None:
+    def expect(self, **labels: Integer[Tensor, " _"]) -> None:
         """Have the first forward, which tells the number of classes, raise UserError where `labels`, those of a whole
         data set by its name, have one that is no class. Every rank raises it, and a GPU does not wait for it."""
         self._unchecked |= labels
