@@ -210,7 +210,12 @@ class RunConfig:
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
         require(0 <= self.seed < 2**32, "seed", self.seed, "take zero or more, below 2**32")
         back, begins = self.resume_from, self.resume == "no"
-        require(back is None or (back >= 1 and not begins), "resume_from", back, "take a step, without --resume no")
+        require(
+            back is None or (back >= 1 and not begins),
+            "resume_from",
+            back,
+            "take the step of a checkpoint, and leave --resume no out",
+        )
         require(not (self.extend and begins), "extend", self.extend, "leave --resume no out")
         limit = self.step_timeout
         require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
