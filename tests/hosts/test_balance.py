@@ -201,7 +201,7 @@ def test_prepare_says_which_balance_penalty_is_active_and_refuses_two():
     ]
     assert [line.strip() for line in said[:4]] == expected
     for refusal in said[4:]:
-        assert "set model.config.output_router_logits = False, or leave RouterPenalty out" in refusal
+        assert "set model.config.output_router_logits = False (in TRL" in refusal
         assert "\n" not in refusal
 
 
