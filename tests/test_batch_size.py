@@ -92,9 +92,10 @@ def test_a_probe_measures_activations_and_leaves_no_trace(tmp_path):
         model = Wide()
         weights, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
         probe = Probe(run, tk.Classification(), model, table(), optimizer)
-        peaks = [probe.peak_bytes(size) for size in (1, 8, 64)]
+        # What the C library keeps of freed memory comes on top, now and then.
+        peaks = [min(probe.peak_bytes(size) for _ in range(5)) for size in (1, 8, 64)]
         per_sample = (peaks[2] - peaks[1]) / 56 / MEBI
-        assert 1 < per_sample < 20  # stem, sine and dropout keep about a MiB each, and as much again in the backward
+        assert 1 < per_sample < 12  # stem, sine and dropout keep about a MiB each, and as much again in the backward
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
         assert (model.seen, torch.equal(torch.get_rng_state(), state)) == (0, True)
         assert all(p.grad is None for p in model.parameters())

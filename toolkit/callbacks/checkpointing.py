@@ -64,6 +64,8 @@ def _describe_extension(trainer: Trainer) -> None:
     run, step = trainer.run, trainer.state.step
     if step >= trainer.max_steps:
         raise UserError(f"--extend True: the run has {step:,} steps already: give it more --epochs or --max-steps.")
+    if not run.is_main:
+        return
     rates = [line["train/learning_rate"] for line in run.metrics() if "train/learning_rate" in line]
     before = f"from {rates[-1]:.3g} " if rates else ""
     now, last = (trainer.base_rates[0] * trainer.schedule(at) for at in (step, trainer.max_steps - 1))

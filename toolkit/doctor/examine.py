@@ -21,7 +21,7 @@ from toolkit.doctor.finding import Finding, out_of_step, recomputed_otherwise, u
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
 from toolkit.launch.children import Children
-from toolkit.launch.port import bound_port, reserve_port
+from toolkit.launch.port import reserve_port, world_environment
 
 ROUNDING = 2e-7
 """What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
@@ -186,13 +186,7 @@ def _run(
     # A mode that the script gives itself counts more than the variable: its runs go with the folder.
     environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
     reserved = reserve_port()
-    if world > 1:
-        environment |= {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": bound_port(reserved),
-        }
+    environment |= world_environment(world, reserved)
     command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding), str(wait_s)]
     command += [str(script), *words]
     try:

@@ -1,4 +1,4 @@
-"""A free port on which the ranks of one machine find each other."""
+"""How the ranks of one machine find each other: a free port, and the environment that names it."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def reserve_port() -> socket.socket:
 def bound_port(reserved: socket.socket) -> str:
     """The port of `reserve_port`, as MASTER_PORT has it."""
     return str(reserved.getsockname()[1])
+
+
+def world_environment(count: int, reserved: socket.socket) -> dict[str, str]:
+    """What all of `count` ranks of one world on this machine have in their environment; none where there is one."""
+    if count == 1:
+        return {}
+    return {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": bound_port(reserved),
+    }

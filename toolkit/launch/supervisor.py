@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
 from toolkit.launch.children import GRACE_S, Children
-from toolkit.launch.port import bound_port, reserve_port
+from toolkit.launch.port import reserve_port, world_environment
 from toolkit.launch.restarts import CAUSE, FOLDER, REPORT_PIPE, restarted
 from toolkit.launch.world import BLOCKED, launched_world
 
@@ -67,15 +67,9 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     inbox, outbox = os.pipe()
     os.set_blocking(inbox, False)
     reserved = reserve_port()
-    shared = {**os.environ, **environment, REPORT_PIPE: str(outbox)}
+    shared = {**os.environ, **environment, **world_environment(count, reserved), REPORT_PIPE: str(outbox)}
     if count > 1:
-        shared |= {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": bound_port(reserved),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _num_cores() // count))),
-        }
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // count)))
     if config.cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
     try:
