@@ -26,12 +26,18 @@ PACKAGES = ("torch", "accelerate", "transformers", "lightning", "numpy", "scikit
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with "-dirty" where files were changed since; None without git."""
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"]
+    """The commit that was measured, with "-dirty" where other files than records were changed since; None without
+    git."""
     try:
-        return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        commit = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return None
+    return commit + ("-dirty" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 COMMIT = _commit()
