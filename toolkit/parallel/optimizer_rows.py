@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import in_use, is_owned, ownership_of
+from toolkit.parallel.ownership import in_use, is_owned, mark_rows_in_use, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
 ROWS, LARGEST, STEPS, LR = 5, 4, 3, 0.1
@@ -60,8 +60,9 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
                 rows_of_state(name, key, value, trial)
 
 
-class StepsRowsInUse:
-    """Lets steps of `optimizer` read and write the rows in use of `parameters` alone, until `remove` is called.
+class RowsInUse:
+    """Lets a training step see the rows in use of `parameters` and of their states alone: from `narrow`, before its
+    forward, to the end of the step of `optimizer`, or `widen` where none is made.
 
     What is in no use is zero: weights, gradients and moments, which a step would leave as they are, in as much time as
     others take. An optimizer makes its states in its first step, which is on all rows.
@@ -69,33 +70,36 @@ class StepsRowsInUse:
 
     def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer):
         self.parameters = list(parameters)
+        self._optimizer = unwrapped(optimizer)
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._states: list[tuple[dict[str, Any], str, Tensor]] = []
         """Of the step that is running, the whole tensors."""
-        inner = unwrapped(optimizer)
-        self._hooks = [inner.register_step_pre_hook(self._narrow), inner.register_step_post_hook(self._widen)]
+        self._hook = self._optimizer.register_step_post_hook(self.widen)
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _narrow(self, optimizer: Optimizer, *_: Any) -> None:
+        """Show all rows from now on, all of which are then in use."""
+        self.widen()
         for parameter in self.parameters:
-            state = optimizer.state.get(parameter)
+            mark_rows_in_use(parameter, None)
+        self._hook.remove()
+
+    def narrow(self) -> None:
+        """To be called without gradients, between two steps."""
+        self.widen()
+        for parameter in self.parameters:
+            state = self._optimizer.state.get(parameter)
             whole = parameter.data
             used = in_use(parameter, whole)
-            if not state or parameter.grad is None or len(used) == len(whole):
+            if not state or len(used) == len(whole):
                 continue
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == whole.shape:
                     self._states.append((state, key, value))
                     state[key] = in_use(parameter, value)
             self._weights.append((parameter, whole))
-            grad = in_use(parameter, parameter.grad)
             parameter.data = used
-            parameter.grad = grad
 
-    def _widen(self, *_: Any) -> None:
+    def widen(self, *_: Any) -> None:
         for parameter, whole in self._weights:
             parameter.grad = None
             parameter.data = whole

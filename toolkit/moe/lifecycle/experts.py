@@ -16,7 +16,7 @@ from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.router import DynamicRouter, Hyperplane
 from toolkit.moe.lifecycle.sleep import Snapshot
 from toolkit.moe.lifecycle.surgery import Surgeon
-from toolkit.parallel.optimizer_rows import StepsRowsInUse
+from toolkit.parallel.optimizer_rows import RowsInUse
 from toolkit.parallel.ownership import mark_rows_in_use
 
 
@@ -90,17 +90,11 @@ class DynamicExperts:
             for parameter in layer.expert_stack.parameters.values():
                 mark_rows_in_use(parameter, rows)
 
-    def step_rows_in_use(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Leave the rows of inactive experts out of steps of `optimizer`; returns a function that ends it."""
-        parameters = [p for layer in self.layers.values() for p in layer.expert_stack.parameters.values()]
-        stepping = StepsRowsInUse(parameters, optimizer)
-
-        def end() -> None:
-            stepping.remove()
-            for parameter in parameters:
-                mark_rows_in_use(parameter, None)
-
-        return end
+    def rows_in_use(self, optimizer: Optimizer) -> RowsInUse:
+        """Of all layers; see `mark_rows_in_use`."""
+        return RowsInUse(
+            [p for layer in self.layers.values() for p in layer.expert_stack.parameters.values()], optimizer
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
