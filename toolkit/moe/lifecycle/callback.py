@@ -115,7 +115,7 @@ class Lifecycle(Callback):
     # --- callback hooks -----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._rows = self.experts.rows_in_use(trainer.optimizer)
+        self._rows = self.experts.rows_in_use(trainer.model, trainer.optimizer)
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if not self._routers_known:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.moe.layer import MoE
@@ -90,11 +91,11 @@ class DynamicExperts:
             for parameter in layer.expert_stack.parameters.values():
                 mark_rows_in_use(parameter, rows)
 
-    def rows_in_use(self, optimizer: Optimizer) -> RowsInUse:
-        """Of all layers; see `mark_rows_in_use`."""
-        return RowsInUse(
-            [p for layer in self.layers.values() for p in layer.expert_stack.parameters.values()], optimizer
-        )
+    def rows_in_use(self, prepared: nn.Module, optimizer: Optimizer) -> RowsInUse:
+        """Of all layers; see `mark_rows_in_use`. `prepared`: the model that is called."""
+        stacks = [layer.expert_stack for layer in self.layers.values()]
+        in_ddp = any(isinstance(module, DistributedDataParallel) for module in prepared.modules())
+        return RowsInUse([p for stack in stacks for p in stack.parameters.values()], optimizer, in_ddp=in_ddp)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
