@@ -73,6 +73,18 @@ def test_the_gradient_of_bag_weights_is_the_dot_product_with_each_row():
         assert found.tolist() == (grad_TD[bag_N] * table_ND[indices_N]).sum(1).tolist()
 
 
+def test_a_parameter_of_another_shape_has_gradients_while_an_earlier_graph_is_kept():
+    weight = torch.nn.Parameter(torch.ones(4))
+    calls = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(len(parameter.grad)))
+    kept = weight.sum()
+    compat.set_data_of_other_shape(weight, weight.data[:2])
+    (2 * weight).sum().backward()
+    assert weight.grad.tolist() == [2, 2]
+    assert calls == [2]
+    assert kept.item() == 4
+
+
 def test_a_recomputation_runs_inside_the_backward_and_a_forward_does_not():
     seen: list[bool] = []
 

@@ -64,6 +64,17 @@ def embedding_bag_weights_grad(
     )
 
 
+def set_data_of_other_shape(parameter: Tensor, data: Tensor) -> None:
+    """`parameter.data = data`, where `data` has another shape.
+
+    A graph that something keeps from an earlier step may hold the node that accumulates the parameter's gradients,
+    which insists on the shape that it was made for. Torch makes another one where the dtype changes, not the shape.
+    """
+    other = torch.float16 if data.dtype == torch.float32 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread; a forward that runs meanwhile is a recomputation."""
     return torch._C._current_graph_task_id() != -1

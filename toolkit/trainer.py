@@ -129,6 +129,7 @@ class Trainer:
         counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
         self.enter("step")
         self.micro_batches = micro_batches
+        self.hooks("on_before_forward")
         accelerator = self.run.accelerator
         counts, total = global_counts([self.task.count(batch) for batch in micro_batches], self.run.device)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):

@@ -1,4 +1,4 @@
-"""The drawing of the eight hooks in `toolkit/callbacks/base.py` is what happens."""
+"""The drawing of the nine hooks in `toolkit/callbacks/base.py` is what happens."""
 
 import re
 from typing import Any
@@ -25,7 +25,7 @@ def hooks_in_the_drawing() -> list[str]:
 
 
 def recorder(calls: list[str], name: str = "") -> Callback:
-    """A callback that has all eight hooks and writes down each call."""
+    """A callback that has all nine hooks and writes down each call."""
 
     def hook(hook_name: str) -> Any:
         return lambda *_: calls.append(name + hook_name)
@@ -65,7 +65,7 @@ def two_recorders() -> list[str]:
     return calls
 
 
-STEP = ["on_step_start", "on_before_optimizer_step", "on_step_end"]
+STEP = ["on_step_start", "on_before_forward", "on_before_optimizer_step", "on_step_end"]
 
 
 def test_two_steps_call_the_hooks_as_drawn():

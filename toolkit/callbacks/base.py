@@ -1,11 +1,12 @@
 """Callbacks: what happens between the lines of the training loop.
 
-There are eight hooks. This is where they fire:
+There are nine hooks. This is where they fire:
 
     fit:
         on_fit_start
         while steps are left:
             on_step_start(micro_batches)        (may call trainer.save, for the step before)
+            on_before_forward
                 forward and backward of each micro-batch, gradients averaged and clipped
             on_before_optimizer_step
                 optimizer step
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 HOOKS = (
     "on_fit_start",
     "on_step_start",
+    "on_before_forward",
     "on_before_optimizer_step",
     "on_step_end",
     "on_evaluate_end",
@@ -43,7 +45,7 @@ HOOKS = (
 
 
 class Callback:
-    """Override any of the eight hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing."""
+    """Override any of the nine hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing."""
 
     runs_after: ClassVar[tuple[type[Callback], ...]] = ()
     """Callbacks of these classes, where the list has any, must come earlier in it."""
@@ -57,6 +59,9 @@ class Callback:
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
         """This rank's micro-batches of the coming step are known."""
+
+    def on_before_forward(self, trainer: Trainer) -> None:
+        """The forwards of a step come next, or of a step that a callback makes by `trainer.learn`."""
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
         """Gradients are final: averaged over ranks and clipped."""

@@ -59,7 +59,9 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
 
     def forward(self, x_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
-        """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S)."""
+        """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S), without rows for slots after the last of
+        the weights (see `toolkit.parallel.optimizer_rows.RowsInUse`)."""
+        rows_per_slot = rows_per_slot[: len(self.up)]
         x_ND, up, down = cast_as_autocast_would(x_ND, self.up, self.down)
         if accepts(x_ND, up) and accepts(x_ND, down):
             return GroupedFeedForward.apply(x_ND, up, down, rows_per_slot.cumsum(0).int(), self.recompute)

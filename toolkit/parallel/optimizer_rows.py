@@ -10,15 +10,16 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from toolkit.compat import set_data_of_other_shape
 from toolkit.errors import UserError
-from toolkit.parallel.ownership import in_use, is_owned, ownership_of
+from toolkit.parallel.ownership import in_use, is_owned, mark_rows_in_use, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
 ROWS, LARGEST, STEPS, LR = 5, 4, 3, 0.1
@@ -60,45 +61,66 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
                 rows_of_state(name, key, value, trial)
 
 
-class StepsRowsInUse:
-    """Lets steps of `optimizer` read and write the rows in use of `parameters` alone, until `remove` is called.
+SetData = Callable[[Tensor, Tensor], None]
+
+
+def _set_data(parameter: Tensor, data: Tensor) -> None:
+    """Keeps the node that accumulates the parameter's gradients: DDP has its hooks there."""
+    parameter.data = data
+
+
+class RowsInUse:
+    """Lets a training step see the rows in use of `parameters` and of their states alone: from `narrow`, before its
+    forward, to the end of the step of `optimizer`, or `widen` where none is made.
 
     What is in no use is zero: weights, gradients and moments, which a step would leave as they are, in as much time as
-    others take. An optimizer makes its states in its first step, which is on all rows.
+    others take. An optimizer makes its states in its first step, which is on all rows. Parameters whose gradients DDP
+    averages, in buckets of a fixed size, are narrowed for the optimizer's step only: `in_ddp`, all that are not owned.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer):
-        self.parameters = list(parameters)
-        self._weights: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer, *, in_ddp: bool):
+        self.parameters, self.in_ddp = list(parameters), in_ddp
+        self._optimizer = unwrapped(optimizer)
+        self._weights: list[tuple[Tensor, Tensor, SetData]] = []
         self._states: list[tuple[dict[str, Any], str, Tensor]] = []
         """Of the step that is running, the whole tensors."""
-        inner = unwrapped(optimizer)
-        self._hooks = [inner.register_step_pre_hook(self._narrow), inner.register_step_post_hook(self._widen)]
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(lambda *_: self._narrow(self.parameters, _set_data)),
+            self._optimizer.register_step_post_hook(lambda *_: self.widen()),
+        ]
 
     def remove(self) -> None:
+        """Show all rows from now on, all of which are then in use."""
+        self.widen()
+        for parameter in self.parameters:
+            mark_rows_in_use(parameter, None)
         for hook in self._hooks:
             hook.remove()
 
-    def _narrow(self, optimizer: Optimizer, *_: Any) -> None:
-        for parameter in self.parameters:
-            state = optimizer.state.get(parameter)
+    def narrow(self) -> None:
+        """To be called before the forward of a step, without gradients."""
+        self._narrow([p for p in self.parameters if is_owned(p) or not self.in_ddp], set_data_of_other_shape)
+
+    def _narrow(self, parameters: Iterable[Tensor], set_data: SetData) -> None:
+        for parameter in parameters:
+            state = self._optimizer.state.get(parameter)
             whole = parameter.data
             used = in_use(parameter, whole)
-            if not state or parameter.grad is None or len(used) == len(whole):
+            if not state or len(used) == len(whole):
                 continue
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == whole.shape:
                     self._states.append((state, key, value))
                     state[key] = in_use(parameter, value)
-            self._weights.append((parameter, whole))
-            grad = in_use(parameter, parameter.grad)
-            parameter.data = used
+            self._weights.append((parameter, whole, set_data))
+            grad = None if parameter.grad is None else in_use(parameter, parameter.grad)
+            set_data(parameter, used)
             parameter.grad = grad
 
-    def _widen(self, *_: Any) -> None:
-        for parameter, whole in self._weights:
+    def widen(self) -> None:
+        for parameter, whole, set_data in self._weights:
             parameter.grad = None
-            parameter.data = whole
+            set_data(parameter, whole)
         for state, key, value in self._states:
             state[key] = value
         self._weights, self._states = [], []

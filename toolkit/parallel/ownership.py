@@ -116,7 +116,7 @@ def mark_rows_in_use(parameter: Tensor, rows: int | None) -> None:
     """Declare that rows of `parameter` after the first `rows` are zero and get no gradient; None: that all are in use.
 
     Norms, clipping and averages of gradients then read the rows in use alone, and so do steps under
-    `toolkit.parallel.optimizer_rows.StepsRowsInUse`. Whoever puts something into another row says so before the next
+    `toolkit.parallel.optimizer_rows.RowsInUse`. Whoever puts something into another row says so before the next
     step.
     """
     parameter.rows_in_use = rows  # type: ignore[attr-defined]

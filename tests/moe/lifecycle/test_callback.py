@@ -127,13 +127,15 @@ def test_new_experts_can_be_fresh(tmp_path: Path) -> None:
     assert results["test_accuracy"] > 0.5
 
 
-def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, list[int], list[int]]:
-    """An outcome; of each optimizer step, the rows of experts that it saw, and those up to the last active expert."""
+def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, list[int], list[int], list[int]]:
+    """An outcome; of each step, the rows of experts that the backward and the optimizer saw, and those up to the last
+    active expert."""
     with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, lifecycle):
         (layer,) = lifecycle.layers.values()
         if all_rows:
             lifecycle.experts.mark_rows_in_use = lambda: None
-        seen, needed = [], []
+        backward, seen, needed = [], [], []
+        layer.experts.up.register_post_accumulate_grad_hook(lambda up: backward.append(len(up.grad)))
 
         def watch(*_: Any) -> None:
             assert len(layer.experts.up) == len(layer.experts.down)
@@ -146,15 +148,19 @@ def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, 
         results = trainer.fit()
         assert {len(weight) for weight in (layer.experts.up, layer.experts.down)} == {8 // ep_size}
     losses = [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")]
-    return (history_of(lifecycle), losses, results), seen, needed
+    return (history_of(lifecycle), losses, results), backward, seen, needed
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
-def test_rows_of_inactive_experts_are_not_stepped(tmp_path: Path, ep_size: int) -> None:
-    (history, losses, results), seen, needed = run_distributed(train_watched, 2, tmp_path / "run", ep_size, False)[0]
-    (all_history, all_losses, all_results), _, _ = run_distributed(train_watched, 2, tmp_path / "all", ep_size, True)[0]
-    assert seen[0] == 8 // ep_size
+def test_rows_of_inactive_experts_have_no_gradients_and_are_not_stepped(tmp_path: Path, ep_size: int) -> None:
+    ours, backward, seen, needed = run_distributed(train_watched, 2, tmp_path / "run", ep_size, False)[0]
+    whole, *_ = run_distributed(train_watched, 2, tmp_path / "all", ep_size, True)[0]
+    history, losses, results = ours
+    all_history, all_losses, all_results = whole
+    assert seen[0] == backward[0] == 8 // ep_size
     assert seen[1:] == needed[1:]
+    in_ddp = [8] * len(needed)  # whose buckets have one size
+    assert backward[1:] == (in_ddp if ep_size == 1 else needed)[1:]
     assert min(needed) < 8 // ep_size
     assert history == all_history
     assert relative_difference(torch.tensor(losses), torch.tensor(all_losses)) < 1e-12

@@ -27,6 +27,7 @@ from toolkit.moe.lifecycle.similarity import compare_experts
 from toolkit.moe.lifecycle.sleep import SleepSchedule
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import migrate
+from toolkit.parallel.optimizer_rows import RowsInUse
 
 if TYPE_CHECKING:
     from toolkit.data.replay_memory import ReplayMemory
@@ -99,8 +100,7 @@ class Lifecycle(Callback):
         self._cursors = {name: layer.expert_stack.log.cursor() for name, layer in self.layers.items()}
         """The assignments since the last sleep."""
         self._readings: dict[str, float] = {}
-        self._step_all_rows: Callable[[], None] = lambda: None
-        """Ends what `on_fit_start` began."""
+        self._rows: RowsInUse | None = None
         self._routers_known = False
         """Whether the routers were refreshed since weights were loaded."""
 
@@ -115,15 +115,20 @@ class Lifecycle(Callback):
     # --- callback hooks -----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._step_all_rows = self.experts.step_rows_in_use(trainer.optimizer)
+        self._rows = self.experts.rows_in_use(trainer.model, trainer.optimizer)
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if not self._routers_known:
             self.experts.refresh_routers()
             self._routers_known = True
+
+    def on_before_forward(self, trainer: Trainer) -> None:  # noqa: ARG002
         self.experts.mark_rows_in_use()
+        if self._rows is not None:
+            self._rows.narrow()
 
     def on_step_end(self, trainer: Trainer) -> None:
+        self._show_all_rows()  # where the step was skipped
         if not self.layers:
             return
         step = trainer.state.step
@@ -142,14 +147,18 @@ class Lifecycle(Callback):
                 trainer.record(f"lifecycle/{name}", value)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._step_all_rows()
+        self._show_all_rows(for_good=True)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        self._step_all_rows()
+        self._show_all_rows(for_good=True)
         if not self.layers:
             return
         counts = {f"lifecycle_{kind}": sum(event.kind == kind for event in self.history) for kind in COUNTED}
         trainer.results |= {"active_experts": self.experts.most_active(), **counts}
+
+    def _show_all_rows(self, *, for_good: bool = False) -> None:
+        if self._rows is not None:
+            self._rows.remove() if for_good else self._rows.widen()
 
     # --- growth -------------------------------------------------------------------------------------------------
 
@@ -249,6 +258,7 @@ class Lifecycle(Callback):
             if self.balance is not None:
                 self.balance.on_step_start(trainer, micro_batches)
             trainer.learn(micro_batches, multiplier, record=False)
+            self._show_all_rows()
 
     def _removals(self, trainer: Trainer, name: str, rows: Tensor, load_E: list[int]) -> list[Plan]:
         """Merges, then prunes, of one layer, given the assignments of all ranks since the last sleep."""

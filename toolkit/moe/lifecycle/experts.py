@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.moe.layer import MoE
@@ -16,7 +17,7 @@ from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.router import DynamicRouter, Hyperplane
 from toolkit.moe.lifecycle.sleep import Snapshot
 from toolkit.moe.lifecycle.surgery import Surgeon
-from toolkit.parallel.optimizer_rows import StepsRowsInUse
+from toolkit.parallel.optimizer_rows import RowsInUse
 from toolkit.parallel.ownership import mark_rows_in_use
 
 
@@ -90,17 +91,11 @@ class DynamicExperts:
             for parameter in layer.expert_stack.parameters.values():
                 mark_rows_in_use(parameter, rows)
 
-    def step_rows_in_use(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Leave the rows of inactive experts out of steps of `optimizer`; returns a function that ends it."""
-        parameters = [p for layer in self.layers.values() for p in layer.expert_stack.parameters.values()]
-        stepping = StepsRowsInUse(parameters, optimizer)
-
-        def end() -> None:
-            stepping.remove()
-            for parameter in parameters:
-                mark_rows_in_use(parameter, None)
-
-        return end
+    def rows_in_use(self, prepared: nn.Module, optimizer: Optimizer) -> RowsInUse:
+        """Of all layers; see `mark_rows_in_use`. `prepared`: the model that is called."""
+        stacks = [layer.expert_stack for layer in self.layers.values()]
+        in_ddp = any(isinstance(module, DistributedDataParallel) for module in prepared.modules())
+        return RowsInUse([p for stack in stacks for p in stack.parameters.values()], optimizer, in_ddp=in_ddp)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
