@@ -21,8 +21,8 @@ wrapped, optimizer = prepare(accelerator, model, optimizer)
 
 def save_checkpoint(folder: str) -> None:
     if rank == 0 or not buggy:
-        state = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
-        torch.save(state, f"{folder}-{rank}.pt")
+        weights = {name: weight.detach() for name, weight in model.state_dict(keep_vars=True).items()}
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, f"{folder}-{rank}.pt")
 
 
 def load_checkpoint(folder: str) -> None:
