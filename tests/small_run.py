@@ -100,7 +100,7 @@ def small_trainer(
                 ExpertLoad(model),
                 Evaluation(EvalBatches(table, batch_size=40, **where)),
                 *callbacks,
-                Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+                Checkpointing(**vars(config.checkpoint)),
                 stop or Stop(),
                 Preemption(),
             ],

@@ -340,7 +340,7 @@ def test_no_file_is_too_long(path: Path):
 
 
 def test_the_training_loop_stays_short():
-    assert len((ROOT / "toolkit" / "trainer.py").read_text().splitlines()) <= 280
+    assert len((ROOT / "toolkit" / "trainer.py").read_text().splitlines()) <= 290
 
 
 @pytest.mark.parametrize("path", [*TOOLKIT, *RECIPES], ids=module_name)

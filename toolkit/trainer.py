@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.checkpoint import checkpoint
+from toolkit.checkpoint.background import Write
+from toolkit.checkpoint.tensor_files import ToCPU, on_cpu
 from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.finite_check import FiniteCheck
@@ -235,20 +237,25 @@ class Trainer:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
         to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
         deletes nothing, where weights are not finite."""
+        folder = self.begin_save(keep)(None)
+        self.enter("callbacks")
+        if folder is not None:
+            self.hooks("on_save", folder)
+        return folder
+
+    def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:
+        """Collect what `save` writes: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
         self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
-        folder = checkpoint.save_checkpoint(
+        return checkpoint.begin_checkpoint(
             self.run.checkpoints,
             model=self.raw_model,
             optimizer=self.optimizer,
             state=self.state_dict(),
             keep=keep,
             run=self.run,
+            to_cpu=to_cpu,
         )
-        self.enter("callbacks")
-        if folder is not None:
-            self.hooks("on_save", folder)
-        return folder
 
     def restore(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`. A collective; raises UserError where it does not fit."""

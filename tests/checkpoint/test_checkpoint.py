@@ -18,7 +18,8 @@ import toolkit as tk
 from tests.helpers import _context, run_distributed
 from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit.checkpoint import checkpoint, manifest
-from toolkit.checkpoint.checkpoint import find_checkpoint, load_checkpoint, load_tensors, save_checkpoint, save_tensors
+from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint, load_tensors, save_tensors
+from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.tensor_files import SavedTensors, load_optimizer
 from toolkit.moe.migrate import migrate
 from toolkit.optim import build_optimizer
@@ -66,7 +67,8 @@ def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int 
 
 def save(folder: Path, pair: Pair, step: int, keep: int = 2, run: OneRank | None = None) -> Path | None:
     state = {"step": step, "callbacks": {"Some": {"of": "these"}}}
-    return save_checkpoint(folder, model=pair[0], optimizer=pair[1], state=state, keep=keep, run=run or OneRank())
+    run = run or OneRank()
+    return begin_checkpoint(folder, model=pair[0], optimizer=pair[1], state=state, keep=keep, run=run)(None)
 
 
 def load(path: Path, pair: Pair, run: OneRank | None = None) -> dict[str, Any]:

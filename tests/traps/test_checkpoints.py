@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
 from toolkit.checkpoint import checkpoint, manifest
-from toolkit.checkpoint.checkpoint import find_checkpoint
+from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.errors import UserError
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import is_owned, ownership_of

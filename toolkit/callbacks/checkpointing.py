@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.throughput import Throughput
-from toolkit.checkpoint.checkpoint import find_checkpoint
+from toolkit.checkpoint.background import BackgroundSave
+from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import go_back
 from toolkit.errors import UserError
 
@@ -14,19 +15,24 @@ if TYPE_CHECKING:
     from toolkit.task import Batch
     from toolkit.trainer import Trainer
 
+LONGEST_WAIT_S = 30.0
+"""For a checkpoint that is being written, where training ends with an error."""
+
 
 class Checkpointing(Callback):
     """Continues from the newest checkpoint that verifies; saves every `every_steps` (None: each epoch) and at the end.
 
     A step is saved at the start of the next one: by then all callbacks have handled it and its line of metrics is
-    written, so a continued metrics file has each line once.
+    written, so a continued metrics file has each line once. With `in_background` a thread writes it while training goes
+    on; the next save waits for it, and the save at the end is written at once.
     """
 
     runs_after = (Throughput,)
     """The time that a save takes would be counted as training."""
 
-    def __init__(self, *, every_steps: int | None = None, keep: int = 2):
+    def __init__(self, *, every_steps: int | None = None, keep: int = 2, in_background: bool = False):
         self.every_steps, self.keep = every_steps, keep
+        self._background = BackgroundSave() if in_background else None
         self._started_at = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -52,11 +58,29 @@ class Checkpointing(Callback):
         step = trainer.state.step
         every = self.every_steps or trainer.batches.steps_per_epoch
         if step > self._started_at and step % every == 0:
-            trainer.save(self.keep)
+            if self._background is None:
+                trainer.save(self.keep)
+                return
+            self._finish(trainer, self._background)
+            self._background.start(trainer.begin_save(self.keep, self._background.copies))
+            trainer.enter("callbacks")
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        if self._background is not None:
+            self._background.wait(LONGEST_WAIT_S)
 
     def on_fit_end(self, trainer: Trainer) -> None:
+        if self._background is not None:
+            self._finish(trainer, self._background)
         if trainer.state.step > self._started_at:
             trainer.save(self.keep)
+
+    def _finish(self, trainer: Trainer, background: BackgroundSave) -> None:
+        """Wait for the checkpoint that is being written."""
+        trainer.enter("checkpoint")
+        folder = background.wait()
+        if folder is not None:
+            trainer.hooks("on_save", folder)
 
 
 def _describe_extension(trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
-from toolkit.checkpoint.checkpoint import find_checkpoint
+from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import step_of
 from toolkit.errors import Preempted, UserError
 from toolkit.launch.children import STOP_SIGNALS, handle_signals

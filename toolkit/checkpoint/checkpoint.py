@@ -6,28 +6,33 @@
         manifest.json    format, step, world size, placement of rows, which file holds which, size and SHA-256 of files
 
 `toolkit.checkpoint.manifest` writes a folder so that it is complete or not there. Safetensors and JSON only: loading
-executes no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; other loops `save_tensors` and
+executes no code. A `Trainer` uses `begin_checkpoint` and `load_checkpoint`; other loops `save_tensors` and
 `load_tensors`, which need no `Run` and write the same files.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 from toolkit.checkpoint import manifest
+from toolkit.checkpoint.background import Write
 from toolkit.checkpoint.collectives import is_main, on_main, together
-from toolkit.checkpoint.retention import drop_older, newest_first, prune, step_of
+from toolkit.checkpoint.retention import drop_older, prune
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
+    ToCPU,
     adopt_places,
     describe_places,
     describe_tensor,
@@ -35,6 +40,7 @@ from toolkit.checkpoint.tensor_files import (
     list_rows,
     load_model,
     load_optimizer,
+    on_cpu,
     targets,
 )
 from toolkit.config.run import LENGTH, NOT_OF_THE_TRAJECTORY, to_dict
@@ -53,7 +59,7 @@ STATE = "state.json"
 # --- saving ------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(
+def begin_checkpoint(
     folder: Path,
     *,
     model: nn.Module,
@@ -61,26 +67,44 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
     run: Run,
-) -> Path | None:
-    """Write step `state["step"]` under `folder` and delete all but the newest `keep`. A collective.
+    to_cpu: ToCPU = on_cpu,
+) -> Write:
+    """Collect the checkpoint of step `state["step"]`, and return what writes it under `folder` and deletes all but the
+    newest `keep`. Both are collectives.
 
-    `model` is not wrapped. Returns the new folder; or None, after one line of warning, where it could not be written
-    on some rank: then everything older is as it was.
+    `model` is not wrapped. Writing returns the new folder; or None, after one line of warning, where it could not be
+    written on some rank: then everything older is as it was. Where `to_cpu` copies each tensor
+    (`toolkit.checkpoint.background.Copies`), training may go on before it is written.
     """
     step = state["step"]
     final = folder / f"step-{step:08d}"
     if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
-        return final
+        return lambda _: final
     try:
         on_main(lambda: manifest.sweep(folder))
         free = partial(drop_older, folder, step, run.print)
-        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step, make_free=free)
+        write_files = _begin(
+            final, model, optimizer, state=state, config=_trajectory(run), step=step, make_free=free, to_cpu=to_cpu
+        )
     except OSError as error:
-        run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
-        return None
-    if run.is_main:
-        prune(folder, step, keep, run.print)
-    return final
+        _warn(run, step, error)
+        return lambda _: None
+
+    def write(group: dist.ProcessGroup | None) -> Path | None:
+        try:
+            write_files(group)
+        except OSError as error:
+            _warn(run, step, error)
+            return None
+        if run.is_main:
+            prune(folder, step, keep, run.print)
+        return final
+
+    return write
+
+
+def _warn(run: Run, step: int, error: OSError) -> None:
+    run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
 
 
 def save_tensors(
@@ -100,12 +124,12 @@ def save_tensors(
 
     try:
         on_main(prepare)
-        _save(final, model, optimizer, state=extra or {}, config={}, step=None)
+        _begin(final, model, optimizer, state=extra or {}, config={}, step=None)(None)
     except OSError as error:
         raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
 
 
-def _save(
+def _begin(
     final: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -114,33 +138,47 @@ def _save(
     config: dict[str, Any],
     step: int | None,
     make_free: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank.
+    to_cpu: ToCPU = on_cpu,
+) -> Callable[[dist.ProcessGroup | None], None]:
+    """Make room for the checkpoint `final`, and return what writes it, whole or not at all. Both are collectives, and
+    raise OSError on every rank.
 
     `make_free` is called on the main process with the number of bytes that the disk lacks.
     """
     writing = final.with_name(manifest.WRITING + final.name)
     placement = describe_places(model)
-    files = files_to_write(model, optimizer)
-    content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
+    files = files_to_write(model, optimizer, to_cpu)
+    content = copy.deepcopy({"training": state, "config": config, "optimizer": _describe(optimizer)})
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
-    try:
+
+    def write(group: dist.ProcessGroup | None) -> None:
+        with _removed_on_failure(writing, needed):
+            reports = together(lambda: _write(writing, files, content if is_main() else None), group)
+            about = {
+                "format": FORMAT,
+                "step": step,
+                "world_size": len(reports),
+                "config_digest": manifest.digest(config),
+                "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
+                "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
+                "placement": placement,
+            }
+            on_main(lambda: manifest.publish(writing, final, about), group)
+
+    with _removed_on_failure(writing, needed):
         on_main(lambda: _make_room(writing, needed, make_free))
-        reports = together(lambda: _write(writing, files, content if is_main() else None))
-        about = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": len(reports),
-            "config_digest": manifest.digest(config),
-            "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
-            "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
-            "placement": placement,
-        }
-        on_main(lambda: manifest.publish(writing, final, about))
+    return write
+
+
+@contextmanager
+def _removed_on_failure(writing: Path, needed: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if is_main():
             shutil.rmtree(writing, ignore_errors=True)
-        raise OSError(f"{error}; {needed:,} bytes needed, {_free(final.parent):,} free in {final.parent}") from error
+        folder = writing.parent
+        raise OSError(f"{error}; {needed:,} bytes needed, {_free(folder):,} free in {folder}") from error
 
 
 def _write(
@@ -164,36 +202,6 @@ def _make_room(writing: Path, needed: int, make_free: Callable[[int], None]) -> 
     if needed > _free(writing.parent):
         raise OSError("the disk is full")
     writing.mkdir()
-
-
-# --- finding -----------------------------------------------------------------------------------------------------
-
-
-def find_checkpoint(folder: Path, run: Run) -> Path | None:
-    """The newest checkpoint under `folder` that verifies, or None; warns of those that do not. A collective."""
-
-    def newest() -> Path | None:
-        for path in newest_first(folder):
-            if (damage := manifest.find_damage(path) or _strangeness(path)) is None:
-                return path
-            run.print(f"warning: checkpoint {path.name} is passed over: {damage}.")
-        return None
-
-    return run.on_main_and_share(newest)
-
-
-def _strangeness(path: Path) -> str | None:
-    """Why undamaged files in `path` are not those of its step, or None. Raises UserError for another format."""
-    if STATE not in manifest.read_manifest(path)["files"]:
-        return f"{STATE} is not in its manifest"
-    about, saved = _read(path)
-    if about["step"] != step_of(path):
-        return f"its files are those of step {about['step']}"
-    try:
-        is_state = saved["training"]["step"] == about["step"] and {"name", "scaler"} <= saved["optimizer"].keys()
-    except (LookupError, TypeError, AttributeError):
-        is_state = False
-    return None if is_state and isinstance(saved["config"], dict) else f"{STATE} lacks what a checkpoint holds"
 
 
 # --- loading -----------------------------------------------------------------------------------------------------
@@ -244,7 +252,7 @@ def _load(
     remedy: str,
 ) -> dict[str, Any]:
     """`config`: the settings that it must have been made with but for those in `free`, or None to accept any."""
-    about, saved = on_main(lambda: _read(path))
+    about, saved = on_main(lambda: read(path))
     with SavedTensors() as tensors:
 
         def compare() -> tuple[list[str], set[str]]:
@@ -273,7 +281,8 @@ def _load(
     return saved["training"]
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifest and the state in `path`. Raises UserError for another format, and where one cannot be read."""
     about = manifest.read_manifest(path)
     if about["format"] != FORMAT:
         raise UserError(

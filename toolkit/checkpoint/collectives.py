@@ -21,8 +21,8 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def together(work: Callable[[], T]) -> list[T]:
-    """The result of `work` on every rank, in order of rank. A collective.
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """The result of `work` on every rank, in order of rank. A collective of `group`, by default of all ranks.
 
     Where it failed on one rank, all raise: UserError as it was, OSError if the disk was the cause, else RuntimeError.
     """
@@ -32,7 +32,7 @@ def together(work: Callable[[], T]) -> list[T]:
     except Exception as error:
         failure = error
     report = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
-    outcomes = _gather((result, report))
+    outcomes = _gather((result, report), group)
     failures = [(*report, rank) for rank, (_, report) in enumerate(outcomes) if report is not None]
     if failures:
         kind, message, rank = min(failures)
@@ -41,16 +41,16 @@ def together(work: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]  # type: ignore[misc]
 
 
-def on_main(work: Callable[[], T]) -> T:
+def on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The result of `work`, which only the main process does, on every rank. A collective; raises as `together`."""
-    return together(lambda: work() if is_main() else None)[0]  # type: ignore[return-value]
+    return together(lambda: work() if is_main() else None, group)[0]  # type: ignore[return-value]
 
 
-def _gather(value: T) -> list[T]:
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

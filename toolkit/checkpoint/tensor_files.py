@@ -13,7 +13,7 @@ replicated ones: gathered one at a time, and sharded again when they are loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,19 @@ NUMBER = " (number)"
 FileContents = dict[str, dict[str, Tensor]]
 """File name -> key -> tensor on the CPU."""
 
+ToCPU = Callable[[str, Tensor], Tensor]
+"""Of a key and its tensor, which is detached: what is written."""
+
+
+def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
+    """The tensor itself, where it is on the CPU."""
+    return tensor.cpu().contiguous()
+
 
 # --- out of a model ----------------------------------------------------------------------------------------------
 
 
-def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileContents:
+def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, to_cpu: ToCPU = on_cpu) -> FileContents:
     """What this rank writes. A collective, because sharded tensors are gathered."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows_file = ROWS.format(rank=rank)
@@ -54,8 +62,8 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
             for file, key, value in [(MODEL, name, parameter), *moments]:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
-                if rank == 0:
-                    files[file][key] = whole.cpu()  # at once, so that no device holds two gathered tensors
+                if rank == 0:  # a gathered tensor at once, so that no device holds two
+                    files[file][key] = value if whole is value else whole.cpu()
         elif _writes(ownership, rank):
             for row, row_id in _owned(ownership):
                 files[rows_file][f"{name}/{row_id}"] = local_rows(parameter)[row : row + 1]
@@ -65,7 +73,7 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> FileCo
                     each = local_rows(rows)[row : row + 1] if value.ndim else value.clone()
                     files[rows_file][f"{name}/{row_id}/{key}"] = each
     return {
-        file: {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
         for file, tensors in files.items()
         if tensors or (rank == 0 and file == MODEL)
     }

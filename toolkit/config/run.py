@@ -78,6 +78,8 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; none: one per epoch."""
     keep: int = 2
     """Number of verified checkpoints to keep."""
+    in_background: bool = False
+    """Write checkpoints while training goes on; takes the memory of one more model with its optimizer states."""
 
     def __post_init__(self) -> None:
         every = self.every_steps

@@ -137,7 +137,7 @@ def standard_trainer(
             Throughput(),
             evaluation,
             *more_evaluations,
-            Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+            Checkpointing(**vars(config.checkpoint)),
             EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
             Preemption(),
             Pictures(),

@@ -1,0 +1,139 @@
+"""A checkpoint that a thread writes while training goes on holds what a synchronous save would have written."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toolkit as tk
+from tests.checkpoint.test_checkpoint import OneRank, Pair, save, trained
+from tests.helpers import _context, run_distributed
+from tests.small_run import Stop, small_config, train
+from toolkit.checkpoint import checkpoint, manifest
+from toolkit.checkpoint.background import BackgroundSave
+from toolkit.parallel.groups import make_expert_groups
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def begin(folder: Path, pair: Pair, state: dict[str, Any], background: BackgroundSave, run: OneRank) -> None:
+    background.start(
+        checkpoint.begin_checkpoint(
+            folder, model=pair[0], optimizer=pair[1], state=state, keep=2, run=run, to_cpu=background.copies
+        )
+    )
+
+
+def train_while_it_is_written(folder: Path, world: int) -> None:
+    """Everything that is saved changes before the first file is written, and another save takes the same memory."""
+    run, background, may_write = OneRank(), BackgroundSave(), threading.Event()
+    write = checkpoint.save_file
+
+    def when_it_may(*args: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert may_write.wait(60)
+        write(*args)
+
+    for step in (3, 5):
+        pair = trained(make_expert_groups(world), steps=step)
+        expected = save(folder / "at_once", pair, step, run=run)
+        state = {"step": step, "callbacks": {"Some": {"of": "these"}}}
+        may_write.clear()
+        checkpoint.save_file = when_it_may
+        begin(folder / "background", pair, state, background, run)
+        with torch.no_grad():
+            for parameter in pair[0].parameters():
+                parameter += 1
+                for value in pair[1].state[parameter].values():
+                    value += 1
+        state["callbacks"]["Some"] = {}
+        may_write.set()
+        saved = background.wait()
+        checkpoint.save_file = write
+        assert expected is not None
+        assert saved is not None
+        assert bytes_of(saved) == bytes_of(expected)
+    assert run.said == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, world: int):
+    run_distributed(train_while_it_is_written, world, tmp_path, world)
+
+
+def in_background(folder: Path, **settings: Any) -> Any:
+    return small_config(folder, checkpoint=tk.CheckpointConfig(every_steps=4, in_background=True), **settings)
+
+
+def train_both_ways(folder: Path) -> None:
+    at_once = train(small_config(folder / "at_once", checkpoint=tk.CheckpointConfig(every_steps=4)), ep_size=2)
+    outcome = train(in_background(folder / "background"), ep_size=2)
+    outcome.assert_equals(at_once)
+    for name in ("step-00000016", "step-00000020"):
+        files = [bytes_of(folder / how / "checkpoints" / name) for how in ("at_once", "background")]
+        assert files[0].keys() == files[1].keys()
+        assert all(files[0][file] == files[1][file] for file in files[0] if file.endswith(".safetensors"))
+
+
+def test_a_run_and_its_checkpoints_are_those_of_one_that_waits(tmp_path: Path):
+    run_distributed(train_both_ways, 2, tmp_path)
+
+
+def test_an_exception_leaves_the_checkpoint_that_was_being_written(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(in_background(tmp_path / "run"), Stop(9, "exception"))
+    assert manifest.find_damage(tmp_path / "run" / "checkpoints" / "step-00000008") is None
+
+
+def test_a_disk_without_room_is_one_warning_and_training_goes_on(tmp_path: Path, monkeypatch, capsys):
+    write = checkpoint.save_file
+
+    def full(*args: Any) -> None:
+        if "step-00000008" in str(args[1]):
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    train(in_background(tmp_path / "run"))
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("warning: no checkpoint at step 8: ") == 1
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000016", "step-00000020"]
+
+
+def test_what_the_thread_raises_ends_the_run(tmp_path: Path, monkeypatch):
+    def bug(*_: Any) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(checkpoint, "save_file", bug)
+    with pytest.raises(RuntimeError, match="bug"):
+        train(in_background(tmp_path / "run"))
+
+
+def train_until_killed(folder: Path) -> None:
+    publish = manifest.publish
+
+    def die(writing: Path, final: Path, about: dict[str, Any]) -> None:
+        if final.name == "step-00000008":
+            os._exit(9)
+        publish(writing, final, about)
+
+    manifest.publish = die
+    train(in_background(folder))
+
+
+def test_a_run_that_is_killed_while_it_writes_continues_from_the_checkpoint_before(tmp_path: Path, capsys):
+    process = _context.Process(target=train_until_killed, args=(tmp_path / "run",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    outcome = train(in_background(tmp_path / "run"))
+    assert "continuing at step 4 (step-00000004 verified)" in capsys.readouterr().out
+    undisturbed = train(in_background(tmp_path / "undisturbed"))
+    for name, value in undisturbed.weights.items():
+        assert torch.equal(outcome.weights[name], value), name
+    assert outcome.metrics == undisturbed.metrics
