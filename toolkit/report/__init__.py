@@ -5,4 +5,6 @@ comparison.py   settings that differ, and final numbers with their spread over s
 curves.py       metrics as curves of a bounded number of points
 experts.py      load, placement and events of experts over steps
 page.py         the HTML file; page.html, page.css and page.js are its frame
+model_folder.py what `toolkit push` uploads of one run
+model_card.py   the README.md in it
 """
