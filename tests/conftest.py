@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import huggingface_hub
 import jaxtyping
 import pytest
 from hypothesis import settings
@@ -35,3 +36,14 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The Hub may be asked, without a proxy, by a client that was made for this test."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()

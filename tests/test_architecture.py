@@ -62,7 +62,7 @@ FENCES = {
     ),
     "transformers": ("toolkit.compat", "toolkit.hosts.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.hosts.peft",),
-    "matplotlib": ("toolkit.pictures", "toolkit.domains"),
+    "matplotlib": ("toolkit.pictures", "toolkit.domains", "toolkit.tracking.trackers"),
     "bokeh": ("toolkit.report",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),

@@ -45,7 +45,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--lr fast", "--lr fast: take a number"),
     ("--max-steps soon", "--max-steps soon: take an integer or none"),
     ("--mixed-precision fp8", "take no, fp16, bf16 or none"),
-    ("--tracker wand", "take none, wandb, tensorboard or all"),
+    ("--tracker wand", "take none, wandb, tensorboard, trackio or all"),
     ("--resume maybe", "take auto, yes or no"),
     ("--parallel-strategy tensor", "take data_parallel or expert_parallel"),
     ("--schedule.name linear", "take constant, cosine or stable_decay"),

@@ -1,6 +1,5 @@
 """Every test here has its own cache folder, and neither the data nor the Hub of the machine it runs on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -15,17 +14,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
     return folder
-
-
-@pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Hub may be asked, without a proxy, by a client that was made for this test."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    huggingface_hub.close_session()
-    yield
-    huggingface_hub.close_session()
 
 
 @pytest.fixture(scope="session")

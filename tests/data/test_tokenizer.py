@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from toolkit.data.tokenizer import ByteTokenizer, load_tokenizer
+from toolkit.errors import UserError
 
 TEXT = "It's 3 o'clock;\n\tnaïve  Ω 中文 🙂\x00\x7f "
 
@@ -37,3 +39,16 @@ def test_a_saved_tokenizer_of_transformers_comes_back(tmp_path, saved_tokenizer)
     again = load_tokenizer(str(tmp_path))
     assert again.key == tokenizer.key != ByteTokenizer().key
     assert np.array_equal(again.encode(b"the cat sat"), ids)
+
+
+def test_an_encoders_tokenizer_and_one_without_a_separator(tmp_path, saved_tokenizer):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(saved_tokenizer)
+    theirs.eos_token = None
+    theirs.save_pretrained(tmp_path / "none")
+    with pytest.raises(UserError, match="has no end-of-text token to put between documents"):
+        load_tokenizer(str(tmp_path / "none"))
+    theirs.sep_token = "the"
+    theirs.save_pretrained(tmp_path / "encoder")
+    assert load_tokenizer(str(tmp_path / "encoder")).separator == theirs.convert_tokens_to_ids("the")

@@ -72,7 +72,7 @@ def page_of(folder: Path, runs: list[Path]) -> Page:
 
 def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several: list[Path]):
     page = page_of(tmp_path, several)
-    runs, final, settings, events = page.tables
+    runs, final, processes, settings, events = page.tables
     assert [row[0] for row in runs[1:]] == ["first", "second", "fast", "moving", "goes <on>"]
     assert [row[1] for row in runs[1:]] == ["finished"] * 4 + ["not finished"]
     assert runs[4][-1] == "2 x cpu, Some CPU, 4 cores"
@@ -82,6 +82,7 @@ def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several:
     assert final[0] == ["runs", "number", "test_accuracy", "samples_per_second", "lr", "planner", "world_size"]
     seeds = ["first, second", "2", "91.00 % (sd 1.41)", "100 (sd 0)", "0.1", "None", "1"]
     assert seeds in final, "of 0.90 and 0.92"
+    assert [row[:2] for row in processes[1:]] == [["1", "first, second"], ["2", "moving"]]
     assert ["moving", "20", "migration", "2 experts moved, 3.00 MB"] in events
     assert [row[2] for row in events if row[0] == "goes <on>"] == ["start", "started again", "restart"]
 

@@ -1,4 +1,4 @@
-"""`toolkit compare`: runs side by side in the terminal: settings that differ, final numbers, spread over seeds."""
+"""`toolkit compare`: runs side by side in the terminal: settings, final numbers, and one process against several."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     from toolkit.report.comparison import as_json, differing, final_rows, is_compared, summary_rows, text_table
+    from toolkit.report.processes import as_values, process_notices, process_tables
     from toolkit.tracking.jsonl import to_json
 
     runs = readable_runs(args.run)
     if runs is None:
         return EXIT_USER_ERROR
     if args.json:
-        sys.stdout.write(to_json(as_json(runs), indent=2) + "\n")
+        sys.stdout.write(to_json(as_json(runs) | {"processes": as_values(runs)}, indent=2) + "\n")
         return EXIT_DONE
     sys.stdout.write(text_table(summary_rows(runs, [name for name in differing(runs) if is_compared(name)])))
     if any(run.finished for run in runs):
         sys.stdout.write("\nFinished runs, those that differ in their seed alone in one row:\n\n")
         sys.stdout.write(text_table(final_rows(runs)))
+    for rows in process_tables(runs):
+        sys.stdout.write("\nThe same training on several numbers of processes:\n\n" + text_table(rows))
     notices = [f"{run.name}: {notice}\n" for run in runs for notice in run.notices]
+    notices += [f"{notice}\n" for notice in process_notices(runs)]
     sys.stdout.write("".join(["\n", *notices]) if notices else "")
     return EXIT_DONE
 

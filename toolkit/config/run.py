@@ -187,7 +187,7 @@ class RunConfig:
     """Step of the checkpoint to go back to; later ones are put aside. None: the newest."""
     extend: bool = False
     """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
-    tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
+    tracker: Literal["none", "wandb", "tensorboard", "trackio", "all"] = "wandb"
     """Also log metrics to a tracker"""
     log_every: int = 50
     """Optimizer steps between lines of metrics."""

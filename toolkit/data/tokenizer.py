@@ -109,7 +109,7 @@ _LETTERS = _letters()
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers; its end-of-text token separates documents."""
+    """A tokenizer of transformers; its end-of-text token separates documents, or, as an encoder's, [SEP]."""
 
     def __init__(self, name: str):
         from transformers import AutoTokenizer
@@ -128,12 +128,14 @@ class PretrainedTokenizer:
             raise UserError(
                 f"--tokenizer {name}: cannot be loaded ({reason}): give bytes, a folder or a Hub name."
             ) from error
-        if self._inner.eos_token_id is None:
+        separators = (self._inner.eos_token_id, self._inner.sep_token_id)
+        separator = next((id for id in separators if id is not None), None)
+        if separator is None:
             raise UserError(
                 f"--tokenizer {name}: has no end-of-text token to put between documents: take another, or bytes."
             )
         self.vocab_size = len(self._inner)
-        self.separator = int(self._inner.eos_token_id)
+        self.separator = int(separator)
         probe = repr((sorted(self._inner.get_vocab().items()), self.encode(_PROBE).tolist()))
         self.key = hashlib.sha256(probe.encode()).hexdigest()[:16]
         self.chat = str(self._inner.chat_template or CHATML)

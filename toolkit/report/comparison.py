@@ -86,7 +86,7 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
         speed = run.results.get("samples_per_second") or run.last("perf/samples_per_second")
         row = [run.name, *(_cell(values.get(axis)) for axis in axes)]
         row += ["finished" if run.finished else "not finished", f"{run.step:,}"]
-        row += [_metric(name, run.last(name)) for name in metrics]
+        row += [metric_cell(name, run.last(name)) for name in metrics]
         row += [f"{speed:,.0f}" if speed else "", _time(run), str(len(run.starts)), hardware(run)]
         rows.append(row)
     return [head, *rows]
@@ -134,7 +134,8 @@ def _time(run: RunRecord) -> str:
     return duration(seconds) if is_number(seconds) else ""
 
 
-def _metric(name: str, value: float | None) -> str:
+def metric_cell(name: str, value: float | None) -> str:
+    """A value of the metric `name`, accuracies in percent; empty where there is none."""
     if not is_number(value):
         return ""
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"

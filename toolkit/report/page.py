@@ -17,6 +17,7 @@ from toolkit.errors import UserError
 from toolkit.report.comparison import differing, final_rows, settings, summary_rows
 from toolkit.report.curves import Curve, curves_by_metric, heading
 from toolkit.report.experts import Event, events_of, viewer_data
+from toolkit.report.processes import process_notices, process_tables
 from toolkit.report.records import RunRecord
 from toolkit.tracking.jsonl import to_json
 from toolkit.version import __version__
@@ -61,6 +62,7 @@ def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
         notices=_notices(runs),
         runs=_table(_linked_runs(runs, folder)),
         final=_table([[html.escape(cell) for cell in row] for row in final_rows(runs)]),
+        processes=_processes(runs),
         settings=_settings_table(runs),
         legend="".join(_legend_entry(index, run) for index, run in enumerate(runs)),
         curves="".join(_section(name, list(metrics)) for name, metrics in groupby(curves, heading)),
@@ -223,6 +225,20 @@ def _events_table(runs: Sequence[RunRecord], events: Iterable[Event]) -> str:
 def _notices(runs: Sequence[RunRecord]) -> str:
     told = [f"<li>{html.escape(run.name)}: {html.escape(notice)}</li>" for run in runs for notice in run.notices]
     return f'<ul class="notices">{"".join(told)}</ul>' if told else ""
+
+
+def _processes(runs: Sequence[RunRecord]) -> str:
+    """The section that compares numbers of processes; empty where all runs have one."""
+    tables = [_table([[html.escape(cell) for cell in row] for row in table]) for table in process_tables(runs)]
+    notices = "".join(f"<p>{html.escape(notice)}</p>" for notice in process_notices(runs))
+    if not tables and not notices:
+        return ""
+    words = (
+        "Runs that learn the same. Efficiency is the speed-up divided by how many times as many processes there are; "
+        "losses are compared step by step, and for runs of one seed."
+    )
+    wide = f'<div class="wide">{"".join(tables)}</div>'
+    return f"<section><h2>Numbers of processes</h2>\n<p>{words}</p>{notices}\n{wide}</section>"
 
 
 def _legend_entry(index: int, run: RunRecord) -> str:

@@ -13,6 +13,12 @@ RESTART_REASON = "run/restart_reason"
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:
     """The final numbers in words, as aligned plain text."""
+    compared = results.get("comparison")
+    return aligned([*facts(results), ("files", str(folder))]) + (f"\n{table(compared)}" if compared else "")
+
+
+def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The final numbers in words, each with what it is called."""
 
     def has(*names: str) -> bool:
         return all(isinstance(results.get(name), (int, float)) for name in names)
@@ -51,9 +57,7 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("restarts", f"{len(restarts)}, the last {restarts[-1]}"))
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
-    rows.append(("files", str(folder)))
-    compared = results.get("comparison")
-    return aligned(rows) + (f"\n{table(compared)}" if compared else "")
+    return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: W&B and TensorBoard, through Accelerate's trackers."""
+"""Where metrics go besides metrics.jsonl: W&B, TensorBoard and Trackio, through Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from accelerate.tracking import TensorBoardTracker, WandBTracker
+from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
 from toolkit.compat import is_wandb_service, wandb_privacy
 from toolkit.errors import UserError
@@ -35,6 +35,8 @@ def check_installed(tracker: str) -> None:
     """Raise UserError where a tracker was asked for by name and is not installed. W&B, the default, may be missing."""
     if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"--tracker {tracker}: TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
+    if tracker == "trackio" and importlib.util.find_spec("trackio") is None:
+        raise UserError(f"--tracker {tracker}: Trackio is missing: pip install 'moe-toolkit[trackio]'.")
 
 
 def start_trackers(
@@ -49,6 +51,8 @@ def start_trackers(
             backends.append(WandB(recipe, preset, folder, config))
     if tracker in ("tensorboard", "all"):
         backends.append(TensorBoard(folder, config))
+    if tracker == "trackio":
+        backends.append(Trackio(recipe, preset, folder, config))
     return [GuardedTracker(backend, say) for backend in backends]
 
 
@@ -64,7 +68,7 @@ class WandB:
     def start(self) -> str | None:
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        reason = _why_offline()
+        reason = why_offline()
         if reason is None:
             try:
                 return f"W&B: {self._init('online').url}"
@@ -84,7 +88,7 @@ class WandB:
         self._tracker = WandBTracker(
             os.environ.get("WANDB_PROJECT", self.recipe),
             dir=str(self.folder),
-            **self._labels(),
+            **labels(self.recipe, self.preset, self.folder),
             id=self._id(),
             resume="allow" if mode == "online" else None,
             mode=mode,
@@ -104,16 +108,6 @@ class WandB:
         for group in METRIC_GROUPS:
             run.define_metric(f"{group}/*", step_metric="step")
         return run
-
-    def _labels(self) -> dict[str, Any]:
-        """Name, group and tags: of the recipe, its preset and the folder, or what a sweep or the user has set."""
-        words = [word for word in (self.recipe, self.preset) if word]
-        tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
-        return {
-            "name": os.environ.get("WANDB_NAME", " ".join([*words, self.folder.name])),
-            "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
-            "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
-        }
 
     @property
     def _id_file(self) -> Path:
@@ -155,6 +149,57 @@ class WandB:
                 process.kill()
 
 
+class Trackio:
+    """In Trackio's own folder on this machine, which its dashboard shows; or where TRACKIO_SPACE_ID says."""
+
+    name = "Trackio"
+
+    def __init__(self, recipe: str, preset: str, folder: Path, config: Mapping[str, Any]):
+        self.recipe, self.preset, self.folder, self.config = recipe, preset, folder, config
+        self._tracker: TrackioTracker | None = None
+
+    def start(self) -> str | None:
+        # Trackio looks into the modules of matplotlib as soon as there are any: while the pictures of a run have them
+        # imported, on the main thread, it would skip every metric.
+        import matplotlib.figure  # noqa: F401
+
+        named = labels(self.recipe, self.preset, self.folder)
+        # A run that is continued goes on; one of the same name in a folder that was deleted does not.
+        mark = self.folder / "trackio" / "name"
+        continues = mark.exists()
+        name = mark.read_text(encoding="utf-8") if continues else f"{named['name']} {secrets.token_hex(2)}"
+        self._tracker = TrackioTracker(
+            self.recipe,
+            name=name,
+            group=named["group"],
+            config=_flat(self.config),
+            resume="allow" if continues else "never",
+            embed=False,
+        )
+        self._tracker.start()
+        mark.parent.mkdir(exist_ok=True)
+        mark.write_text(name, encoding="utf-8")
+        return f"Trackio: trackio show --project {shlex.quote(self.recipe)}"
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        assert self._tracker is not None
+        self._tracker.log(dict(values), step=step)
+
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        import trackio
+
+        assert self._tracker is not None
+        self._tracker.log({name: trackio.Image(str(path)) for name, path in images.items()})
+
+    def finish(self, *, failed: bool) -> None:  # noqa: ARG002
+        assert self._tracker is not None
+        self._tracker.finish()
+
+    def abandon(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class TensorBoard:
     """Event files in the run folder."""
 
@@ -184,7 +229,18 @@ class TensorBoard:
     def kill(self) -> None: ...
 
 
-def _why_offline() -> str | None:
+def labels(recipe: str, preset: str, folder: Path) -> dict[str, Any]:
+    """Name, group and tags of a run: of the recipe, its preset and the folder, or what a sweep or the user has set."""
+    words = [word for word in (recipe, preset) if word]
+    tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
+    return {
+        "name": os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
+        "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
+        "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
+    }
+
+
+def why_offline() -> str | None:
     """Why W&B cannot be online; None with a key and a server that answers. The key itself is neither kept nor shown."""
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):

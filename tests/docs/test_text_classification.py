@@ -1,0 +1,88 @@
+"""The example with an ordinary AutoModel: it learns, on two processes the same, and leaves ordinary weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.equality import IN_FLOAT64, in_float64
+from tests.helpers import ROOT, run_distributed
+from toolkit.commands import main as toolkit_command
+from toolkit.errors import EXIT_DONE, UserError
+from toolkit.tracking.jsonl import read_metrics
+
+SCRIPT = ROOT / "docs" / "examples" / "text_classification.py"
+
+
+def example() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("text_classification", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(folder: Path, run: str, **changes: Any) -> dict[str, Any]:
+    """The debug preset in float64, with a play in the data folder."""
+    script = example()
+    build = script.build_model
+    usual: Any = {"data_dir": folder, "run_dir": folder / run, "tracker": "none", "cpu": True}
+    with in_float64(), mock.patch.object(script, "build_model", lambda *args: build(*args).double()):
+        return script.main(replace(script.debug(), **usual, **changes))
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
+
+
+def test_it_learns_on_two_processes_as_on_one_and_its_weights_can_be_read_and_pushed(tmp_path: Path):
+    draws = random.Random(0)
+    lines = (" ".join(draws.choices(["TO BE", "OR NOT", "THAT IS", "THE QUESTION"], k=6)) for _ in range(2000))
+    (tmp_path / "input.txt").write_text("\n".join(lines))
+    alone = train(tmp_path, "one")
+    assert alone["dataset"].startswith("tinyshakespeare / language reference of Python")
+    assert alone["test_accuracy"] > 0.6, "chance is a third"
+    for results in run_distributed(train, 2, tmp_path, "two"):
+        assert results["test_loss"] == pytest.approx(alone["test_loss"], rel=IN_FLOAT64)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=IN_FLOAT64)
+
+    read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two" / "model")
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one" / "model")
+    ids = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(read(input_ids=ids).logits, other(input_ids=ids).logits)
+    assert read.config.id2label[0] == "tinyshakespeare"
+
+    assert toolkit_command(["push", str(tmp_path / "two"), "me/texts", "--dry-run"]) == EXIT_DONE
+    card = (tmp_path / "two" / "push" / "README.md").read_text()
+    assert 'BertForSequenceClassification.from_pretrained("me/texts")' in card
+
+    further = train(tmp_path, "further", model=str(tmp_path / "one" / "model"), tokenizer="bytes", max_steps=10)
+    assert losses(tmp_path / "further")[0] < losses(tmp_path / "one")[0], "it starts from the weights of --model"
+    assert further["steps"] == 10
+
+
+def test_without_shakespeare_two_texts_are_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
+    script = example()
+    run = mock.Mock(on_main_and_share=lambda read: read())
+    train, test, texts, _ = script.load_passages(script.debug(), run)
+    assert [text.partition(" of ")[0] for text in texts] == ["language reference", "standard library"]
+    for table in (train, test):
+        assert torch.bincount(table.columns["label"]).unique().numel() == 1, "as many of each"
+        assert table.columns["input"].shape[1] == 32
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
+    with pytest.raises(UserError, match="nowhere' is neither a folder nor a Hub name"):
+        train(tmp_path, "run", model=str(tmp_path / "nowhere"))
