@@ -55,7 +55,8 @@ KERNELS_default := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENAB
 test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or default: as on a lesser processor
 	@case "$(KERNELS)" in ""|avx2|default) ;; \
 	    *) echo "error: KERNELS=$(KERNELS): take avx2 or default." >&2; exit 2;; esac
-	$(KERNELS_$(KERNELS)) $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
+	env -u PYTHONDONTWRITEBYTECODE $(KERNELS_$(KERNELS)) $(PY) -m pytest \
+	    -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: families
 families: $(VENV)/.installed-dev ## write docs/transformers_families.md anew: every mixture of the installed transformers, a minute

@@ -1,5 +1,6 @@
 """Fixtures of several folders."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", deadline=None, database=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: they take longest, and at the end one worker would wait for another."""
+    starts = {"run_distributed", "run_recipe", "run_forked", "subprocess"}
+    items.sort(key=lambda item: not starts & vars(item.getparent(pytest.Module).obj).keys())
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector leaves what was imported alone: else each of its rounds would walk through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 # A forkserver imports the slow libraries once; each rank is then a fork of that clean process.
-_context = multiprocessing.get_context("forkserver")
-# `torch._dynamo`, with sympy behind it, is what DDP imports when the first model is wrapped.
-_context.set_forkserver_preload(
-    ["tests", "pytest", "torch._dynamo", "accelerate", "toolkit.trainer", "toolkit.standard.trainer"]
-)
+fork_context = multiprocessing.get_context("forkserver")
+fork_context.set_forkserver_preload(["tests.preloaded"])
 
 
 def free_port() -> int:
@@ -78,8 +75,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         port = store.port
     pipes, ranks = [], []
     for rank in range(world_size):
-        mine, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank_main, args=(theirs, rank, world_size, port, fn, args), daemon=True)
+        mine, theirs = fork_context.Pipe(duplex=False)
+        process = fork_context.Process(target=_rank_main, args=(theirs, rank, world_size, port, fn, args), daemon=True)
         process.start()
         theirs.close()
         pipes.append(mine)
@@ -122,13 +119,18 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
     return peak
 
 
+def program_environment(**more: str) -> dict[str, str]:
+    """This process's, without what would steer a run: offline, on one thread per process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}
+    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+
+
 def run_recipe(
     recipe: str, *args: str, env: dict[str, str] | None = None, timeout_s: float = 300, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """`python recipes/<recipe>.py *args` from the repository root, offline, on one thread per process."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+    """`python recipes/<recipe>.py *args` from the repository root, in a new process (others: `tests.forked_python`)."""
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *args]
+    environment = program_environment(**(env or {}))
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
     )

@@ -13,7 +13,8 @@ import pytest
 from filelock import FileLock
 
 from recipes.mnist_moe import PRESETS, main
-from tests.helpers import run_distributed, run_recipe
+from tests.forked_python import run_forked
+from tests.helpers import ROOT, program_environment, run_distributed, run_recipe
 from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.launch import supervisor
@@ -249,7 +250,8 @@ def test_a_run_that_is_refused_leaves_with_code_2_and_one_line(name: str, flags:
     prepare(tmp_path)
     typed, says = REFUSED_AFTER_THE_START[name]
     with FileLock(tmp_path / "locked" / ".lock"):
-        done = run_recipe("mnist_moe", *COMMON, *flags, *typed.format(folder=tmp_path).split(), cwd=tmp_path)
+        words = [*COMMON, *flags, *typed.format(folder=tmp_path).split()]
+        done = run_forked(str(ROOT / "recipes" / "mnist_moe.py"), *words, cwd=tmp_path)
     assert done.returncode == 2
     assert_one_line(done.stderr, says)
 
@@ -257,10 +259,21 @@ def test_a_run_that_is_refused_leaves_with_code_2_and_one_line(name: str, flags:
 @pytest.mark.parametrize("flags", ON_PROCESSES.values(), ids=lambda flags: "2 processes" if flags else "1 process")
 def test_a_tracker_that_cannot_be_reached_does_not_stop_a_run(flags: list[str], tmp_path: Path):
     nobody_listens = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
-    done = run_recipe(
-        *("mnist_moe", "debug", "--cpu", *flags, "--tracker", "wandb", "--max-steps", "3", "--log-every", "1"),
+    done = run_forked(
+        *(
+            "recipes/mnist_moe.py",
+            "debug",
+            "--cpu",
+            *flags,
+            "--tracker",
+            "wandb",
+            "--max-steps",
+            "3",
+            "--log-every",
+            "1",
+        ),
         *("--run-dir", str(tmp_path / "run")),
-        env=nobody_listens,
+        env=program_environment(**nobody_listens),
     )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -1,12 +1,17 @@
-"""The helper that all parallel tests stand on: failures fail, hangs are killed."""
+"""The helpers that tests of processes stand on: failures fail, hangs are killed, and a fork is like a new process."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_distributed
+from tests.forked_python import forked_commands, run_forked
+from tests.helpers import program_environment, run_distributed
+from toolkit.version import __version__
 
 
 def add_up_ranks() -> float:
@@ -38,3 +43,37 @@ def test_a_failing_rank_fails_the_call_with_its_traceback():
 def test_a_hanging_rank_is_killed():
     with pytest.raises(AssertionError, match=r"rank\(s\) \[0\] of 2 gave no answer"):
         run_distributed(hang_on_rank_zero, 2, timeout_s=5)
+
+
+PROGRAM = """
+import atexit, os, sys
+from dataclasses import dataclass
+@dataclass
+class Mine: ...
+atexit.register(lambda: os.write(2, b"left"))
+print(__name__, Mine.__module__, sys.argv, sys.orig_argv[1:], flush=True)
+print(os.getcwd(), os.environ.get("WORD"), sys.stdin.read(), flush=True)
+sys.exit({leaves})
+"""
+
+
+@pytest.mark.parametrize("leaves", ["3", "'a reason'", "", "os.kill(os.getpid(), 15)"])
+def test_a_forked_program_says_and_leaves_what_a_new_one_does(leaves: str, tmp_path: Path):
+    code, environment = PROGRAM.format(leaves=leaves), program_environment(WORD="spoken")
+    (tmp_path / "program.py").write_text(code)
+    for words in (["-c", code, "--flag"], [str(tmp_path / "program.py"), "--flag"]):
+        command = [sys.executable, *words]
+        new = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        forked = run_forked(*words, env=environment, cwd=tmp_path)
+        assert (forked.returncode, forked.stdout, forked.stderr) == (new.returncode, new.stdout, new.stderr)
+
+
+def test_a_shell_runs_forked_commands_in_its_pipes(tmp_path: Path):
+    script = f"PATH={tmp_path}:$PATH; python -c 'print(6 * 7)' | python -c 'print(input())'; toolkit --version;"
+    script += "python - x <<< 'import sys; print(sys.argv[1:])'; python -c 'raise SystemExit(5)'"
+    with forked_commands(tmp_path):
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=program_environment())
+    assert (done.returncode, done.stderr) == (5, "")
+    assert done.stdout.splitlines() == ["42", __version__, "['x']"]

@@ -1,15 +1,13 @@
 """Stop a run anywhere, give the same command again: nothing of it can be told from a run that was never stopped."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import toolkit as tk
-from tests.helpers import ROOT, run_distributed, run_recipe
+from tests.forked_python import run_forked
+from tests.helpers import run_distributed
 from tests.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
 from toolkit.tracking.jsonl import read_metrics
 
@@ -124,7 +122,7 @@ def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterru
         f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointConfig(every_steps=4));"
         f"train(config, Stop({step}, 'SIGKILL'))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == -9
+    assert run_forked("-c", code).returncode == -9
     outcome = train(small_config(folder, checkpoint=tk.CheckpointConfig(every_steps=4)))
     outcome.samples = uninterrupted.samples | outcome.samples
     outcome.assert_equals(uninterrupted)
@@ -157,9 +155,18 @@ def test_ranks_stop_together_and_continue_exactly(world_size, ep_size, accumulat
 
 def test_the_recipe_continues_under_the_same_command(tmp_path):
     def command(folder: str, *more: str) -> list[str]:
-        return ["debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / folder), *more]
+        return [
+            "recipes/mnist_moe.py",
+            "debug",
+            "--cpu",
+            "--tracker",
+            "none",
+            "--run-dir",
+            str(tmp_path / folder),
+            *more,
+        ]
 
-    whole = run_recipe("mnist_moe", *command("whole"))
+    whole = run_forked(*command("whole"))
     assert whole.returncode == 0, whole.stderr
     code = (
         "import sys, signal, os, runpy; from toolkit.trainer import Trainer\n"
@@ -168,16 +175,13 @@ def test_the_recipe_continues_under_the_same_command(tmp_path):
         "    train_step(self, batches)\n"
         "    if self.state.step == 17: os.kill(os.getpid(), signal.SIGTERM)\n"
         "Trainer.train_step = stopping\n"
-        f"sys.argv = ['recipes/mnist_moe.py', *{command('run')!r}]\n"
+        f"sys.argv = {command('run')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as `run_recipe`: more threads add up in another order
-    stopped = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=120
-    )
+    stopped = run_forked("-c", code)
     assert stopped.returncode == 75, stopped.stderr
     assert stopped.stderr == "stopped by SIGTERM at step 17; run the same command again to continue.\n"
-    continued = run_recipe("mnist_moe", *command("run"))
+    continued = run_forked(*command("run"))
     assert continued.returncode == 0, continued.stderr
     assert "continuing at step 17 (step-00000017 verified)" in continued.stdout
     lines = [

@@ -1,9 +1,12 @@
 """The script of faults: what it calls refused, stopped, exact and silent, and one fault from end to end."""
 
+import subprocess
+
 import pytest
 
 from benchmarks import faults
 from benchmarks.faults import Attempt, Fault, Seen, verdict
+from tests.forked_python import ForkedPython
 
 LINE = "error: --lr 0: take a rate above zero.\n"
 
@@ -44,7 +47,10 @@ def test_a_sample_lies_evenly_over_the_list(monkeypatch, capsys):
     assert [index for index in range(10) if f"| fault {index} |" in shown] == [0, 3, 6]
 
 
-def test_a_run_on_other_data_is_refused_and_the_right_data_continue_it(capsys):
+def test_a_run_on_other_data_is_refused_and_the_right_data_continue_it(capsys, monkeypatch):
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, *, cwd, env, **_: ForkedPython(*command[1:], cwd=cwd, env=env)
+    )
     assert faults.main(["--only", "other data"]) == 0, capsys.readouterr().out
     assert "refused, then continued exactly" in capsys.readouterr().out
 

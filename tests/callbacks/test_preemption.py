@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.helpers import ROOT, run_distributed
+from tests.forked_python import ForkedPython, run_forked
+from tests.helpers import run_distributed
 from tests.small_run import STEPS, Stop, small_config, small_trainer, train
 from toolkit.checkpoint import checkpoint
 from toolkit.errors import EXIT_PREEMPTED
@@ -144,12 +143,10 @@ def test_ranks_ask_after_each_step_and_read_after_the_next(tmp_path):
 
 
 def test_two_processes_of_a_recipe_leave_with_75_and_continue(tmp_path):
-    command = [sys.executable, "recipes/mnist_moe.py", "debug", "--cpu", "--num-processes", "2", "--tracker", "none"]
+    command = ["recipes/mnist_moe.py", "debug", "--cpu", "--num-processes", "2", "--tracker", "none"]
     command += ["--epochs", "12", "--ep-size", "2", "--run-dir", str(tmp_path / "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     metrics = tmp_path / "run" / "metrics.jsonl"
-    first = subprocess.Popen(command, **pipes)
+    first = ForkedPython(*command)
     try:
         deadline = time.monotonic() + 120
         while not list(read_metrics(metrics)) and first.poll() is None and time.monotonic() < deadline:
@@ -165,7 +162,7 @@ def test_two_processes_of_a_recipe_leave_with_75_and_continue(tmp_path):
     assert sorted(file.name for file in newest.glob("experts-*")) == [
         f"experts-0000{rank}.safetensors" for rank in (0, 1)
     ]
-    second = subprocess.run(command, **pipes, timeout=240, check=False)
+    second = run_forked(*command)
     assert second.returncode == 0, second.stderr
     assert f"({newest.name} verified)" in second.stdout
     steps = [line["step"] for line in read_metrics(metrics)]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.forked_python import run_forked
+from tests.helpers import program_environment
 from toolkit.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, blame
 from toolkit.tracking.jsonl import read_metrics
 
@@ -52,9 +51,8 @@ if __name__ == "__main__":
 def run(folder: Path, happens: str, *flags: str) -> subprocess.CompletedProcess[str]:
     recipe = folder.parent / "small.py"
     recipe.write_text(RECIPE)
-    command = [sys.executable, str(recipe), "--run-dir", str(folder), "--checkpoint.every-steps", "5", *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "WITH": happens, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    words = [str(recipe), "--run-dir", str(folder), "--checkpoint.every-steps", "5", *flags]
+    return run_forked(*words, env=program_environment(WITH=happens), timeout_s=120)
 
 
 def trained(folder: Path) -> tuple[list[dict], bytes]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import toolkit as tk
-from tests.helpers import _context, run_distributed
+from tests.helpers import fork_context, run_distributed
 from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint, load_tensors, save_tensors
@@ -551,7 +551,7 @@ def save_without_end(folder: Path) -> None:
 def test_a_process_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
     for attempt in range(6):
         folder = tmp_path / str(attempt)
-        process = _context.Process(target=save_without_end, args=(folder,), daemon=True)
+        process = fork_context.Process(target=save_without_end, args=(folder,), daemon=True)
         process.start()
         deadline = time.monotonic() + 60
         while not list(folder.glob("step-*")) and time.monotonic() < deadline:

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forked_python import forked_commands
 from tests.helpers import ROOT
 
 PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "runs", "build"} & set(p.relative_to(ROOT).parts))
@@ -31,16 +33,23 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("commands")
+    with forked_commands(folder):
+        yield folder
+
+
 @pytest.mark.parametrize(("language", "code"), BLOCKS)
-def test_a_block_marked_run_runs(language: str, code: str, checkout: Path):
+def test_a_block_marked_run_runs(language: str, code: str, checkout: Path, commands: Path):
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "VENV": sys.prefix,
         "OMP_NUM_THREADS": "1",
     }
-    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [str(commands / "python"), "-c", code]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 

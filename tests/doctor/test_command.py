@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.doctor.test_causes import TOY
+from tests.forked_python import run_forked
 from toolkit.commands import main
 
 PLAIN = """
@@ -35,6 +37,11 @@ for x, y in loader:
 """
 
 
+def doctor(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`toolkit doctor`, whose ranks are forks; `test_a_plain_script_in_order_is_healthy` starts them as it does."""
+    return run_forked("-m", "toolkit", "doctor", *map(str, words))
+
+
 def test_a_plain_script_in_order_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script, report = tmp_path / "plain.py", tmp_path / "report.json"
     script.write_text(PLAIN)
@@ -48,15 +55,16 @@ def test_a_plain_script_in_order_is_healthy(tmp_path: Path, capsys: pytest.Captu
     assert "save and load" in [check["quantity"] for check in found["checks"]]
 
 
-def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", str(TOY), "buffer"]) == 1
-    out = capsys.readouterr().out
+def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1():
+    done = doctor(TOY, "buffer")
+    assert done.returncode == 1, done.stderr
+    out = done.stdout
     assert "likely cause: buffer overwritten by broadcast" in out
     assert "remedy   keep what each rank counts in a plain attribute" in out
     assert "WRONG buffers of ranks" in out
 
 
-def test_dropout_that_is_no_module_raises_no_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_dropout_that_is_no_module_raises_no_alarm(tmp_path: Path):
     functions = """
 class Dropped(nn.Module):
     def forward(self, x):
@@ -67,14 +75,19 @@ class Dropped(nn.Module):
 set_seed(0)"""
     script = tmp_path / "functional.py"
     script.write_text(PLAIN.replace("nn.Dropout(0.5)", "Dropped()").replace("\nset_seed(0)", functions))
-    assert main(["doctor", str(script)]) == 0
-    assert "dropout was switched off" in capsys.readouterr().out
+    done = doctor(script)
+    assert done.returncode == 0, done.stderr
+    assert "dropout was switched off" in done.stdout
 
 
-def test_a_rank_that_skips_a_step_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("toolkit.doctor.examine.MOST_WAIT_S", 1.0)
-    assert main(["doctor", str(TOY), "skip"]) == 1
-    out = capsys.readouterr().out
+def test_a_rank_that_skips_a_step_is_named():
+    code = (
+        "import sys, toolkit.doctor.examine as examine; from toolkit.commands import main; examine.MOST_WAIT_S = 1.0;"
+        f"sys.exit(main(['doctor', {str(TOY)!r}, 'skip']))"
+    )
+    done = run_forked("-c", code)
+    assert done.returncode == 1, done.stderr
+    out = done.stdout
     assert "likely cause: ranks out of step" in out
     assert "rank 0 at step 2" in out
     assert "rank 1 at step 3" in out
@@ -91,22 +104,22 @@ def test_a_rank_that_skips_a_step_is_named(capsys: pytest.CaptureFixture[str], m
     ],
 )
 def test_what_cannot_be_examined_is_one_line_and_exit_code_2(
-    content: str | None, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, words: list[str], said: str, tmp_path: Path
 ):
     script = tmp_path / "script.py"
     if content is not None:
         script.write_text(content)
-    assert main(["doctor", str(script), *words]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    done = doctor(script, *words)
+    assert done.returncode == 2, done.stdout
+    last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert said in last
 
 
-def test_a_script_that_records_offline_leaves_no_wandb_run_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_script_that_records_offline_leaves_no_wandb_run_behind(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import wandb\nwandb.init(mode='offline').finish()\nraise RuntimeError('it was recorded')")
-    monkeypatch.chdir(tmp_path)
-    assert main(["doctor", str(script)]) == 2
+    assert run_forked("-m", "toolkit", "doctor", str(script), cwd=tmp_path).returncode == 2
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from recipes.mnist_moe import PRESETS, main
-from tests.helpers import ROOT, run_recipe
+from tests.forked_python import run_forked
+from tests.helpers import ROOT
 from toolkit import cli
 
 GUIDE = (ROOT / "docs" / "migration" / "morph.md").read_text()
@@ -35,7 +36,7 @@ def test_there_are_six():
 def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path: Path):
     words = [*shlex.split(command), *SMALL.split(), str(tmp_path)]
     if "--num-processes 2" in command:
-        done = run_recipe("mnist_moe", *words)
+        done = run_forked("recipes/mnist_moe.py", *words)
         assert done.returncode == 0, done.stderr
     else:
         main(cli.parse(PRESETS, words))

@@ -11,7 +11,8 @@ import pytest
 import toolkit as tk
 from recipes.lmu_speech import Config, connected, debug, fsdd, guide, main
 from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed, run_recipe
+from tests.forked_python import run_forked
+from tests.helpers import run_distributed
 from toolkit.tracking.jsonl import read_metrics
 
 
@@ -49,7 +50,9 @@ def test_two_processes_learn_the_curve_of_one_and_count_each_utterance_once(tmp_
 
 @pytest.mark.usefixtures("restored_signals")
 def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monkeypatch):
-    whole = run_recipe("lmu_speech", "debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / "whole"))
+    whole = run_forked(
+        "recipes/lmu_speech.py", "debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / "whole")
+    )
     assert whole.returncode == 0, whole.stderr
     assert "Synthetic tones in place of speech" in whole.stdout
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
