@@ -45,6 +45,9 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):
         rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
+    if has("micro_batch_size", "out_of_memory_with"):
+        refused = f", because a step ran out of memory with {results['out_of_memory_with']}"
+        rows.append(("micro-batches", f"of {results['micro_batch_size']} sample(s) on each process{refused}"))
     if skipped := results.get("skipped_steps"):
         rows.append(("skipped", f"{skipped} step(s) whose gradients were not finite: see nonfinite.json"))
     if restarts := results.get("restarts"):
