@@ -166,7 +166,7 @@ def may_differ(key: str) -> bool:
     return (
         key.startswith("perf/")
         or last.endswith(("_seconds", "_per_second", "_ms", "_at"))
-        or last in ("peak_memory_bytes", "git_revision")
+        or last in ("peak_memory_bytes", "git_revision", "straggler_notice")
         or any(re.fullmatch(pattern, key) for pattern in (*CORRECTED, *ADDED))
     )
 

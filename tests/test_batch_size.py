@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from torch import nn
 import toolkit as tk
 from tests.helpers import run_distributed
 from toolkit import batch_size
-from toolkit.batch_size import CHOICE_FILE, Probe, accumulation_steps, memory_budget, try_sizes
+from toolkit.batch_size import CHOICE_FILE, Probe, accumulation_steps, memory_budget, shrink, shrunk, try_sizes
 from toolkit.data.table import TensorTable
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
 
 MEBI = 2**20
+MEMORY = SimpleNamespace(rss=100 * MEBI)
 
 
 def fitting(peaks: dict[int, int], budget: int) -> int | None:
@@ -107,6 +109,18 @@ def test_the_budget_is_a_fraction_of_what_the_machine_can_give():
     assert 0 < half < whole < sys.maxsize
 
 
+def test_the_budget_keeps_below_the_limits_of_the_group_and_of_the_process(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(batch_size, "memory_limit_bytes", lambda: 600 * MEBI)
+    monkeypatch.setattr(batch_size, "mappable_bytes", lambda: None)
+    assert memory_budget(cpu, 0.5) == 150 * MEBI
+    monkeypatch.setattr(batch_size, "memory_limit_bytes", lambda: None)
+    monkeypatch.setattr(batch_size, "mappable_bytes", lambda: 10 * MEBI)
+    monkeypatch.setattr(batch_size.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: MEMORY))
+    assert memory_budget(cpu, 0.5) == (100 + 5) * MEBI
+
+
 def choose(folder, monkeypatch, limit: int, **settings) -> int:
     """With a made-up memory in which a micro-batch of `limit` samples just fits."""
     monkeypatch.setattr(Probe, "peak_bytes", lambda _, size: 100 * size)
@@ -130,6 +144,18 @@ def test_a_run_that_continues_keeps_what_it_chose(tmp_path, monkeypatch):
     assert choose(tmp_path, monkeypatch, 3) == 3
     saved = json.loads((tmp_path / CHOICE_FILE).read_text())
     assert (saved["micro_batch_size"], saved["peak_bytes"]["8"]) == (8, 800)
+
+
+def test_a_run_that_ran_out_of_memory_continues_with_the_next_smaller_size(tmp_path, monkeypatch):
+    assert choose(tmp_path, monkeypatch, 10) == 3
+    with tk.start_run("small", config(tmp_path, batch_size=24)) as run:
+        assert [shrink(run, pieces) for pieces in (1, 3, 8, 24)] == [12, 4, 1, None]
+        assert shrink(run, 3) == 4
+        assert shrunk(run, 3) == 4
+        assert shrunk(run, 6) is None
+    assert choose(tmp_path, monkeypatch, 10) == 6
+    saved = json.loads((tmp_path / CHOICE_FILE).read_text())
+    assert (saved["micro_batch_size"], saved["out_of_memory_with"], saved["peak_bytes"]["8"]) == (4, 8, 800)
 
 
 def test_memory_for_less_than_one_sample_is_an_error_of_one_sentence(tmp_path, monkeypatch):

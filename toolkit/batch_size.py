@@ -1,8 +1,10 @@
-"""Automatic micro-batch size: as few micro-batches per step as fit into memory, found by training a copy of the model.
+"""The micro-batch size: what is given, as large as fits into memory, or half of what did not fit.
 
 The global batch is that of `--batch-size`, so the loss curve does not change; only the number of micro-batches is
-chosen. A size is tried only where the memory of smaller ones predicts that it fits, because one rank that runs out of
-memory would leave the others waiting for it.
+chosen. `--auto-batch-size` trains a copy of the model, and tries a size only where the memory of smaller ones predicts
+that it fits, because one rank that runs out of memory would leave the others waiting for it. Where a step of training
+runs out of memory all the same, the run is started again with a smaller size (`SmallerMicroBatches`). The choice is a
+file in the run's folder.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, is_out_of_memory
 from toolkit.parallel.ownership import is_owned, ownership_of
 from toolkit.run.folder import write_json
+from toolkit.run.hardware import mappable_bytes, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.task import Task
 
-CHOICE_FILE = "auto_batch_size.json"
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CHOICE_FILE = "micro_batch_size.json"
 
 
 def accumulation_steps(
@@ -47,37 +49,69 @@ def accumulation_steps(
     seed of a forward pass depends on the index of the micro-batch. Raises UserError where not even one sample per
     process fits.
     """
-    config = run.config
-    if not config.auto_batch_size:
-        return config.gradient_accumulation_steps
-    per_rank = config.batch_size // run.world_size
-    chosen = run.on_main_and_share(lambda: _chosen_before(run))
-    if chosen is None:
-        peaks, budget = _measure(run, task, model, table, make_optimizer, _divisors(per_rank))
-        fitting = [size for size, peak in peaks.items() if peak <= budget]
-        if not fitting:
-            needed = next(iter(peaks.values()))
-            raise UserError(
-                f"--auto-batch-size: one sample per process needs {_gib(needed)} of {_gib(budget)}: use a smaller "
-                "model, --mixed-precision bf16, more processes, or a larger --memory-fraction."
-            )
-        chosen = max(fitting)
-        pieces = per_rank // chosen
-        used = f"{_gib(peaks[chosen])} of {_gib(budget)}"
-        run.print(f"automatic batch size: {pieces} micro-batch(es) of {chosen} on each process, {used}")
-        if run.is_main:
-            write_json(
-                run.folder / CHOICE_FILE,
-                {
-                    "world_size": run.world_size,
-                    "micro_batch_size": chosen,
-                    "peak_bytes": {str(size): peak for size, peak in peaks.items()},
-                    "budget_bytes": budget,
-                },
-            )
-    run.describe(micro_batch_size=chosen)
-    run.accelerator.gradient_accumulation_steps = per_rank // chosen
-    return per_rank // chosen
+    if not run.config.auto_batch_size or _choice_of(run) is not None:
+        return kept_accumulation_steps(run)
+    per_rank = run.config.batch_size // run.world_size
+    peaks, budget = _measure(run, task, model, table, make_optimizer, _divisors(per_rank))
+    fitting = [size for size, peak in peaks.items() if peak <= budget]
+    if not fitting:
+        needed = next(iter(peaks.values()))
+        raise UserError(
+            f"--auto-batch-size: one sample per process needs {_gib(needed)} of {_gib(budget)}: use a smaller "
+            "model, --mixed-precision bf16, more processes, or a larger --memory-fraction."
+        )
+    chosen = max(fitting)
+    pieces = per_rank // chosen
+    used = f"{_gib(peaks[chosen])} of {_gib(budget)}"
+    run.print(f"automatic batch size: {pieces} micro-batch(es) of {chosen} on each process, {used}")
+    choice = {
+        "world_size": run.world_size,
+        "micro_batch_size": chosen,
+        "peak_bytes": {str(size): peak for size, peak in peaks.items()},
+        "budget_bytes": budget,
+    }
+    if run.is_main:
+        write_json(run.folder / CHOICE_FILE, choice)
+    return _take(run, choice)
+
+
+def kept_accumulation_steps(run: Run) -> int:
+    """Micro-batches per step: those that this run chose before it was interrupted, or the config's. A collective."""
+    choice = _choice_of(run)
+    return run.config.gradient_accumulation_steps if choice is None else _take(run, choice)
+
+
+def shrink(run: Run, accumulation: int) -> int | None:
+    """Note in the folder that micro-batches are to be half as large as now, or the next smaller size that divides.
+
+    To be called by the rank that ran out of memory in a step of `accumulation` micro-batches. Returns the new size, or
+    None where a micro-batch has one sample, or the folder cannot be written.
+    """
+    per_rank = run.config.batch_size // run.world_size
+    refused = per_rank // accumulation
+    if refused < 2:
+        return None
+    chosen = max(size for size in _divisors(per_rank) if 2 * size <= refused)
+    choice = {
+        **(_choice_in(run) or {"world_size": run.world_size}),
+        "micro_batch_size": chosen,
+        "out_of_memory_with": refused,
+    }
+    try:
+        # Several ranks may do so at once: each has its own unfinished file.
+        partial = run.folder / f".{CHOICE_FILE}.{run.rank}.partial"
+        partial.write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
+        partial.replace(run.folder / CHOICE_FILE)
+    except OSError:
+        return None
+    return chosen
+
+
+def shrunk(run: Run, accumulation: int) -> int | None:
+    """The smaller size that another rank has noted since this one began with `accumulation` micro-batches, or None."""
+    choice = _choice_in(run) or {"micro_batch_size": run.config.batch_size}
+    now = run.config.batch_size // run.world_size // accumulation
+    return choice["micro_batch_size"] if choice["micro_batch_size"] < now else None
 
 
 def try_sizes(sizes: Sequence[int], measure: Callable[[int], int], budget: int) -> dict[int, int]:
@@ -199,10 +233,13 @@ def memory_budget(device: torch.device, fraction: float) -> int:
         others = total - free - torch.cuda.memory_reserved(device)
         return int(fraction * total) - others
     here = psutil.Process().memory_info().rss
-    memory = psutil.virtual_memory()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    limits = [int(word) for path in CGROUP_LIMITS if (word := _word(Path(path))).isdecimal()]
-    return int(fraction * min([memory.available, *limits]) / processes) + here
+    budgets = [fraction * psutil.virtual_memory().available / processes + here]
+    if (limit := memory_limit_bytes()) is not None:
+        budgets.append(fraction * limit / processes)
+    if (left := mappable_bytes()) is not None:
+        budgets.append(fraction * left + here)
+    return int(min(budgets))
 
 
 def reset_peak(device: torch.device) -> None:
@@ -227,13 +264,29 @@ def peak_bytes(device: torch.device) -> int:
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
-def _chosen_before(run: Run) -> int | None:
-    """The micro-batch size that this run chose on as many processes before it was interrupted."""
+def _take(run: Run, choice: Mapping[str, Any]) -> int:
+    """Have the run train as `choice` says; returns the micro-batches per step."""
+    chosen = choice["micro_batch_size"]
+    run.describe(micro_batch_size=chosen)
+    if (refused := choice.get("out_of_memory_with")) is not None:
+        run.describe(out_of_memory_with=refused)
+        run.print(f"micro-batches of {chosen} sample(s) on each process, because memory ran out with {refused}")
+    run.accelerator.gradient_accumulation_steps = run.config.batch_size // run.world_size // chosen
+    return run.accelerator.gradient_accumulation_steps
+
+
+def _choice_of(run: Run) -> dict[str, Any] | None:
+    """What this run chose on as many processes before it was interrupted. A collective where it continues."""
+    return run.on_main_and_share(lambda: _choice_in(run)) if run.continues else None
+
+
+def _choice_in(run: Run) -> dict[str, Any] | None:
+    """What the folder says of as many processes as there are."""
     path = run.folder / CHOICE_FILE
-    if not run.continues or not path.exists():
+    if not path.exists():
         return None
-    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return before["micro_batch_size"] if before["world_size"] == run.world_size else None
+    choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return choice if choice["world_size"] == run.world_size else None
 
 
 def _divisors(number: int) -> list[int]:
@@ -249,10 +302,6 @@ def _reduced(value: int, run: Run, op: Any) -> float:
 
 def _bytes(parameters: Any) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
-
-
-def _word(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
 def _gib(number: int) -> str:

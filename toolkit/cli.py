@@ -28,6 +28,7 @@ from toolkit.errors import (
     EXIT_PREEMPTED,
     EXIT_USER_ERROR,
     Preempted,
+    StepOutOfMemory,
     UserError,
     is_out_of_memory,
 )
@@ -59,6 +60,8 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     except KeyboardInterrupt:
         world.report("stopped by Ctrl-C.", label="")
         world.leave(EXIT_INTERRUPTED)
+    except StepOutOfMemory as error:
+        world.start_again(error)
     except Exception as error:
         if is_out_of_memory(error):
             remedy = "--auto-batch-size, more --gradient-accumulation-steps, more processes, or a smaller model"

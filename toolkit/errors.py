@@ -1,12 +1,15 @@
 """Errors that users see, and exit codes."""
 
 import errno
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: run the same command again, it continues from a verified checkpoint."""
+EXIT_SMALLER_BATCHES = 76
+"""Of a rank, to the process that started it: a step ran out of memory, start all again with smaller micro-batches."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C."""
 
@@ -24,6 +27,14 @@ class Preempted(BaseException):
 
     No Exception, because a signal handler raises it anywhere: in an import, or in a `try` around reading a file.
     """
+
+
+class StepOutOfMemory(MemoryError):
+    """A step ran out of memory, and the run in `folder` takes smaller micro-batches when it is started again."""
+
+    def __init__(self, message: str, folder: Path):
+        super().__init__(message)
+        self.folder = folder
 
 
 def is_out_of_memory(error: BaseException) -> bool:

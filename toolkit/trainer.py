@@ -27,6 +27,7 @@ from toolkit.optim import Schedule, initial_rates
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.parallel.ownership import owned
 from toolkit.parallel.prepare import prepare, refuse_late_parameters
+from toolkit.parallel.waits import waits
 from toolkit.run.data import record_data
 from toolkit.run.run import Run
 from toolkit.seeding import seed_device
@@ -133,7 +134,8 @@ class Trainer:
         self.micro_batches = micro_batches
         self.hooks("on_before_forward")
         accelerator = self.run.accelerator
-        counts, total = global_counts([self.task.count(batch) for batch in micro_batches], self.run.device)
+        counted = [self.task.count(batch) for batch in micro_batches]
+        counts, total = waits.timed("counts", self.run.device, global_counts, counted, self.run.device)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * multiplier
         # DDP averages over ranks and Accelerate divides by the accumulation steps: undo both, divide by the count.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -154,9 +156,33 @@ def test_the_wait_for_the_slowest_is_a_share_of_a_step_and_its_mean_is_the_same_
     assert run_distributed(barrier_wait, 2) == [{"perf/barrier_wait_share": 0.5}] * 2
 
 
+class Sleeps(Callback):
+    """Rank 1 takes its time in the forward."""
+
+    def on_fit_start(self, trainer):
+        if trainer.run.rank == 1:
+            loss = trainer.task.loss
+            trainer.task.loss = lambda *given: time.sleep(0.05) or loss(*given)
+
+
+def a_rank_that_sleeps(folder: Path) -> dict[str, float]:
+    return train(config(folder, log_every=2), Sleeps(), epochs=1)
+
+
+def test_the_slowest_rank_is_named_although_all_take_equally_long(tmp_path):
+    results = run_distributed(a_rank_that_sleeps, 2, tmp_path)[0]
+    lines = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert len(lines) == 5
+    assert results["straggler_notice"].startswith("rank 1 of 2 takes ")
+    assert results["straggler_notice"] in (tmp_path / "summary.txt").read_text()
+    assert median(line["perf/slowest_rank"] for line in lines) == 1
+    assert all(line["perf/exchange_ms"] == 0 for line in lines)
+
+
 def test_one_process_waits_for_nobody(tmp_path):
     train(config(tmp_path), BarrierWait(), epochs=1)
-    assert not any("perf/barrier_wait_share" in line for line in read_metrics(tmp_path / "metrics.jsonl"))
+    written = {name for line in read_metrics(tmp_path / "metrics.jsonl") for name in line}
+    assert not {"perf/barrier_wait_share", "perf/slowest_rank"} & written
 
 
 def test_memory_is_that_of_this_process(tmp_path):

@@ -1,4 +1,5 @@
-"""Starting the ranks of `--num-processes`, and starting them again when one crashed (`--max-restarts`)."""
+"""Starting the ranks of `--num-processes`, and starting them again when one crashed (`--max-restarts`) or when a
+step ran out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.config.run import RunConfig
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
+from toolkit.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_SMALLER_BATCHES,
+    EXIT_USER_ERROR,
+)
 from toolkit.launch.children import GRACE_S, Children
 from toolkit.launch.port import reserve_port, world_environment
 from toolkit.launch.restarts import CAUSE, FOLDER, REPORT_PIPE, restarted
@@ -31,7 +39,7 @@ class Attempt:
     code: int
     """The exit code of the run."""
     cause: str
-    """Why, in a sentence, where a restart may help: a rank crashed, was killed or hung. Else empty."""
+    """Why, in a sentence, where a restart may help: a rank crashed, was killed, hung or lacked memory. Else empty."""
     folder: Path | None
     """Of the run, where it got as far as having one."""
 
@@ -46,18 +54,24 @@ def start_processes(config: RunConfig) -> int:
     """Run this command as each of `config.num_processes` ranks of one world; returns the exit code for this process.
 
     Signals are forwarded to every rank. When a rank fails, the others get a few seconds and are then killed. After a
-    crash all are started again, up to `config.max_restarts` times; they continue from the newest checkpoint.
+    crash all are started again, up to `config.max_restarts` times; they continue from the newest checkpoint. After a
+    step that ran out of memory they are started at once, and that does not count: each time micro-batches are smaller.
     """
     reasons: list[str] = []
+    crashes = 0
     environment: dict[str, str] = {}
     while True:
         attempt = _run_ranks(config, environment)
-        if not attempt.cause or len(reasons) == config.max_restarts:
+        if attempt.cause and attempt.code == EXIT_SMALLER_BATCHES:
+            sys.stderr.write(f"restart: {attempt.cause}\n")
+        elif not attempt.cause or crashes == config.max_restarts:
             return attempt.code
-        pause_s = min(LONGEST_PAUSE_S, 2.0 ** len(reasons))
+        else:
+            pause_s = min(LONGEST_PAUSE_S, 2.0**crashes)
+            crashes += 1
+            sys.stderr.write(f"restart {crashes} of {config.max_restarts} in {pause_s:g} s: {attempt.cause}\n")
+            time.sleep(pause_s)
         reasons.append(attempt.cause)
-        sys.stderr.write(f"restart {len(reasons)} of {config.max_restarts} in {pause_s:g} s: {attempt.cause}\n")
-        time.sleep(pause_s)
         environment = restarted(attempt.folder, reasons)
 
 
@@ -106,9 +120,10 @@ def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
 
 def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:
     """The exit code of this process, given those of the ranks that failed first, and a line where they wrote none."""
-    for code in (EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+    for code in (EXIT_USER_ERROR, EXIT_SMALLER_BATCHES, EXIT_PREEMPTED, EXIT_INTERRUPTED):
         if code in failed.values():
-            return code, []
+            # Who was told to stop meanwhile is not started again: the same command goes on.
+            return (EXIT_PREEMPTED if code == EXIT_SMALLER_BATCHES and ranks.received else code), []
     for rank, code in failed.items():
         if code < 0 and -code in ranks.received:  # it had not installed its own handler yet
             return (EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED), []

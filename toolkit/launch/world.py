@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -18,9 +19,9 @@ from types import FrameType
 from typing import NoReturn
 
 from toolkit.config.run import RunConfig
-from toolkit.errors import EXIT_DONE, Preempted, UserError
+from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
 from toolkit.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
-from toolkit.launch.restarts import REPORT_PIPE, send
+from toolkit.launch.restarts import CAUSE, REPORT_PIPE, past_restarts, restarted, send
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
@@ -166,6 +167,27 @@ def is_timeout(error: Exception) -> bool:
     """Whether `error` says that a collective waited in vain: gloo's and NCCL's words for it."""
     waited = re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE)
     return isinstance(error, RuntimeError) and waited is not None
+
+
+def start_again(error: StepOutOfMemory) -> NoReturn:
+    """Have this run started again, with the smaller micro-batches that its folder knows of.
+
+    The process that started the ranks does it; a process by itself is replaced by a new one, which gives all memory
+    back. A launcher's rank leaves with `EXIT_PREEMPTED`: the launcher, or the same command, starts it again.
+    """
+    if send(f"{CAUSE}{error}"):
+        leave(EXIT_SMALLER_BATCHES)
+    if launched_world() is not None:
+        report(f"{error} Run the same command again.", label="")
+        leave(EXIT_PREEMPTED)
+    for worker in multiprocessing.active_children():  # of a data loader: they would outlive this program
+        worker.kill()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.write(f"restart: {error}\n")
+        sys.stderr.flush()
+    environment = os.environ | restarted(error.folder, [*past_restarts(), str(error)])
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def leave(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from toolkit.compat import embedding_bag_weights_grad
 from toolkit.moe.recompute import decide
 from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.waits import waits
 from toolkit.placement.placement import ExpertPlacement
 
 
@@ -200,7 +201,8 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     result = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    rows = rows.contiguous()
+    waits.timed("experts", rows.device, dist.all_to_all_single, result, rows, received, sent, group=group)
     return result
 
 
@@ -302,7 +304,7 @@ class AllToAllDispatcher:
         order = sort_by_slot(self.slots_of(expert_ids_TK, kept_TK), peers * self.stride, kept_TK)
         to_peers_PS = order.rows_per_slot.view(peers, self.stride)
         from_peers_PS = torch.empty_like(to_peers_PS)
-        dist.all_to_all_single(from_peers_PS, to_peers_PS, group=group)
+        waits.timed("experts", device, dist.all_to_all_single, from_peers_PS, to_peers_PS, group=group)
         # The one host sync of the layer: an all-to-all takes its sizes from the host.
         sent, received = torch.stack([to_peers_PS.sum(1), from_peers_PS.sum(1)]).tolist()
         if kept_TK is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.compat import timeout_of_world
 from toolkit.errors import UserError
+from toolkit.parallel.waits import waits
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dis
 def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """`value`, summed in place over all ranks where there are several. A collective."""
     if dist.is_initialized():
-        dist.all_reduce(value)
+        waits.timed("losses", value.device, dist.all_reduce, value)
     return value
 
 

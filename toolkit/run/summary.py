@@ -47,10 +47,15 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))
     if has("samples_per_second"):
         rows.append(("throughput", f"{results['samples_per_second']:,.0f} samples/s"))
+    if results.get("straggler_notice"):
+        rows.append(("slowest rank", str(results["straggler_notice"])))
     if has("wall_seconds"):
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):
         rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
+    if has("micro_batch_size", "out_of_memory_with"):
+        refused = f", because a step ran out of memory with {results['out_of_memory_with']}"
+        rows.append(("micro-batches", f"of {results['micro_batch_size']} sample(s) on each process{refused}"))
     if skipped := results.get("skipped_steps"):
         rows.append(("skipped", f"{skipped} step(s) whose gradients were not finite: see nonfinite.json"))
     if restarts := results.get("restarts"):

@@ -8,6 +8,7 @@ from torch import nn
 from toolkit.config.experts import ExpertRunConfig
 from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.stack import expert_stacks
+from toolkit.run.hardware import describe_memory_limits
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
 
@@ -25,6 +26,8 @@ def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
         ("parameters", _parameters(model, top_k)),
         ("steps", steps),
     ]
+    if run.device.type == "cpu" and (limits := describe_memory_limits()):
+        rows.insert(1, ("memory limit", limits))
     return aligned(rows).rstrip()
 
 

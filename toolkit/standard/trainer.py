@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.batch_size import accumulation_steps
+from toolkit.batch_size import accumulation_steps, kept_accumulation_steps
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.early_stopping import EarlyStopping
 from toolkit.callbacks.evaluation import Evaluation
+from toolkit.callbacks.out_of_memory import SmallerMicroBatches
 from toolkit.callbacks.pictures import Pictures
 from toolkit.callbacks.preemption import Preemption
 from toolkit.callbacks.progress import Progress
@@ -142,6 +143,7 @@ def standard_trainer(
             Preemption(),
             Pictures(),
             Progress(),
+            SmallerMicroBatches(),
         ],
     )
 
@@ -169,7 +171,7 @@ def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps:
         steps_per_epoch=whole,
         endless=known is None,
         seed=config.seed,
-        accumulation=config.gradient_accumulation_steps,
+        accumulation=kept_accumulation_steps(run),
         rank=run.rank,
         world_size=run.world_size,
         device=run.device,

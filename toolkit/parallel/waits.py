@@ -1,0 +1,84 @@
+"""How long a rank spends in collectives, which is mostly waiting for the others: host seconds on a CPU, seconds of the
+device's own stream elsewhere, so that no measuring waits for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Mark = float | torch.Event
+
+
+def mark(device: torch.device) -> Mark:
+    """A point in time of the work on `device`."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device.type, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Both of one device, which has come to the second."""
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+    return begin.elapsed_time(end) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective of this rank."""
+
+    kind: str
+    begin: Mark
+    end: Mark
+
+    @property
+    def seconds(self) -> float:
+        return seconds_between(self.begin, self.end)
+
+
+class Waits:
+    """The collectives of this process since the last `take`, while `on`; otherwise measuring costs nothing."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._waits: list[Wait] = []
+        self.also: list[Wait] | None = None
+        """Where the waits are noted besides, for a second reader."""
+
+    def timed(
+        self, kind: str, device: torch.device, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `collective` returns."""
+        if torch.compiler.is_compiling() or not self.on:
+            return collective(*args, **kwargs)
+        begin = mark(device)
+        result = collective(*args, **kwargs)
+        self.add(kind, begin, mark(device))
+        return result
+
+    def add(self, kind: str, begin: Mark, end: Mark) -> None:
+        """Note what was measured elsewhere."""
+        if not self.on:
+            return
+        self._waits.append(Wait(kind, begin, end))
+        if self.also is not None:
+            self.also.append(self._waits[-1])
+
+    def take(self) -> list[Wait]:
+        """In order; their seconds can be read once the device has done its work."""
+        taken, self._waits = self._waits, []
+        return taken
+
+
+waits = Waits()
+"""Of this process, which is one rank. Kinds: counts, experts, losses, gradients, barrier."""
