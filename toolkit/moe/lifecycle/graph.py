@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import networkx as nx
+import lazy_loader
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.moe.lifecycle.plans import Pair
 from toolkit.moe.lifecycle.roster import ExpertRoster
 
+nx = lazy_loader.load("networkx")
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 LINEAGE = ("split", "merge")
 """Edges that record what happened: they fade to the floor and are never removed."""

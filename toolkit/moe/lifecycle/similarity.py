@@ -12,7 +12,6 @@ from itertools import combinations
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from toolkit.moe.layer import MoE
@@ -40,6 +39,8 @@ def units(rows: Rows) -> Float[Tensor, "F P"]:
 
 def alignment(rows: Rows, other: Rows) -> Int[Tensor, " F"]:
     """int64 (F): `other`'s unit for each unit of `rows`."""
+    from scipy.optimize import linear_sum_assignment  # slow to import, and only runs that compare experts need it
+
     similarity_FF = units(rows) @ units(other).T
     _, matched = linear_sum_assignment(similarity_FF.double().cpu().numpy(), maximize=True)
     return torch.from_numpy(matched)
