@@ -82,7 +82,7 @@ def reshard(source: Path, target: Path, place: Callable[[int], ExpertPlacement])
     old = row_places(about)
     if not old:
         raise UserError(f"checkpoint {source} has no experts to reshard: all its tensors are replicated.")
-    with SavedTensors() as tensors, _new(target) as writing:
+    with SavedTensors() as tensors, new_target(target) as writing:
         tensors.open(source, about["files"])
         experts = {name: tensors.rows_of(name) for name in old}
         if strange := next((name for name, ids in experts.items() if ids != list(range(len(ids)))), None):
@@ -121,7 +121,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
     about = read_verified(source)
     stacked = row_places(about)
     weights: dict[str, torch.Tensor] = {}
-    with SavedTensors() as tensors, _new(target) as writing:
+    with SavedTensors() as tensors, new_target(target) as writing:
         tensors.open(source, about["files"])
         rows = {name: [f"{name}/{row_id}" for row_id in tensors.rows_of(name)] for name in stacked}
         for name in tensors.weights.keys() - {weight for keys in rows.values() for weight in keys}:
@@ -138,7 +138,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 @contextmanager
-def _new(target: Path) -> Iterator[Path]:
+def new_target(target: Path) -> Iterator[Path]:
     """A temporary folder to write `target` in, which is deleted at the end."""
     if target.exists():
         raise UserError(f"{target} exists already: choose another name.")

@@ -160,7 +160,7 @@ class SavedTensors:
                 continue
             file = self._files.enter_context(safe_open(path / name, "pt"))
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                weight, state = _split(name, key)
+                weight, state = split_key(name, key)
                 if state is None:
                     self.weights[weight] = file, key
                 else:
@@ -201,7 +201,7 @@ class SavedTensors:
         self._files.close()
 
 
-def _split(file: str, key: str) -> tuple[str, str | None]:
+def split_key(file: str, key: str) -> tuple[str, str | None]:
     """The weight that the tensor `key` of `file` belongs to, and which of its optimizer states it is, if any."""
     if file == MODEL:
         return key, None

@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: inspect, verify, reshard or export a checkpoint, in one process, without the model's code."""
+"""`toolkit checkpoint`: inspect, verify, reshard, export or import one, in one process, without the model's code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import torch
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint import reshard as rewrite
+from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
+FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,7 +52,14 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("checkpoint", type=Path, help=of)
     command.add_argument("out", type=Path, help="a file *.safetensors, or a folder for model.safetensors")
     command.add_argument("--dtype", choices=DTYPES, help="type of floating point numbers; as they are without it")
+    command.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=FORMATS)
     command.set_defaults(run=_export)
+
+    command = commands.add_parser("import", help="a checkpoint with the tensors of a torch.distributed.checkpoint")
+    command.add_argument("source", type=Path, help="a folder that torch.distributed.checkpoint.save wrote, trusted")
+    command.add_argument("checkpoint", metavar="like", type=Path, help=f"{of}: has the same tensors, and all else")
+    command.add_argument("out", type=Path, help="the new checkpoint")
+    command.set_defaults(run=_import)
 
     args = parser.parse_args(argv)
     args.checkpoint = find_folder(args.checkpoint)
@@ -142,6 +151,19 @@ def _place(name: str, experts: int, ranks: int) -> ExpertPlacement:
 
 
 def _export(args: argparse.Namespace) -> None:
+    if args.format == "dcp":
+        if args.dtype is not None:
+            raise UserError(
+                f"--dtype {args.dtype}: --format dcp keeps the types that a run continues with: leave it out."
+            )
+        export_dcp(args.checkpoint, args.out)
+        _say(f"{args.out}: written")
+        return
     out = args.out if args.out.suffix == ".safetensors" else args.out / "model.safetensors"
     rewrite.export(args.checkpoint, out, DTYPES.get(args.dtype))
     _say(f"{out}: written")
+
+
+def _import(args: argparse.Namespace) -> None:
+    has_states = import_dcp(args.source, args.checkpoint, args.out)
+    _say(f"{args.out}: written" + ("" if has_states else ", without optimizer states, of which there are none"))

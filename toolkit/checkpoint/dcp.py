@@ -1,0 +1,132 @@
+"""Checkpoints to and from the format of `torch.distributed.checkpoint` (DCP), which others read, in one process.
+
+    model.<parameter or buffer>         whole; experts stacked in the order of their ids
+    optimizer.<parameter>.<state>       of the same shape; or one number, where rows differ the largest
+
+Torch keeps the names in a pickle, which can execute code when it is read: import only folders that you trust.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places
+from toolkit.checkpoint.tensor_files import SavedTensors, split_key
+from toolkit.errors import UserError
+
+
+def export_dcp(source: Path, target: Path) -> None:
+    """Write the weights and optimizer states of `source` to the DCP folder `target`.
+
+    It takes as much memory as these. Raises UserError where `source` is damaged, or `target` exists or cannot be
+    written.
+    """
+    about = read_verified(source)
+    with SavedTensors() as tensors, new_target(target) as writing, _quiet():
+        tensors.open(source, about["files"])
+        dcp.save(_whole(tensors, row_places(about)), checkpoint_id=writing / target.name, no_dist=True)
+        (writing / target.name).rename(target)
+
+
+def import_dcp(source: Path, like: Path, target: Path) -> bool:
+    """Write the checkpoint `target`: that of `like`, with the tensors of the DCP folder `source`. Step, metrics and the
+    order of the data stay those of `like`.
+
+    Returns whether there are optimizer states: `target` has none where `source` has none at all. Raises UserError where
+    `source` is no DCP folder or lacks a tensor of `like`, `like` is damaged, or `target` exists or cannot be written.
+    """
+    about = read_verified(like)
+    places = row_places(about)
+    there = _sizes(source)
+    has_states = any(name.startswith("optimizer.") for name in there)
+    with SavedTensors() as tensors, new_target(target) as writing, _quiet():
+        tensors.open(like, about["files"])
+        whole = _whole(tensors, places)
+        if not has_states:
+            del whole["optimizer"]
+        for name, tensor in _named(whole):
+            if there.get(name) != tuple(tensor.shape):
+                what = f"has {name!r} of shape {there[name]}" if name in there else f"lacks {name!r}"
+                raise UserError(
+                    f"{source} {what}, which {like} has of shape {tuple(tensor.shape)}: import what was "
+                    "trained with the same model."
+                )
+        dcp.load(whole, checkpoint_id=source, no_dist=True)
+        rows = {f"{name}/{row_id}": (name, row) for name in places for row, row_id in enumerate(tensors.rows_of(name))}
+        seals = {}
+        for file in about["files"]:
+            if file.endswith(".safetensors"):
+                with safe_open(like / file, "pt") as opened:
+                    parts = {key: _part(whole, rows, *split_key(file, key)) for key in opened.keys()}  # noqa: SIM118
+                save_file({key: part for key, part in parts.items() if part is not None}, writing / file)
+            else:
+                shutil.copyfile(like / file, writing / file)
+            seals[file] = manifest.seal(writing / file)
+        manifest.publish(writing, target, about | {"files": seals})
+    return has_states
+
+
+def _whole(tensors: SavedTensors, places: RowIds) -> dict[str, dict[str, Any]]:
+    """The weights by name, and optimizer states by name and state, experts stacked."""
+    rows = {name: [f"{name}/{row_id}" for row_id in tensors.rows_of(name)] for name in places}
+    in_rows = {weight for keys in rows.values() for weight in keys}
+    model = {name: tensors.weight(name).clone() for name in tensors.weights if name not in in_rows}
+    states = {name: tensors.state(name) for name in tensors.states if name not in in_rows}
+    for name, keys in rows.items():
+        model[name] = torch.cat([tensors.weight(key) for key in keys])
+        of_rows = [tensors.state(key) for key in keys]
+        if of_rows[0]:
+            states[name] = {state: _stacked([each[state] for each in of_rows]) for state in of_rows[0]}
+    return {"model": model, "optimizer": states}
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    return torch.cat(values) if values[0].ndim else torch.stack(values).max()
+
+
+def _named(whole: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Under the names that DCP gives."""
+    for name, tensor in whole["model"].items():
+        yield f"model.{name}", tensor
+    for name, states in whole.get("optimizer", {}).items():
+        for state, tensor in states.items():
+            yield f"optimizer.{name}.{state}", tensor
+
+
+def _part(
+    whole: dict[str, dict[str, Any]], rows: dict[str, tuple[str, int]], weight: str, state: str | None
+) -> Tensor | None:
+    """What a file of a checkpoint holds of `whole` under that key; None for a state where there are none."""
+    if state is not None and "optimizer" not in whole:
+        return None
+    name, row = rows.get(weight, (weight, None))
+    value = whole["model"][name] if state is None else whole["optimizer"][name][state]
+    if row is None:
+        return value
+    return value[row : row + 1] if value.ndim else value.clone()
+
+
+def _sizes(source: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the DCP folder `source`, by name."""
+    try:
+        found = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        return {name: tuple(about.size) for name, about in found.items() if hasattr(about, "size")}
+    except (OSError, EOFError, ValueError, AttributeError, LookupError, ImportError, UnpicklingError) as error:
+        raise UserError(f"{source} cannot be read as a DCP folder ({error}): give one that holds .metadata.") from None
+
+
+def _quiet() -> warnings.catch_warnings:
+    """Torch warns that one process saves alone, which is what is wanted."""
+    return warnings.catch_warnings(action="ignore")
