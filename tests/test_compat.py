@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -318,6 +319,14 @@ def test_wandb_knows_the_setting_that_keeps_the_command_line_private():
         for has_secrets in (True, False):
             settings = wandb.Settings(**compat.wandb_privacy(has_secrets=has_secrets))
             assert settings.x_disable_meta is has_secrets
+
+
+def test_wandb_workspaces_sends_what_we_print():
+    ws = pytest.importorskip("wandb_workspaces.workspaces")
+    with relying_on("wandb_workspaces", "Workspace._to_model"):
+        workspace = ws.Workspace(entity="me", project="digits", sections=[ws.Section(name="Training")])
+        sent = json.loads(compat.workspace_as_json(workspace))
+        assert sent["section"]["panelBankConfig"]["sections"][0]["name"] == "Training"
 
 
 def test_wandbs_service_is_still_called_so():

@@ -184,6 +184,11 @@ def is_wandb_service(process_name: str) -> bool:
     return process_name.startswith("wandb-core")
 
 
+def workspace_as_json(workspace: Any) -> str:
+    """What a workspace of wandb_workspaces sends to W&B when it is saved."""
+    return workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+
+
 def timeout_of_world() -> timedelta:
     """How long a collective of the world's process group waits before it fails."""
     world = dist.group.WORLD

@@ -34,6 +34,7 @@ COMMANDS = {
     "sweep": Command("toolkit.commands.sweep", "run a grid of runs of one recipe, with tables and pictures"),
     "compare": Command("toolkit.commands.compare", "print runs side by side: settings that differ, final numbers"),
     "report": Command("toolkit.commands.report", "write a page with curves, experts and settings of several runs"),
+    "dashboard": Command("toolkit.commands.dashboard", "make a workspace of W&B with the curves of a project's runs"),
     "push": Command("toolkit.commands.push", "upload a run's weights and a model card to the Hugging Face Hub"),
     "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
     "doctor": Command("toolkit.commands.doctor", "compare training in one process with training in several"),

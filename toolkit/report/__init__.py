@@ -6,6 +6,7 @@ processes.py    the same training in one process and in several
 curves.py       metrics as curves of a bounded number of points
 experts.py      load, placement and events of experts over steps
 page.py         the HTML file; page.html, page.css and page.js are its frame
+workspace.py    the same sheet for W&B
 model_folder.py what `toolkit push` uploads of one run
 model_card.py   the README.md in it
 """

@@ -23,6 +23,8 @@ GROUPS = {
     "perf": "Performance",
 }
 """The first part of a metric's name -> the heading that it stands under, in this order; others follow."""
+OPEN_AT_FIRST = ("Training", "Evaluation")
+"""Headings."""
 FIRST = ("loss", "accuracy", "bits_per_byte")
 """Metrics that come first under their heading."""
 
@@ -52,7 +54,7 @@ def curves_by_metric(runs: Sequence[RunRecord]) -> dict[str, list[Curve]]:
     limit = max(FEWEST_POINTS, min(MOST_POINTS, POINTS_OF_A_PAGE // max(1, len(found))))
     return {
         name: [_curve(run, found[run, name], limit) for run in range(len(runs)) if (run, name) in found]
-        for name in sorted({name for _, name in found}, key=_order)
+        for name in sorted({name for _, name in found}, key=page_order)
     }
 
 
@@ -87,7 +89,8 @@ def _curve(run: int, points: Sequence[tuple[int, float | None]], limit: int) -> 
     return Curve(run, steps, values[kept], len(points) if len(kept) < len(points) else None)
 
 
-def _order(metric: str) -> tuple[int, int, str]:
+def page_order(metric: str) -> tuple[int, int, str]:
+    """Sorts metrics as the page has them: by heading, those of `FIRST` first."""
     group, _, name = metric.partition("/")
     groups = list(GROUPS)
     return (

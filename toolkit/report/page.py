@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from toolkit.errors import UserError
 from toolkit.report.comparison import differing, final_rows, settings, summary_rows
-from toolkit.report.curves import Curve, curves_by_metric, heading
+from toolkit.report.curves import OPEN_AT_FIRST, Curve, curves_by_metric, heading
 from toolkit.report.experts import Event, events_of, viewer_data
 from toolkit.report.processes import process_notices, process_tables
 from toolkit.report.records import RunRecord
@@ -29,7 +29,6 @@ COLOURS = (
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 INK, GRID = "#78808c", "rgba(128, 136, 148, 0.25)"
 """Of axes: between light and dark, because a canvas does not follow the page's colours."""
-OPEN_AT_FIRST = ("Training", "Evaluation")
 FEW_POINTS = 12
 """Curves of so many points, such as those of evaluations, have each marked."""
 MOST_FILES = 60
