@@ -109,6 +109,28 @@ def test_loading_replaces_the_state_of_an_optimizer_that_has_stepped(tmp_path):
     assert_same(now, then)
 
 
+def test_moments_keep_the_memory_format_of_their_weights(tmp_path):
+    """A fused optimizer goes through a weight and its moments as they lie in memory."""
+    images = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+
+    def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(images).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        return model, build_optimizer(model, lr=0.1, config=tk.OptimizerConfig())
+
+    going_on, loaded = fresh(), fresh()
+    learn(*going_on)
+    save_tensors(tmp_path / "saved", *going_on)
+    load_tensors(tmp_path / "saved", *loaded)
+    learn(*going_on)
+    learn(*loaded)
+    assert torch.equal(going_on[0].weight, loaded[0].weight)
+
+
 def test_rows_are_saved_under_their_stable_ids_and_everything_else_once(tmp_path):
     pair = trained()
     path = save(tmp_path, pair, 7)

@@ -269,8 +269,8 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
     if ownership is None:
         state = tensors.state(name)
         if isinstance(parameter, DTensor):
-            state = {key: _spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
-        return state
+            return {key: _spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
+        return {key: _strided_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
     state = {}
     rows = {row_id: row for row, row_id in _owned(ownership)}
     # A rank that owns nothing may do so after the next migration: it needs what rows share, and state of their shape.
@@ -286,6 +286,12 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
     if isinstance(parameter, DTensor):
         return {key: _sharded_like(parameter, value) if value.ndim else value for key, value in state.items()}
     return state
+
+
+def _strided_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """`value` with the parameter's memory format. A fused optimizer goes through both as they lie in memory: of a
+    convolution in channels_last it would pair weights with the moments of others."""
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _sharded_like(parameter: DTensor, rows: Tensor) -> DTensor:
