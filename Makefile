@@ -103,6 +103,7 @@ BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
+	$(PY) benchmarks/faults/inject.py && $(PY) benchmarks/faults/inject.py --restarts 50 || missed=1; \
 	$(PY) benchmarks/record_traces.py runs/traces && $(PY) benchmarks/placement_lab.py runs/traces && \
 	$(PY) benchmarks/each_step.py runs/traces || missed=1; exit $$missed
 

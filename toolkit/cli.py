@@ -67,8 +67,8 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
             remedy = "--auto-batch-size, more --gradient-accumulation-steps, more processes, or a smaller model"
             world.report(f"out of memory: use {remedy}.")
             world.leave(EXIT_USER_ERROR)
-        elif world.is_timeout(error):
-            world.report("another process did not answer within --process-timeout: it hangs or is gone.")
+        elif lost := world.lost_process(error):
+            world.report(lost)
         else:
             sys.excepthook(*sys.exc_info())
             send(f"{CAUSE}{type(error).__name__}: {error}")

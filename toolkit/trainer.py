@@ -259,10 +259,12 @@ class Trainer:
             to_cpu=to_cpu,
         )
 
-    def restore(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`. A collective; raises UserError where it does not fit."""
+    def restore(self, folder: Path) -> dict[str, Any]:
+        """Continue from the checkpoint in `folder`; returns its `state_dict`. A collective; raises UserError where it
+        does not fit."""
         saved = checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
         self.load_state_dict(saved)
+        return saved
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but weights and optimizer states, as plain JSON values. A collective."""
@@ -273,6 +275,7 @@ class Trainer:
             "recorded": plain_values(self._recorded),
             "results": self.results,
             "callbacks": states_of(self.callbacks),
+            "metrics": self.run.seal_of_metrics(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -69,6 +69,16 @@ def wait_for_a_stopped_rank(config):
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(1), group=group)
 
+def wait_for_a_killed_rank(config):
+    import signal
+    from toolkit.run.run import start_run
+    with start_run("toy", config):
+        import torch, torch.distributed as dist
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
 def stop_while_reading():
     try:
         os.kill(os.getpid(), 15)
@@ -237,6 +247,14 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout_and_is_named(ter
     assert "error: rank 1 of 2 was stopped (SIGSTOP) and did not end." in err.splitlines()
     assert "Traceback" not in err
     assert process.returncode == (75 if terminated else 1)
+
+
+def test_a_rank_that_is_killed_is_named_and_those_that_waited_for_it_print_no_traceback(toy: Path):
+    process = start(toy, "wait_for_a_killed_rank(config)", flags=("--tracker", "none", "--run-dir", "run"))
+    _, err = process.communicate(timeout=60)
+    assert "error: rank 1 of 2 was ended by SIGKILL (by the system, if memory ran out)." in err.splitlines()
+    assert "Traceback" not in err
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize(

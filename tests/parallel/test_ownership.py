@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch import nn
 from tests.equality import replicas_agree
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
+from toolkit.parallel import groups
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import mark_owned, owned, ownership_of
@@ -31,6 +35,22 @@ def parameter(*values: float) -> nn.Parameter:
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def receive_what_nobody_sends(done: Path) -> None:
+    groups.timeout_of_world = lambda: timedelta(seconds=0.2)
+    value = torch.zeros(1)
+    if dist.get_rank() == 0:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, value, 1)])
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            groups.wait_for(work, value.device)
+        done.touch()
+    while not done.exists():
+        time.sleep(0.02)
+
+
+def test_a_row_that_a_rank_does_not_send_is_not_awaited_for_ever(tmp_path):
+    run_distributed(receive_what_nobody_sends, 2, tmp_path / "done", timeout_s=60)
 
 
 def groups_of_this_rank(ep_size: int) -> tuple[int, Any, Any]:

@@ -91,6 +91,38 @@ def test_a_damaged_line_is_named_and_those_around_it_are_kept(damage, tmp_path):
     assert said == [f"warning: {path}: line 2 cannot be read; tables and plots leave it out."]
 
 
+@pytest.mark.parametrize("damage", ["a digit", "a line", "the last line", "the file", "nothing"])
+def test_lines_that_were_changed_after_they_were_written_are_said(damage, tmp_path):
+    path, said = tmp_path / "m.jsonl", []
+    metrics = MetricsFile(path, said.append)
+    for step in (1, 2):
+        metrics.append(step, {"train/loss": 0.5})
+    seal = metrics.seal()
+    metrics.append(2, {"run/restarts": 1})  # written after the checkpoint that has the seal
+    metrics.append(3, {})
+    metrics.close()
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "a digit": [lines[0].replace("0.5", "0.4"), *lines[1:]],
+        "a line": lines[1:],
+        "the last line": [lines[0], "\0" * len(lines[1]), *lines[3:]],
+        "the file": [],
+        "nothing": lines,
+    }
+    path.write_text("".join(changed[damage]))
+    again = MetricsFile(path, said.append)
+    again.truncate(2, seal)
+    warning = (
+        f"warning: {path}: lines up to step 2 were damaged, changed or lost after they were written; "
+        "tables and plots show what is there."
+    )
+    assert said == ([] if damage == "nothing" else [warning])
+    again.append(3, {})
+    if damage == "nothing":
+        assert again.seal()["bytes"] == path.stat().st_size
+    again.close()
+
+
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_a_file_that_is_removed_in_mid_run_is_written_again(how, tmp_path):
     path, said = tmp_path / "run" / "m.jsonl", []

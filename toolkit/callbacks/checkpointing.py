@@ -42,8 +42,8 @@ class Checkpointing(Callback):
         newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
         if newest is not None:
             settle_buckets(trainer)
-            trainer.restore(newest)
-            run.truncate_metrics(trainer.state.step)
+            saved = trainer.restore(newest)
+            run.truncate_metrics(trainer.state.step, saved.get("metrics"))
             run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
             if run.config.extend:
                 _describe_extension(trainer)

@@ -114,8 +114,10 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
 
 
 def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
-    is_saving = _meaning(failed, ranks)[0] == EXIT_PREEMPTED and not _stopped(ranks)
-    return PREEMPTED_GRACE_S if is_saving else GRACE_S
+    if stopped := _stopped(ranks):
+        running = [rank for rank, process in enumerate(ranks.processes) if process.poll() is None]
+        return 0.0 if running == stopped else GRACE_S
+    return PREEMPTED_GRACE_S if _meaning(failed, ranks)[0] == EXIT_PREEMPTED else GRACE_S
 
 
 def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:

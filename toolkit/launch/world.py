@@ -163,10 +163,16 @@ def begin_handling_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 
-def is_timeout(error: Exception) -> bool:
-    """Whether `error` says that a collective waited in vain: gloo's and NCCL's words for it."""
-    waited = re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE)
-    return isinstance(error, RuntimeError) and waited is not None
+def lost_process(error: Exception) -> str | None:
+    """What `error` says of another process: gloo's or NCCL's words for one that hangs or has ended. None for others."""
+    if not isinstance(error, RuntimeError):
+        return None
+    if re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE):
+        return "another process did not answer within --process-timeout: it hangs or is gone."
+    gone = r"connection (closed|reset) by peer|connection was likely closed|broken pipe|remote process exited"
+    if re.search(gone, str(error), re.IGNORECASE):
+        return "another process has ended, and this one cannot go on without it."
+    return None
 
 
 def start_again(error: StepOutOfMemory) -> NoReturn:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack, expert_stacks
-from toolkit.parallel.groups import ExpertGroups, extremes_over_ranks
+from toolkit.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.parallel.optimizer_rows import rows_of_state
 from toolkit.parallel.ownership import EMPTY_ROW, local_rows
 from toolkit.parallel.unwrapping import unwrapped
@@ -275,8 +275,8 @@ def _carry(payloads: list[_Payload]) -> None:
         works = dist.batch_isend_irecv(operations) if operations else []
         for payload, now in due:
             payload.copy_within(now)
-        for work in works:
-            work.wait()
+        for work, operation in zip(works, operations, strict=False):  # NCCL has one work for all
+            wait_for(work, operation.tensor.device)
         for payload, now in due:
             payload.settle(now)
 

@@ -82,6 +82,17 @@ def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dis
     return dist.new_group(ranks, timeout=timeout_of_world(), backend=backend)
 
 
+def wait_for(work: dist.Work, device: torch.device) -> None:
+    """Wait for a send or a receive of tensors on `device`; RuntimeError after the time-out of the world's group.
+
+    gloo's have none of their own and would wait for ever; NCCL's have, and the host does not wait for them.
+    """
+    if device.type == "cpu":
+        work.wait(timeout_of_world())
+    else:
+        work.wait()
+
+
 def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """`value`, summed in place over all ranks where there are several. A collective."""
     if dist.is_initialized():

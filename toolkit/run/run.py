@@ -185,10 +185,14 @@ class Run:
         """The lines that were written so far, by earlier processes of this run, too. For the main process."""
         return read_metrics(self.folder / "metrics.jsonl")
 
-    def truncate_metrics(self, step: int) -> None:
-        """Remove the lines after `step`, from which training continues."""
+    def seal_of_metrics(self) -> dict[str, Any] | None:
+        """Size and digest of the lines so far, for `truncate_metrics`; None on other processes than the main one."""
+        return None if self._metrics is None else self._metrics.seal()
+
+    def truncate_metrics(self, step: int, seal: Mapping[str, Any] | None = None) -> None:
+        """Remove the lines after `step`, from which training continues, and warn of others than `seal` was made of."""
         if self._metrics is not None:
-            self._metrics.truncate(step)
+            self._metrics.truncate(step, seal)
 
     # --- the end ----------------------------------------------------------------------------------------------
 

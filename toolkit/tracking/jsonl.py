@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ class MetricsFile:
 
     Steps ascend. A run that resumes from an earlier step removes the lines after it first. While the disk is full,
     lines are kept in memory and written once there is room. A file that is deleted is written again by `restore`. Of
-    each, and of lines that cannot be read, `say` is told once.
+    each, and of lines that cannot be read or are not those that were written, `say` is told once.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]):
@@ -23,19 +24,31 @@ class MetricsFile:
         self._file = path.open("a+b", buffering=0)
         self._unwritten = b""
         self._told: set[str] = set()
+        self._content = hashlib.sha256()
+        self._bytes = 0
         self._cut_before_append = path.stat().st_size > 0
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. The first one after a restart removes what an earlier process wrote from this step on."""
         if self._cut_before_append:
             self.truncate(step - 1)
-        self._unwritten += to_json({"step": step, **values}).encode() + b"\n"
+        line = to_json({"step": step, **values}).encode() + b"\n"
+        self._unwritten += line
+        self._content.update(line)
+        self._bytes += len(line)
         self._write()
         if not self._is_in_place():
             self._tell(f"warning: {self.path} was removed or replaced: it is written again when the run ends.")
 
-    def truncate(self, step: int) -> None:
-        """Remove the lines after `step`, and a last line that a kill left incomplete."""
+    def seal(self) -> dict[str, Any]:
+        """The size of all lines and their digest, by which `truncate` knows them again."""
+        return {"bytes": self._bytes, "sha256": self._content.hexdigest()}
+
+    def truncate(self, step: int, seal: Mapping[str, Any] | None = None) -> None:
+        """Remove the lines after `step`, and a last line that a kill left incomplete.
+
+        `seal` is that of the lines up to `step`, perhaps without the last of them.
+        """
         self._cut_before_append = False
         end = place = 0
         damaged = []
@@ -52,6 +65,15 @@ class MetricsFile:
         if inside := [str(number) for number in damaged if end and number < last]:
             self._tell(f"warning: {self.path}: line {', '.join(inside)} cannot be read; tables and plots leave it out.")
         os.truncate(self.path, end)
+        content = self.path.read_bytes()
+        self._content, self._bytes = hashlib.sha256(content), end
+        if seal is None or inside:
+            return
+        if hashlib.sha256(content[: seal["bytes"]]).hexdigest() != seal["sha256"]:
+            self._tell(
+                f"warning: {self.path}: lines up to step {step} were damaged, changed or lost after they were written; "
+                "tables and plots show what is there."
+            )
 
     def restore(self) -> None:
         """Write the file again where it was removed."""

@@ -1,0 +1,1 @@
+"""Faults for small runs, and what becomes of the runs: see `inject.py`."""
