@@ -64,6 +64,7 @@ FENCES = {
     "peft": ("toolkit.hosts.peft",),
     "matplotlib": ("toolkit.pictures", "toolkit.domains"),
     "bokeh": ("toolkit.report",),
+    "fsspec": ("toolkit.run.storage",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
     "cloudpickle": (),

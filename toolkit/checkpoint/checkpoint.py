@@ -13,7 +13,7 @@ executes no code. A `Trainer` uses `save_checkpoint` and `load_checkpoint`; othe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.collectives import is_main, on_main, together
-from toolkit.checkpoint.retention import drop_older, newest_first, prune, step_of
+from toolkit.checkpoint.collectives import is_main, on_main, rank, together
+from toolkit.checkpoint.copies import find_with_copies, put_checkpoint
+from toolkit.checkpoint.retention import drop_older, free_bytes, make_room, newest_first, prune, step_of
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
@@ -72,14 +73,25 @@ def save_checkpoint(
     if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
         return final
     try:
-        on_main(lambda: manifest.sweep(folder))
+        together(lambda: manifest.sweep(folder) if run.owns_folder else None)
         free = partial(drop_older, folder, step, run.print)
-        _save(final, model, optimizer, state=state, config=_trajectory(run), step=step, make_free=free)
+        names = _save(
+            final,
+            model,
+            optimizer,
+            state=state,
+            config=_trajectory(run),
+            step=step,
+            make_free=free,
+            ranks=run.ranks_here,
+        )
     except OSError as error:
         run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
         return None
-    if run.is_main:
+    if run.owns_folder:
         prune(folder, step, keep, run.print)
+    if run.storage is not None:
+        put_checkpoint(final, names, keep, run)
     return final
 
 
@@ -114,18 +126,21 @@ def _save(
     config: dict[str, Any],
     step: int | None,
     make_free: Callable[[int], None] = lambda _: None,
-) -> None:
+    ranks: Sequence[int] | None = None,
+) -> list[str]:
     """Write the checkpoint `final`, whole or not at all. A collective; raises OSError on every rank.
 
-    `make_free` is called on the main process with the number of bytes that the disk lacks.
+    `make_free` is called with the number of bytes that the disk lacks. `ranks` are those that share the folder; the
+    first of them makes it. Returns the names of the files in it.
     """
+    makes_folder = is_main() if ranks is None else rank() == ranks[0]
     writing = final.with_name(manifest.WRITING + final.name)
     placement = describe_places(model)
     files = files_to_write(model, optimizer)
     content = {"training": state, "config": config, "optimizer": _describe(optimizer)}
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
     try:
-        on_main(lambda: _make_room(writing, needed, make_free))
+        together(lambda: make_room(writing, needed, make_free) if makes_folder else None)
         reports = together(lambda: _write(writing, files, content if is_main() else None))
         about = {
             "format": FORMAT,
@@ -136,11 +151,15 @@ def _save(
             "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
             "placement": placement,
         }
-        on_main(lambda: manifest.publish(writing, final, about))
+        here = [name for at in ranks or range(len(reports)) for name in reports[at][0]]
+        together(lambda: manifest.publish(writing, final, about, here) if makes_folder else None)
     except OSError as error:
-        if is_main():
+        if makes_folder:
             shutil.rmtree(writing, ignore_errors=True)
-        raise OSError(f"{error}; {needed:,} bytes needed, {_free(final.parent):,} free in {final.parent}") from error
+        raise OSError(
+            f"{error}; {needed:,} bytes needed, {free_bytes(final.parent):,} free in {final.parent}"
+        ) from error
+    return here
 
 
 def _write(
@@ -156,21 +175,16 @@ def _write(
     return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
 
 
-def _make_room(writing: Path, needed: int, make_free: Callable[[int], None]) -> None:
-    writing.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(writing, ignore_errors=True)
-    if (missing := needed - _free(writing.parent)) > 0:
-        make_free(missing)
-    if needed > _free(writing.parent):
-        raise OSError("the disk is full")
-    writing.mkdir()
-
-
 # --- finding -----------------------------------------------------------------------------------------------------
 
 
 def find_checkpoint(folder: Path, run: Run) -> Path | None:
-    """The newest checkpoint under `folder` that verifies, or None; warns of those that do not. A collective."""
+    """The newest checkpoint under `folder`, or in the run's storage, that verifies, or None. A collective.
+
+    Warns of those that do not.
+    """
+    if run.storage is not None:
+        return find_with_copies(folder, run, _strangeness)
 
     def newest() -> Path | None:
         for path in newest_first(folder):
@@ -325,10 +339,3 @@ def _trajectory(run: Run) -> dict[str, Any]:
     """The settings and data that training results depend on."""
     settings = mask(to_dict(run.config)).items()
     return {name: value for name, value in settings if name not in NOT_OF_THE_TRAJECTORY} | {DATA: run.data}
-
-
-def _free(folder: Path) -> int:
-    """Bytes that can be written where `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
