@@ -65,6 +65,7 @@ FENCES = {
     "matplotlib": ("toolkit.pictures", "toolkit.domains", "toolkit.tracking.trackers"),
     "bokeh": ("toolkit.report",),
     "wandb_workspaces": ("toolkit.report.workspace",),
+    "fsspec": ("toolkit.run.storage",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
     "cloudpickle": (),

@@ -14,8 +14,8 @@ from tests.helpers import ROOT
 TEMPLATES = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
-def test_there_are_templates_for_one_run_several_gpus_and_arrays():
-    assert [path.stem for path in TEMPLATES] == ["multi_gpu", "run", "sweep_array"]
+def test_there_are_templates_for_one_run_several_gpus_several_machines_and_arrays():
+    assert [path.stem for path in TEMPLATES] == ["multi_gpu", "multi_node", "run", "sweep_array"]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -117,10 +117,10 @@ def test_what_the_thread_raises_ends_the_run(tmp_path: Path, monkeypatch):
 def train_until_killed(folder: Path) -> None:
     publish = manifest.publish
 
-    def die(writing: Path, final: Path, about: dict[str, Any]) -> None:
+    def die(writing: Path, final: Path, *rest: Any) -> None:
         if final.name == "step-00000008":
             os._exit(9)
-        publish(writing, final, about)
+        publish(writing, final, *rest)
 
     manifest.publish = die
     train(in_background(folder))

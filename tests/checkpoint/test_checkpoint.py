@@ -26,6 +26,7 @@ from toolkit.optim import build_optimizer
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
 from toolkit.placement.placement import ExpertPlacement
+from toolkit.run.storage import Storage
 
 
 class OneRank:
@@ -36,7 +37,9 @@ class OneRank:
         self.data: dict = {}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.is_main = self.rank == 0
+        self.is_main = self.owns_folder = self.rank == 0
+        self.ranks_here = list(range(self.world_size))
+        self.storage: Storage | None = None
         self.said: list[str] = []
 
     on_main_and_share = tk.Run.on_main_and_share

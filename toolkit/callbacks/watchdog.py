@@ -160,8 +160,9 @@ class Watchdog(Callback):
             if self._stop.wait(every) or trainer.phase_began != began:
                 return  # it went on after all
         heartbeats = [_read(run.folder / HEARTBEATS / _file_of(rank)) for rank in range(run.world_size)]
-        silent = [rank for rank, beat in enumerate(heartbeats) if beat is None or beat.at < began_to_wait]
-        answering = [rank for rank in range(run.world_size) if rank not in silent]
+        # Of other machines, which may have folders of their own, nothing is known.
+        answering = [rank for rank in run.ranks_here if (beat := heartbeats[rank]) and beat.at >= began_to_wait]
+        silent = [rank for rank in run.ranks_here if rank not in answering]
         if run.rank != min(answering, default=run.rank):
             time.sleep(1.0)  # so that the line is out before a launcher ends all
             os._exit(EXIT_BUG)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from torch import nn
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.background import Write
-from toolkit.checkpoint.collectives import is_main, on_main, together
-from toolkit.checkpoint.retention import drop_older, prune
+from toolkit.checkpoint.collectives import is_main, on_main, rank, together
+from toolkit.checkpoint.copies import put_checkpoint
+from toolkit.checkpoint.retention import drop_older, free_bytes, make_room, prune
 from toolkit.checkpoint.tensor_files import (
     FileContents,
     SavedTensors,
@@ -81,10 +82,18 @@ def begin_checkpoint(
     if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
         return lambda _: final
     try:
-        on_main(lambda: manifest.sweep(folder))
+        together(lambda: manifest.sweep(folder) if run.owns_folder else None)
         free = partial(drop_older, folder, step, run.print)
         write_files = _begin(
-            final, model, optimizer, state=state, config=_trajectory(run), step=step, make_free=free, to_cpu=to_cpu
+            final,
+            model,
+            optimizer,
+            state=state,
+            config=_trajectory(run),
+            step=step,
+            make_free=free,
+            to_cpu=to_cpu,
+            ranks=run.ranks_here,
         )
     except OSError as error:
         _warn(run, step, error)
@@ -92,12 +101,14 @@ def begin_checkpoint(
 
     def write(group: dist.ProcessGroup | None) -> Path | None:
         try:
-            write_files(group)
+            names = write_files(group)
         except OSError as error:
             _warn(run, step, error)
             return None
-        if run.is_main:
+        if run.owns_folder:
             prune(folder, step, keep, run.print)
+        if run.storage is not None:
+            put_checkpoint(final, names, keep, run, group)
         return final
 
     return write
@@ -139,20 +150,23 @@ def _begin(
     step: int | None,
     make_free: Callable[[int], None] = lambda _: None,
     to_cpu: ToCPU = on_cpu,
-) -> Callable[[dist.ProcessGroup | None], None]:
-    """Make room for the checkpoint `final`, and return what writes it, whole or not at all. Both are collectives, and
-    raise OSError on every rank.
+    ranks: Sequence[int] | None = None,
+) -> Callable[[dist.ProcessGroup | None], list[str]]:
+    """Make room for the checkpoint `final`, and return what writes it, whole or not at all, and returns the names of
+    its files. Both are collectives, and raise OSError on every rank.
 
-    `make_free` is called on the main process with the number of bytes that the disk lacks.
+    `make_free` is called with the number of bytes that the disk lacks. `ranks` are those that share the folder; the
+    first of them makes it.
     """
+    makes_folder = is_main() if ranks is None else rank() == ranks[0]
     writing = final.with_name(manifest.WRITING + final.name)
     placement = describe_places(model)
     files = files_to_write(model, optimizer, to_cpu)
     content = copy.deepcopy({"training": state, "config": config, "optimizer": _describe(optimizer)})
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
 
-    def write(group: dist.ProcessGroup | None) -> None:
-        with _removed_on_failure(writing, needed):
+    def write(group: dist.ProcessGroup | None) -> list[str]:
+        with _removed_on_failure(writing, needed, makes_folder):
             reports = together(lambda: _write(writing, files, content if is_main() else None), group)
             about = {
                 "format": FORMAT,
@@ -163,22 +177,24 @@ def _begin(
                 "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
                 "placement": placement,
             }
-            on_main(lambda: manifest.publish(writing, final, about), group)
+            here = [name for at in ranks or range(len(reports)) for name in reports[at][0]]
+            together(lambda: manifest.publish(writing, final, about, here) if makes_folder else None, group)
+        return here
 
-    with _removed_on_failure(writing, needed):
-        on_main(lambda: _make_room(writing, needed, make_free))
+    with _removed_on_failure(writing, needed, makes_folder):
+        together(lambda: make_room(writing, needed, make_free) if makes_folder else None)
     return write
 
 
 @contextmanager
-def _removed_on_failure(writing: Path, needed: int) -> Iterator[None]:
+def _removed_on_failure(writing: Path, needed: int, makes_folder: bool) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if is_main():
+        if makes_folder:
             shutil.rmtree(writing, ignore_errors=True)
         folder = writing.parent
-        raise OSError(f"{error}; {needed:,} bytes needed, {_free(folder):,} free in {folder}") from error
+        raise OSError(f"{error}; {needed:,} bytes needed, {free_bytes(folder):,} free in {folder}") from error
 
 
 def _write(
@@ -192,16 +208,6 @@ def _write(
         manifest.write_json(writing / STATE, content)
         names.append(STATE)
     return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
-
-
-def _make_room(writing: Path, needed: int, make_free: Callable[[int], None]) -> None:
-    writing.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(writing, ignore_errors=True)
-    if (missing := needed - _free(writing.parent)) > 0:
-        make_free(missing)
-    if needed > _free(writing.parent):
-        raise OSError("the disk is full")
-    writing.mkdir()
 
 
 # --- loading -----------------------------------------------------------------------------------------------------
@@ -334,10 +340,3 @@ def _trajectory(run: Run) -> dict[str, Any]:
     """The settings and data that training results depend on."""
     settings = mask(to_dict(run.config)).items()
     return {name: value for name, value in settings if name not in NOT_OF_THE_TRAJECTORY} | {DATA: run.data}
-
-
-def _free(folder: Path) -> int:
-    """Bytes that can be written where `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -18,7 +18,12 @@ _KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
 
 def is_main() -> bool:
     """Whether this is the main process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
+
+
+def rank() -> int:
+    """Of this process; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.checkpoint import STATE, read
+from toolkit.checkpoint.copies import find_with_copies
 from toolkit.checkpoint.retention import newest_first, step_of
 
 if TYPE_CHECKING:
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def find_checkpoint(folder: Path, run: Run) -> Path | None:
-    """The newest checkpoint under `folder` that verifies, or None; warns of those that do not. A collective."""
+    """The newest checkpoint under `folder`, or in the run's storage, that verifies, or None. A collective.
+
+    Warns of those that do not.
+    """
+    if run.storage is not None:
+        return find_with_copies(folder, run, _strangeness)
 
     def newest() -> Path | None:
         for path in newest_first(folder):

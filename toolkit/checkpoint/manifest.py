@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def read_json(file: Path) -> Any:
     return value
 
 
-def publish(writing: Path, final: Path, manifest: dict[str, Any]) -> None:
+def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collection[str] | None = None) -> None:
     """Add the manifest to the sealed files in `writing`, read all of it back, and give the folder its `final` name.
+
+    `names` are the files that are there, where others are on other machines.
 
     A folder that had that name is deleted afterwards; `recover` completes the rename where the process was killed in
     between. Raises OSError where what is read differs from what was written.
@@ -58,7 +61,7 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_json(writing / NAME, manifest | {"digest": digest(manifest)})
     seal(writing / NAME)
     _sync_folder(writing)
-    if damage := find_damage(writing):
+    if damage := find_damage(writing, names):
         raise OSError(f"{damage} when read back")
     hidden = _hide(final) if final.exists() else None
     writing.rename(final)
@@ -103,10 +106,10 @@ def _check_shape(manifest: dict[str, Any]) -> None:
             raise ValueError("its placement lacks rows that its files hold")
 
 
-def find_damage(folder: Path) -> str | None:
+def find_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
     """What is wrong with `folder`, as "<file> <what>", or None where every byte is as it was written.
 
-    Only regular files are opened, and only where their size is right.
+    Only regular files are opened, and only where their size is right; of the files only `names`, if given.
     """
     try:
         manifest = read_manifest(folder)
@@ -115,6 +118,8 @@ def find_damage(folder: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{NAME} cannot be read ({error})"
     for name, wanted in manifest["files"].items():
+        if names is not None and name not in names:
+            continue
         try:
             size = _size(folder / name)
             if size != wanted["bytes"]:

@@ -181,6 +181,8 @@ class RunConfig:
     """Folder of data sets, or of one; none: $TOOLKIT_DATA_DIR, then the Hub."""
     run_dir: Path | None = None
     """Folder of the run; none: runs/<recipe>/<time>."""
+    storage: str | None = None
+    """URI, such as s3://bucket/run, that the run is copied to and continued from on any machine."""
     resume: Literal["auto", "yes", "no"] = "auto"
     """Resume the run in --run-dir: if there is one (auto), always (yes, or --resume alone), or never (no)."""
     resume_from: int | None = None
@@ -218,6 +220,8 @@ class RunConfig:
             back,
             "take the step of a checkpoint, and leave --resume no out",
         )
+        remedy = "leave --storage out, which has later checkpoints"
+        require(back is None or self.storage is None, "resume_from", back, remedy)
         require(not (self.extend and begins), "extend", self.extend, "leave --resume no out")
         limit = self.step_timeout
         require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
@@ -251,6 +255,7 @@ LENGTH = frozenset({"epochs", "max_steps"})
 NOT_OF_THE_TRAJECTORY = frozenset(
     {
         "run_dir",
+        "storage",
         "resume",
         "resume_from",
         "extend",

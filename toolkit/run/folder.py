@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from toolkit.config.run import LENGTH, NOT_OF_THE_TRAJECTORY, RunConfig, to_dict
 from toolkit.errors import UserError
 from toolkit.launch.restarts import folder_to_continue, past_restarts
+from toolkit.run.storage import Storage
 from toolkit.tracking.jsonl import to_json
 from toolkit.tracking.secrets import mask
 
@@ -46,10 +47,12 @@ def results_of(folder: Path) -> dict[str, Any] | None:
 
 
 def open_folder(
-    name: str, config: RunConfig, say: Callable[[str], None]
+    name: str, config: RunConfig, say: Callable[[str], None], storage: Storage | None = None
 ) -> tuple[Path, FileLock, dict[str, Any] | None]:
     """The folder that `config` asks for, locked, and the config.json of the run that it holds, if any; {} where that is
     damaged. Call on the main process only.
+
+    What the `storage` has of the run is copied into the folder first, where its checkpoints are as new.
 
     `say` is told where config.json is damaged and cannot show whether the settings are the same as before.
     Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
@@ -58,7 +61,8 @@ def open_folder(
     folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":
         folder = folder or _newest(name)
-        if folder is None or not (folder / "config.json").exists():
+        is_there = folder is not None and (folder / "config.json").exists()
+        if not is_there and storage is None:
             raise UserError(f"--resume yes: no run in {folder or RUNS / name}: leave --resume out to begin one.")
     try:
         folder = _create_new(RUNS / name) if folder is None else folder
@@ -72,10 +76,25 @@ def open_folder(
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--run-dir {folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
     try:
+        if storage is not None:
+            _fetch(folder, config, storage)
         return folder, lock, _run_to_continue(folder, name, config, say)
     except BaseException:
         lock.release()
         raise
+
+
+def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
+    """Copy what `storage` has of the run into `folder`. Raises UserError where `config.resume` does not allow that."""
+    try:
+        holds_run = "config.json" in storage.names()
+        if holds_run and config.resume == "no" and not past_restarts():
+            raise UserError(f"--storage {storage.uri}: holds a run, and --resume no was given: choose another.")
+        storage.get_run(folder)
+    except OSError as error:
+        raise UserError(f"--storage {storage.uri}: cannot be read ({error}): choose another.") from None
+    if config.resume == "yes" and not (folder / "config.json").exists():
+        raise UserError(f"--resume yes: no run in {storage.uri}: leave --resume out to begin one.")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

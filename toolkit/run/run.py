@@ -32,8 +32,10 @@ from toolkit.launch.restarts import FOLDER, past_restarts, send
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.console import print_nowhere
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
+from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
+from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
 from toolkit.seeding import derive_seed
 from toolkit.tracking.guard import GuardedTracker
@@ -63,7 +65,10 @@ class Run:
         self.seed = config.seed
         self.started = time.time()
         self.folder = Path()
-        """Absolute; the same on all ranks."""
+        """Absolute; the same on all ranks, or with `storage` one on each machine."""
+        self.ranks_here = [self.rank]
+        """The ranks that share the folder, in order."""
+        self.storage = Storage(config.storage) if config.storage else None
         self.continues = False
         """Whether the folder already held this run, unfinished."""
         self.data: dict[str, Any] = {}
@@ -77,6 +82,11 @@ class Run:
         self._trackers: list[GuardedTracker] | None = None
         self._settings = ExitStack()
         self._closed = False
+
+    @property
+    def owns_folder(self) -> bool:
+        """Whether this rank makes and deletes what lies in the folder: the first of those that share it."""
+        return self.rank == self.ranks_here[0]
 
     @property
     def checkpoints(self) -> Path:
@@ -207,6 +217,8 @@ class Run:
             for draw in self._draws:
                 self._draw(draw, numbers)
             (self.folder / FINISHING).unlink(missing_ok=True)
+            if self.storage is not None:
+                self.storage.put_finished(self.folder, self.print)
             self.print("\n" + (self.folder / "summary.txt").read_text(encoding="utf-8").rstrip())
         return numbers
 
@@ -292,6 +304,7 @@ def start_run(name: str, config: RunConfig) -> Run:
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))
         run.folder, run.continues = run.on_main_and_share(lambda: _open(run))
+        run.folder, run.ranks_here = folder_of_machine(run.folder, config, run.rank, run.world_size)
     except BaseException as error:
         run.close(wait_for_ranks=isinstance(error, UserError))
         raise
@@ -306,7 +319,7 @@ def start_run(name: str, config: RunConfig) -> Run:
 
 def _open(run: Run) -> tuple[Path, bool]:
     """Choose and lock the folder, and write the config and the code into it. On the main process only."""
-    folder, run._lock, before = open_folder(run.name, run.config, run.print)
+    folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
     try:
         _describe_start(run, folder)

@@ -1,0 +1,127 @@
+"""--storage: machines without a common folder, and a run that goes on where its folder is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import toolkit as tk
+from tests.helpers import run_distributed
+from tests.small_run import SmallConfig, Stop, small_config, small_trainer, train
+from toolkit.checkpoint import manifest
+from toolkit.errors import Preempted, UserError
+from toolkit.run.storage import Storage
+
+
+def train_on_machines(parent: Path) -> tuple[list[str], int]:
+    """As one of two ranks on machines of their own: what each folder holds after a stop, and the steps of a storage."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        undisturbed = train(small_config(parent / "shared by both"), ep_size=2)
+        mine = "ab"[dist.get_rank()]
+        with pytest.raises(UserError, match=r"--run-dir .* is not the same on all machines: give one that they share"):
+            train(small_config(parent / mine), ep_size=2)
+        settings = {"storage": f"file://{parent}/bucket/run"}
+        with pytest.raises(Preempted):
+            train(small_config(parent / mine, **settings), Stop(13, "SIGTERM"), ep_size=2)
+        held = [path.name for path in sorted((parent / mine / "checkpoints" / "step-00000010").iterdir())]
+        # Other machines, which have nothing.
+        continued = train(small_config(parent / f"later-{mine}", **settings), ep_size=2)
+    for name, value in undisturbed.weights.items():
+        assert torch.equal(continued.weights[name], value), name
+    assert continued.results == undisturbed.results
+    if dist.get_rank() == 0:
+        assert continued.metrics == undisturbed.metrics
+    return held, min(continued.samples)
+
+
+def test_machines_without_a_common_folder_continue_elsewhere_bit_for_bit(tmp_path: Path):
+    (held, first), (other_held, _) = run_distributed(train_on_machines, 2, tmp_path)
+    assert first == 14
+    assert "manifest.json" in held
+    assert "manifest.json" in other_held
+    assert not {name for name in held if name.startswith("experts-")} & {*other_held}
+    copies = tmp_path / "bucket" / "run"
+    assert manifest.find_damage(copies / "checkpoints" / "step-00000020") is None
+    assert {"config.json", "metrics.jsonl"} <= {path.name for path in copies.iterdir()}
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> str:
+    """The URI of a store in memory, without folders or renaming, as object stores are."""
+    return f"memory://{request.node.name}/run"
+
+
+def small(folder: Path, storage: str, **settings: Any) -> SmallConfig:
+    return small_config(folder, storage=storage, checkpoint=tk.CheckpointConfig(every_steps=4), **settings)
+
+
+def finish(config: SmallConfig) -> None:
+    with small_trainer(config) as trainer:
+        trainer.run.finish(trainer.fit())
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "model.safetensors"])
+def test_a_copy_that_was_cut_short_is_not_there(lost: str, bucket: str, tmp_path: Path, monkeypatch, capsys):
+    put = Storage.put
+
+    def fail(self: Storage, file: Path, path: str) -> None:
+        if path.endswith(f"step-00000008/{lost}"):
+            raise OSError("the line was cut")
+        put(self, file, path)
+
+    monkeypatch.setattr(Storage, "put", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(small(tmp_path / "first", bucket), Stop(9, "exception"))
+    assert "step-00000008 is not in --storage" in capsys.readouterr().out
+    assert "manifest.json" not in Storage(bucket).names("checkpoints/step-00000008")
+    train(small(tmp_path / "second", bucket))
+    assert "continuing at step 4 " in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_mended_from_its_copy_and_old_copies_go(bucket: str, tmp_path: Path, capsys):
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(small(tmp_path / "run", bucket), Stop(14, "exception"))
+    assert Storage(bucket).names("checkpoints", "directory") == ["step-00000008", "step-00000012"]
+    path = tmp_path / "run" / "checkpoints" / "step-00000012"
+    (path / "model.safetensors").write_bytes(b"damaged")
+    (path / "optimizer.safetensors").unlink()
+    train(small(tmp_path / "run", bucket))
+    assert "continuing at step 12 (step-00000012 verified)" in capsys.readouterr().out
+
+
+def test_a_storage_that_does_not_answer_ends_a_start_and_not_a_run(bucket: str, tmp_path: Path, monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise ConnectionError("no route")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "put", fail)
+        finish(small(tmp_path / "run", bucket))
+    said = capsys.readouterr().out
+    assert "step-00000020 is not in --storage" in said
+    assert "lacks the last files" in said
+    monkeypatch.setattr(Storage, "names", fail)
+    with pytest.raises(UserError, match=r"--storage memory://.*: cannot be read \(no route\): choose another"):
+        train(small(tmp_path / "other", bucket))
+
+
+def test_what_a_storage_holds_is_neither_begun_anew_nor_gone_back_in(bucket: str, tmp_path: Path):
+    finish(small(tmp_path / "run", bucket))
+    assert {"config.json", "metrics.jsonl", "results.json", "summary.txt"} <= {*Storage(bucket).names()}
+    with pytest.raises(UserError, match=r"--storage .*: holds a run, and --resume no was given"):
+        train(small(tmp_path / "other", bucket, resume="no"))
+    with pytest.raises(UserError, match=r"--run-dir .*: holds a finished run"):
+        train(small(tmp_path / "another", bucket))
+    with pytest.raises(UserError, match="--resume yes: no run in memory://nothing"):
+        train(small(tmp_path / "third", "memory://nothing", resume="yes"))
+    with pytest.raises(UserError, match="--resume-from 4: leave --storage out"):
+        small(tmp_path / "fourth", bucket, resume_from=4)
+
+
+def test_a_storage_that_fsspec_does_not_know_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"--storage nosuch://x: cannot be used \(.*nosuch"):
+        train(small(tmp_path / "run", "nosuch://x"))

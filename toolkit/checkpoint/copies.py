@@ -1,0 +1,120 @@
+"""Checkpoints of a run that is copied to `--storage`, and whose folder may be another one on each machine.
+
+Then the folder of a checkpoint holds the files of the ranks of its machine, and the manifest of all. The storage gets
+all of them; a run that continues takes from it what its machine lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.collectives import on_main, together
+from toolkit.checkpoint.retention import newest_first, step_of
+from toolkit.run.storage import CHECKPOINTS, Storage
+
+if TYPE_CHECKING:
+    from toolkit.run.run import Run
+
+
+def put_checkpoint(folder: Path, files: list[str], keep: int, run: Run, group: dist.ProcessGroup | None = None) -> None:
+    """Copy `files` of this machine, and the manifest after all others; delete all but the newest `keep` copies.
+
+    A collective of `group`, by default of all ranks. Where the storage does not answer a line says so, training goes
+    on, and older copies are as they were.
+    """
+    storage = run.storage
+    assert storage is not None
+    there = f"{CHECKPOINTS}/{folder.name}"
+
+    def put_files() -> None:
+        for name in files if run.owns_folder else ():
+            storage.put(folder / name, f"{there}/{name}")
+
+    def publish() -> None:
+        storage.put_run(run.folder)
+        storage.put(folder / manifest.NAME, f"{there}/{manifest.NAME}")
+        for old in _newest_first(storage)[keep:]:
+            storage.remove(f"{CHECKPOINTS}/{old}", first=manifest.NAME)
+
+    try:
+        together(put_files, group)
+        on_main(publish, group)
+    except OSError as error:
+        run.print(f"warning: {folder.name} is not in --storage {storage.uri} ({error}); training goes on.")
+
+
+def find_with_copies(folder: Path, run: Run, strangeness: Callable[[Path], str | None]) -> Path | None:
+    """The newest checkpoint of `folder` or of the storage that is whole on every machine, or None. A collective.
+
+    Machines take from the storage what they lack. Warns of checkpoints that do not verify, also by `strangeness`.
+    """
+    for name in _known(folder, run):
+        path = folder / name
+        damage = next((line for line in together(partial(_fetch, path, run)) if line is not None), None)
+        damage = damage or on_main(partial(strangeness, path))
+        if damage is None:
+            return path
+        run.print(f"warning: checkpoint {name} is passed over: {damage}.")
+    return None
+
+
+def _known(folder: Path, run: Run) -> list[str]:
+    """Names of checkpoints on the main process's machine or in the storage, newest first. A collective."""
+    storage = run.storage
+    assert storage is not None
+    try:
+        copies = on_main(lambda: _newest_first(storage))
+    except OSError as error:
+        run.print(f"warning: --storage {storage.uri} cannot be read ({error}): only {folder} is looked into.")
+        copies = []
+    own = on_main(lambda: [path.name for path in newest_first(folder)])
+    return sorted({*own, *copies}, key=lambda name: step_of(Path(name)), reverse=True)
+
+
+def _fetch(path: Path, run: Run) -> str | None:
+    """Have the checkpoint `path` whole on this machine; returns what is wrong with it then, or None."""
+    assert run.storage is not None
+    if not run.owns_folder or (damage := manifest.find_damage(path)) is None:
+        return None
+    try:
+        _complete(path, run.storage)
+    except (OSError, ValueError, KeyError):
+        return damage
+    return manifest.find_damage(path)
+
+
+def _complete(path: Path, storage: Storage) -> None:
+    """Write the checkpoint of the storage as `path`, keeping files that are there and as they should be."""
+    there = f"{CHECKPOINTS}/{path.name}"
+    writing = path.with_name(manifest.WRITING + path.name)
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    text = storage.read(f"{there}/{manifest.NAME}")
+    (writing / manifest.NAME).write_bytes(text)
+    for name, wanted in manifest.read_manifest(writing)["files"].items():
+        own = path / name
+        if own.is_file() and not own.is_symlink() and manifest.seal(own) == wanted:
+            shutil.copy2(own, writing / name)
+        else:
+            storage.get(f"{there}/{name}", writing / name)
+    manifest.publish(writing, path, _without_digest(json.loads(text)))
+
+
+def _without_digest(about: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in about.items() if name != "digest"}
+
+
+def _newest_first(storage: Storage) -> list[str]:
+    """The names of copies that have a manifest, and so are complete."""
+    names = [name for name in storage.names(CHECKPOINTS, "directory") if re.fullmatch(r"step-\d{8,}", name)]
+    whole = [name for name in names if manifest.NAME in storage.names(f"{CHECKPOINTS}/{name}")]
+    return sorted(whole, key=lambda name: step_of(Path(name)), reverse=True)

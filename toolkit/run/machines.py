@@ -1,0 +1,68 @@
+"""Which ranks of a run see the same folder: all where the machines share it, else those of one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.config.run import RunConfig
+from toolkit.errors import UserError
+
+SEEN = ".ranks"
+
+
+def is_on_one_machine(world_size: int) -> bool:
+    """Whether the launcher started all ranks on this machine, as far as it says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or world_size) >= world_size
+
+
+def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: int) -> tuple[Path, list[int]]:
+    """The folder of the run on this machine, and the ranks that share it. A collective.
+
+    That is `folder`, the main process's, or on several machines what `run_dir` is on this one. Raises UserError on all
+    ranks where not all share it and there is no storage.
+    """
+    if is_on_one_machine(world_size):
+        return folder, list(range(world_size))
+    if config.run_dir is not None:
+        folder = config.run_dir.resolve()
+    ranks = ranks_that_share(folder, rank)
+    if config.storage is None and max(_gather(len(ranks) < world_size)):
+        raise UserError(f"--run-dir {folder}: is not the same on all machines: give one that they share, or --storage.")
+    return folder, ranks
+
+
+def ranks_that_share(folder: Path, rank: int) -> list[int]:
+    """The ranks whose `folder` is this rank's, in order. A collective; raises UserError on every rank where one cannot
+    write it.
+
+    Each leaves a file in its folder and looks which others are there: a path says nothing of the disk behind it.
+    """
+    mark = uuid.uuid4().hex if rank == 0 else ""
+    mark = _gather(mark)[0]
+    seen = folder / SEEN / mark
+    failure = ""
+    try:
+        seen.mkdir(parents=True, exist_ok=True)
+        (seen / str(rank)).touch()
+    except OSError as error:
+        failure = f"--run-dir {folder}: cannot be used by rank {rank} ({error.strerror}): choose another."
+    failures = [line for line in _gather(failure) if line]
+    if failures:
+        raise UserError(failures[0])
+    ranks = sorted(int(path.name) for path in seen.iterdir())
+    _gather(None)  # all have looked
+    if rank == ranks[0]:
+        shutil.rmtree(folder / SEEN, ignore_errors=True)
+    return ranks
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
