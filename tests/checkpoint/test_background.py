@@ -10,7 +10,7 @@ import torch
 
 import toolkit as tk
 from tests.checkpoint.test_checkpoint import OneRank, Pair, save, trained
-from tests.helpers import _context, run_distributed
+from tests.helpers import fork_context, run_distributed
 from tests.small_run import Stop, small_config, train
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.background import BackgroundSave
@@ -127,7 +127,7 @@ def train_until_killed(folder: Path) -> None:
 
 
 def test_a_run_that_is_killed_while_it_writes_continues_from_the_checkpoint_before(tmp_path: Path, capsys):
-    process = _context.Process(target=train_until_killed, args=(tmp_path / "run",))
+    process = fork_context.Process(target=train_until_killed, args=(tmp_path / "run",))
     process.start()
     process.join(60)
     assert process.exitcode == 9
