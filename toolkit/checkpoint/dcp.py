@@ -12,7 +12,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ def _sizes(source: Path) -> dict[str, tuple[int, ...]]:
     try:
         found = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
         return {name: tuple(about.size) for name, about in found.items() if hasattr(about, "size")}
-    except (OSError, EOFError, ValueError, AttributeError, LookupError, ImportError, UnpicklingError) as error:
+    except Exception as error:  # whatever reading a pickle may raise
         raise UserError(f"{source} cannot be read as a DCP folder ({error}): give one that holds .metadata.") from None
 
 
