@@ -102,6 +102,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--checkpoint.keep 0", "keep at least one"),
     ("--max-restarts -1", "--max-restarts -1: take zero or more"),
     ("--step-timeout 0", "--step-timeout 0.0: take seconds above 0, or none"),
+    ("--peak-flops 0", "--peak-flops 0.0: take FLOPs per second above 0, or none"),
     ("--on-nonfinite maybe", "--on-nonfinite maybe: take stop or skip"),
     ("--resume-from 0", "--resume-from 0: take the step of a checkpoint"),
     ("--resume-from 5 --resume no", "leave --resume no out"),

@@ -57,6 +57,17 @@ def test_many_tensors_are_divided_multiplied_and_measured_at_once():
         assert compat.norm_of_each(tensors()).tolist() == [5.0, 5.0]
 
 
+def test_flops_are_counted_of_what_torch_has_no_formula_for():
+    counter = compat.FlopCounter()
+    rows, weights, heads = torch.randn(6, 4), torch.randn(2, 4, 8), torch.randn(1, 2, 4, 8)
+    with counter, relying_on("torch", "aten._grouped_mm"):
+        nn.functional.grouped_mm(rows, weights, offs=torch.tensor([2, 6], dtype=torch.int32))
+    assert counter.flops == 2 * 6 * 4 * 8
+    with counter, relying_on("torch", "scaled_dot_product_attention on a CPU"):
+        nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    assert counter.flops == 2 * 6 * 4 * 8 + 2 * (2 * 2 * 4 * 4 * 8)
+
+
 def test_tensors_become_one_vector_and_come_back():
     with relying_on("torch", "torch._utils._flatten_dense_tensors"):
         flat = compat.flattened(tensors())

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 # --- torch: many tensors at once ---------------------------------------------------------------------------------
 
@@ -46,6 +48,30 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 def unflattened(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of a vector made by `flattened`, in the shapes of `like`."""
     return torch._utils._unflatten_dense_tensors(flat, like)
+
+
+# --- torch: counting ---------------------------------------------------------------------------------------------
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        elif func.overloadpacket is torch.ops.aten._grouped_mm:
+            self.flops += 2 * result.numel() * args[0].shape[-1]
+        elif func.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            query, key, value = (each.shape for each in args[:3])
+            self.flops += sdpa_flop_count(query, key, value)
+        return result
 
 
 # --- torch: autograd, DDP and torch.compile ----------------------------------------------------------------------

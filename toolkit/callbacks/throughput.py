@@ -99,6 +99,8 @@ class Throughput(_Window):
     def __init__(self) -> None:
         super().__init__()
         self._samples = self._seconds = 0.0
+        self.samples_per_second: float | None = None
+        """On the last line of metrics."""
         self._ends: list[float] = []
         self._world_size = 1
         self._lines = 0
@@ -137,7 +139,8 @@ class Throughput(_Window):
         if steps == 0:
             return
         self._samples, self._seconds = self._samples + samples, self._seconds + seconds
-        trainer.record("perf/samples_per_second", samples / seconds)
+        self.samples_per_second = samples / seconds
+        trainer.record("perf/samples_per_second", self.samples_per_second)
         trainer.record("perf/step_time_ms", 1e3 * seconds / steps)
         self._compare_ranks(trainer, seconds, steps)
         single = sorted(after - before for before, after in pairwise([began, *self._ends]))

@@ -92,7 +92,7 @@ REMEDIES: Mapping[str, str] = {
     "enable-monitoring": "every run is monitored: leave it out",
     "log-every-n-steps": "use --log-every",
     "log-interval": "use --log-every",
-    "profile-every-n-steps": "start torch.profiler in a callback",
+    "profile-every-n-steps": "use --profile, which profiles five steps once",
     "n-mels": "use --num-mels",
     "theta": "use --thetas",
     "memory-size": "use --order",

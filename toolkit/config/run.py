@@ -169,6 +169,10 @@ class RunConfig:
     """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
     max_restarts: int = 0
     """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
+    profile: bool = False
+    """Profile five steps after the first ten: a trace, and a verdict of five lines."""
+    peak_flops: float | None = None
+    """Dense FLOPs per second of a device, for perf/mfu; none: those of common GPUs in bf16."""
     num_workers: int = 0
     """Worker processes that load batches; 0 loads in the training process."""
     dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
@@ -226,6 +230,8 @@ class RunConfig:
         limit = self.step_timeout
         require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "take zero or more")
+        peak = self.peak_flops
+        require(peak is None or 0 < peak < math.inf, "peak_flops", peak, "take FLOPs per second above 0, or none")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
         require(0 < self.process_timeout < math.inf, "process_timeout", self.process_timeout, "take minutes above 0")
         fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
@@ -267,6 +273,8 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "step_timeout",
         "max_restarts",
         "memory_fraction",
+        "profile",
+        "peak_flops",
         "cpu",
         "log_every",
         "checkpoint",

@@ -9,6 +9,7 @@ summary.txt     the same in words, and *.png
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
 .heartbeats/    what each process does; gone at the end, see toolkit.callbacks.watchdog
 hang/           Python stacks of a run that hung
+profile/        traces of --profile
 micro_batch_size.json   what was chosen by memory, see toolkit.batch_size
 """
 

@@ -27,7 +27,9 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
 from toolkit.run.run import Run
+from toolkit.standard.device_use import DeviceUse
 from toolkit.standard.experts import missing_expert_callbacks
+from toolkit.standard.profile import Profile
 from toolkit.standard.start import describe_start
 from toolkit.task import Task
 from toolkit.tasks.classification import Classification
@@ -120,6 +122,7 @@ def standard_trainer(
     run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
     if config.compile:
         model.compile()
+    throughput = Throughput()
     return Trainer(
         run,
         task,
@@ -135,7 +138,9 @@ def standard_trainer(
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             *callbacks,
             *missing,
-            Throughput(),
+            throughput,
+            DeviceUse(throughput, peak_flops=config.peak_flops),
+            *([Profile()] if config.profile else []),
             evaluation,
             *more_evaluations,
             Checkpointing(**vars(config.checkpoint)),
