@@ -23,6 +23,7 @@ CONTENTS = {
     "Train": [
         "docs/accelerate",
         "docs/checkpoints_and_tracking",
+        "docs/ray",
         "docs/sweeps",
         "docs/doctor",
         "accelerate_configs/README",

@@ -64,6 +64,7 @@ FENCES = {
     "peft": ("toolkit.hosts.peft",),
     "matplotlib": ("toolkit.pictures", "toolkit.domains"),
     "bokeh": ("toolkit.report",),
+    "ray": ("toolkit.launch.ray_train",),
     "fsspec": ("toolkit.run.storage",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
@@ -74,7 +75,7 @@ FENCES = {
     "joblib": (),
 }
 """A library -> where it may be imported."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "datasets", "transformers"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "datasets", "transformers", "ray"}
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 MOST_MODULES_AT_THE_ROOT, MOST_MODULES_IN_A_FOLDER, MOST_LINES_OF_A_FILE = 14, 16, 350
 
