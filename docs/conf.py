@@ -24,6 +24,8 @@ CONTENTS = {
         "docs/accelerate",
         "docs/checkpoints_and_tracking",
         "docs/ray",
+        "docs/skypilot",
+        "docs/kubernetes",
         "docs/sweeps",
         "docs/doctor",
         "accelerate_configs/README",
