@@ -81,6 +81,11 @@ test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two no
 	    { echo "error: Slurm is missing and could not be installed: apt-get install slurm-wlm, as root." >&2; exit 2; }
 	$(PY) -m pytest -m slurm tests/test_slurm.py
 
+.PHONY: test-ray
+test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine that loses a node and gets another, minutes
+	$(PY) -c 'import ray.train' 2>/dev/null || $(PIP) -e '.[ray]'
+	$(PY) -m pytest -m ray tests/launch/test_ray_train.py
+
 .PHONY: check
 check: $(VENV)/.installed-dev ## style, types and import rules
 	$(PY) -m ruff check .
@@ -97,7 +102,7 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 
 # Not benchmarks, or in need of a folder or a GPU.
 BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py each_step.py \
-	gpu_layer.py lmu_speech.py lmu_psmnist.py vae_robustness.py)
+	ray_faults.py gpu_layer.py lmu_speech.py lmu_psmnist.py vae_robustness.py)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md

@@ -23,6 +23,9 @@ CONTENTS = {
     "Train": [
         "docs/accelerate",
         "docs/checkpoints_and_tracking",
+        "docs/ray",
+        "docs/skypilot",
+        "docs/kubernetes",
         "docs/sweeps",
         "docs/doctor",
         "accelerate_configs/README",

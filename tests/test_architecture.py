@@ -65,6 +65,7 @@ FENCES = {
     "matplotlib": ("toolkit.pictures", "toolkit.domains", "toolkit.tracking.trackers"),
     "bokeh": ("toolkit.report",),
     "wandb_workspaces": ("toolkit.report.workspace",),
+    "ray": ("toolkit.launch.ray_train",),
     "fsspec": ("toolkit.run.storage",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
@@ -75,7 +76,7 @@ FENCES = {
     "joblib": (),
 }
 """A library -> where it may be imported."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers", "ray"}
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 MOST_MODULES_AT_THE_ROOT, MOST_MODULES_IN_A_FOLDER, MOST_LINES_OF_A_FILE = 14, 16, 350
 

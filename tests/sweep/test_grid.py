@@ -47,7 +47,7 @@ def test_what_is_no_recipe_is_refused(toy, tmp_path):
     with pytest.raises(UserError, match="no such script"):
         load_recipe(tmp_path / "nothing.py", [])
     with pytest.raises(UserError, match="use --out instead"):
-        load_recipe(toy, ["full", "--run-dir", "somewhere"])
+        grid_cells(load_recipe(toy, ["full", "--run-dir", "somewhere"]), {}, [0])
     toy.write_text("print")
     with pytest.raises(UserError, match="has no PRESETS"):
         load_recipe(toy, [])

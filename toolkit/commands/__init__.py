@@ -32,6 +32,7 @@ COMMANDS = {
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "transcribe": Command("toolkit.commands.transcribe", "recognise the speech in a WAV file"),
     "sweep": Command("toolkit.commands.sweep", "run a grid of runs of one recipe, with tables and pictures"),
+    "ray": Command("toolkit.commands.ray", "run a recipe on a Ray cluster, as machines come and go"),
     "compare": Command("toolkit.commands.compare", "print runs side by side: settings that differ, final numbers"),
     "report": Command("toolkit.commands.report", "write a page with curves, experts and settings of several runs"),
     "dashboard": Command("toolkit.commands.dashboard", "make a workspace of W&B with the curves of a project's runs"),

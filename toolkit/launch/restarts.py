@@ -12,6 +12,8 @@ REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
 """The file descriptor on which ranks send lines to the process that started them."""
 RESTARTED = "TOOLKIT_RESTARTED"
 """JSON for ranks that are started again: the folder of the run, None where they had none yet, and `past_restarts`."""
+ELASTIC = "TOOLKIT_ELASTIC"
+"""Set where the number of processes may be any, because it changes with the machines that there are."""
 FOLDER, CAUSE = "folder: ", "cause: "
 """How lines on the pipe begin that are not for the user: where the run is, and what ended a rank."""
 

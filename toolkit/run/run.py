@@ -10,6 +10,7 @@ with start_run("mnist_moe", config) as run:
 from __future__ import annotations
 
 import errno
+import os
 import random
 import sys
 import time
@@ -28,7 +29,7 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.launch.restarts import FOLDER, past_restarts, send
+from toolkit.launch.restarts import ELASTIC, FOLDER, past_restarts, send
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.console import print_nowhere
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
@@ -300,8 +301,9 @@ def start_run(name: str, config: RunConfig) -> Run:
     had_process_group = dist.is_initialized()
     run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
-        pieces = run.world_size * config.gradient_accumulation_steps
-        require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
+        if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
+            pieces = run.world_size * config.gradient_accumulation_steps
+            require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))
         run.folder, run.continues = run.on_main_and_share(lambda: _open(run))
         run.folder, run.ranks_here = folder_of_machine(run.folder, config, run.rank, run.world_size)

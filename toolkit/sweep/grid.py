@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class Recipe:
     script: Path
     arguments: tuple[str, ...]
     presets: Mapping[str, Any]
+    main: Callable[[Any], Any] | None
+    """Takes a config, and trains."""
 
     def config(self, flags: Sequence[str]) -> Any:
         """The config of a run with `flags` as well. Raises UserError where the recipe's command line would."""
@@ -55,7 +57,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     """The recipe at `script`. Raises UserError where that is none, or `arguments` are not for it."""
     if not script.is_file() or script.suffix != ".py":
         raise UserError(f"{script}: no such script: give a recipe, such as recipes/mnist_moe.py.")
-    name = f"recipe_of_a_sweep_{script.stem}"
+    name = f"recipe_{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
     assert spec.loader is not None
@@ -64,10 +66,8 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     presets = getattr(module, "PRESETS", None)
     if not isinstance(presets, dict):
         raise UserError(f"{script}: has no PRESETS, so it is no recipe: see docs/recipes.md.")
-    recipe = Recipe(script, tuple(arguments), presets)
+    recipe = Recipe(script, tuple(arguments), presets, getattr(module, "main", None))
     recipe.config(())
-    if any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in arguments):
-        raise UserError("--run-dir: a sweep gives each run a folder of its own: use --out instead.")
     return recipe
 
 
@@ -99,6 +99,8 @@ def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequenc
 
     Raises UserError for an axis that is no flag of the recipe, or a value that the recipe refuses.
     """
+    if any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in recipe.arguments):
+        raise UserError("--run-dir: a sweep gives each run a folder of its own: use --out instead.")
     flags = value_types(recipe.config(()))
     for name, values in axes.items():
         flag = f"--{name}"
