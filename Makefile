@@ -102,7 +102,7 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 
 # Not benchmarks, or in need of a folder or a GPU.
 BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py each_step.py \
-	ray_faults.py gpu_layer.py lmu_speech.py lmu_psmnist.py vae_robustness.py)
+	ray_faults.py gpu_layer.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md

@@ -48,6 +48,7 @@ from toolkit.data.images import ImageData, held_out, load_images
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.domains.continual.streams import TaskOrder, TaskStream, split_stream
+from toolkit.domains.few_labels.affine import DRAWS, AffineRange, warp
 from toolkit.optim import build_optimizer
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.run.folder import write_json
@@ -125,19 +126,8 @@ def affine(images: Tensor, draws: torch.Generator) -> Tensor:
     """uint8 images (N, 28, 28), each turned by up to 15 degrees, scaled by 0.85 to 1.15, sheared by up to 0.15 and
     shifted by up to 3 pixels. Bilinear, black beyond the border.
     """
-    count = len(images)
-
-    def uniform(most: float) -> Tensor:
-        return (2 * torch.rand(count, generator=draws) - 1) * most
-
-    angle, scale, shear = uniform(math.radians(15)), 1 + uniform(0.15), uniform(0.15)
-    turn = torch.stack([torch.stack([angle.cos(), -angle.sin()], 1), torch.stack([angle.sin(), angle.cos()], 1)], 1)
-    slant = torch.eye(2).repeat(count, 1, 1)
-    slant[:, 0, 1] = shear
-    shift = torch.stack([uniform(6 / 28), uniform(6 / 28)], 1)  # the image reaches from -1 to 1
-    theta = torch.cat([turn @ slant * scale[:, None, None], shift[:, :, None]], 2)
-    grid = F.affine_grid(theta, [count, 1, 28, 28], align_corners=False)
-    return F.grid_sample(images[:, None].float(), grid, align_corners=False)[:, 0].round().to(torch.uint8)
+    between = [2 * torch.rand(len(images), generator=draws) - 1 for _ in range(DRAWS)]
+    return warp(images, torch.stack(between, 1), AffineRange())
 
 
 class Learner:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes import finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
+from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.helpers import run_recipe
 from toolkit import cli
 from toolkit.config.flags import COMMON, flags_of, help_text
@@ -34,7 +34,7 @@ def tiny() -> Config:
     return replace(full(), epochs=1, lr=0.1)
 
 
-RECIPES = [finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness]
+RECIPES = [few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness]
 PRESETS = {"full": full, "tiny": tiny}
 
 

@@ -21,6 +21,7 @@ from .data.text import load_text as load_text
 from .domains import activity as activity
 from .domains import autoencoder as autoencoder
 from .domains import continual as continual
+from .domains import few_labels as few_labels
 from .domains import speech as speech
 from .errors import Preempted as Preempted
 from .errors import UserError as UserError

@@ -69,7 +69,7 @@ def test_importing_the_command_line_loads_nothing_heavy():
     assert run_python(code) == []
 
 
-@pytest.mark.parametrize("domain", ["activity", "autoencoder", "continual", "speech", "transformers"])
+@pytest.mark.parametrize("domain", ["activity", "autoencoder", "continual", "few_labels", "speech", "transformers"])
 def test_names_of_a_domain_can_be_imported(domain: str):
     names = getattr(tk, domain).__all__
     assert names

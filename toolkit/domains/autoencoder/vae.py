@@ -15,6 +15,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.domains.autoencoder.smoothness import local_divergence
 from toolkit.models.mlp import MLP
 
 
@@ -63,8 +64,8 @@ class StyleAutoencoder(nn.Module):
 class SemiSupervisedVAE(nn.Module):
     """q(y | x), and with `style_dim` the rest of M2; without it a plain classifier, for controls.
 
-    `smoothness_radius` is the 2-norm of the perturbations under which q(y | x) is to stay as it is: virtual adversarial
-    training (Miyato et al. 2019, TPAMI 41:8, sec. 3.3, one power iteration). It knows nothing of neighbouring pixels.
+    `smoothness_radius` is the 2-norm of the perturbations under which q(y | x) is to stay as it is, see
+    `local_divergence`. It knows nothing of neighbouring pixels.
     """
 
     def __init__(
@@ -112,26 +113,12 @@ class SemiSupervisedVAE(nn.Module):
         if noise is not None and self.autoencoder is not None:
             out["bounds"] = self.autoencoder(x, noise)
         if directions is not None:
-            out["divergence"] = self.local_divergence(x, out["logits"].detach(), directions)
+            answers = out["logits"].detach()
+            out["divergence"] = local_divergence(self.classifier, x, answers, directions, radius=self.smoothness_radius)
         if styles and self.autoencoder is not None:
             mean, _ = self.autoencoder.encode(x)
             out["style"] = mean[torch.arange(len(x), device=x.device), out["logits"].argmax(-1)]
         return out
-
-    def local_divergence(
-        self, x: Float[Tensor, "B P"], logits: Float[Tensor, "B C"], directions: Float[Tensor, "B P"]
-    ) -> Float[Tensor, " B"]:
-        """KL(q(y | x) || q(y | x + r)) in nats (B,), with r near the worst of its length."""
-        target = logits.log_softmax(-1)
-
-        def divergence(r: Tensor) -> Tensor:
-            shifted = self.classifier(x + r).float().log_softmax(-1)
-            return F.kl_div(shifted, target, reduction="none", log_target=True).sum(-1)
-
-        with torch.enable_grad():
-            probe = F.normalize(directions, dim=1).requires_grad_()
-            (gradient,) = torch.autograd.grad(divergence(probe).sum(), probe)
-        return divergence(self.smoothness_radius * F.normalize(gradient, dim=1))
 
 
 def to_unit(images: UInt8[Tensor, "B ..."]) -> Float[Tensor, "B P"]:

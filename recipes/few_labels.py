@@ -1,0 +1,119 @@
+"""A small convolutional network that learns digits from 100 labels and 60,000 images without one.
+
+python recipes/few_labels.py                 FixMatch and virtual adversarial training together
+python recipes/few_labels.py vat             a control: virtual adversarial training alone
+python recipes/few_labels.py supervised      a control: the labelled images alone
+
+What they reach: docs/vae.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import toolkit as tk
+from toolkit.domains import autoencoder as ae
+from toolkit.domains import few_labels as fl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(tk.RunConfig):
+    """The settings of a run; fields shared with other recipes are inherited."""
+
+    method: Literal["fixmatch_vat", "fixmatch", "vat", "supervised"] = "fixmatch_vat"
+    """What images without a label are used for: confident pseudo-labels (fixmatch), virtual adversarial training (vat),
+    both, or nothing."""
+    labels: int = 100
+    """Training images that keep their label, evenly over classes, drawn by --seed; the others have none."""
+    width: int = 32
+    """Channels of the first two convolutions; the others have twice as many."""
+    labelled_augment: float = 0.7
+    """Random affine changes of labelled images; 1 is 15 degrees, 15 % in scale, 0.15 in shear and 3 pixels."""
+    weight_average: float = 0.99
+    """Decay per step of the running mean of the weights, which answers in evaluation and gives pseudo-labels."""
+    pseudo_label_weight: float = 1.0
+    """fixmatch: weight of pseudo-labels, beside the cross-entropy of labelled images."""
+    confidence: float = 0.98
+    """fixmatch: probability from which an answer is a pseudo-label."""
+    weak_augment: float = 0.2
+    """Affine changes of images without a label, in the units of --labelled-augment."""
+    strong_augment: float = 1.3
+    """fixmatch: affine changes of the view that learns the pseudo-label."""
+    blank: int = 8
+    """fixmatch: side of the black square in that view, in pixels."""
+    smoothness_weight: float = 1.0
+    """vat: weight of the local divergence."""
+    smoothness_radius: float = 2.0
+    """vat: 2-norm of the perturbations, of pixels between 0 and 1."""
+    entropy_weight: float = 1.0
+    """vat: weight of the entropy of the answers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tk.require(0 < self.confidence <= 1, "confidence", self.confidence, "take a probability above 0, up to 1")
+        decay, remedy = self.weight_average, "take a fraction below 1"
+        tk.require(0 <= decay < 1, "weight_average", decay, remedy)
+        tk.require(self.smoothness_radius > 0, "smoothness_radius", self.smoothness_radius, "take a positive number")
+        tk.require(self.width >= 1, "width", self.width, "take one or more")
+        amounts = ("labelled_augment", "weak_augment", "strong_augment", "blank")
+        for name in (*amounts, "pseudo_label_weight", "smoothness_weight", "entropy_weight"):
+            tk.require(getattr(self, name) >= 0, name, getattr(self, name), "take zero or more")
+
+
+def fixmatch_vat() -> Config:
+    """FixMatch and virtual adversarial training together, 100 labels of MNIST."""
+    schedule = tk.ScheduleConfig(name="stable_decay")
+    return Config(epochs=3, batch_size=64, lr=2e-3, schedule=schedule)
+
+
+def debug() -> Config:
+    """Seconds: the embedded digits, a small network."""
+    return replace(fixmatch_vat(), dataset="digits", epochs=1, labels=50, width=4, log_every=10)
+
+
+def vat() -> Config:
+    """The control: virtual adversarial training alone, the same network and steps."""
+    return replace(fixmatch_vat(), method="vat")
+
+
+def supervised() -> Config:
+    """The control: labelled images alone, the same network, augmentation and steps."""
+    return replace(fixmatch_vat(), method="supervised")
+
+
+def build(config: Config, num_classes: int) -> tuple[fl.ConvolutionalClassifier, tk.Task]:
+    """The model and its task."""
+    radius = config.smoothness_radius
+    model = fl.ConvolutionalClassifier(num_classes=num_classes, width=config.width, smoothness_radius=radius)
+    terms: dict[str, float] = {}
+    if "fixmatch" in config.method:
+        terms |= {"pseudo_label_weight": config.pseudo_label_weight, "confidence": config.confidence}
+    if "vat" in config.method:
+        terms |= {"smoothness_weight": config.smoothness_weight, "entropy_weight": config.entropy_weight}
+    return model, fl.ConsistencyRegularization(**terms)
+
+
+def main(config: Config) -> dict[str, Any]:
+    with tk.start_run("few_labels", config) as run:
+        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+        run.describe(dataset=data.name, dataset_notice=data.notice)
+        model, task = build(config, data.num_classes)
+        vat = "vat" in config.method
+        few = ae.FewLabels(data.train, config.labels, num_classes=data.num_classes, seed=config.seed, directions=vat)
+        views = fl.Views(
+            few,
+            labelled=fl.AffineRange().times(config.labelled_augment),
+            weak=fl.AffineRange().times(config.weak_augment),
+            strong=fl.AffineRange().times(config.strong_augment) if "fixmatch" in config.method else None,
+            blank=config.blank,
+            seed=config.seed,
+        )
+        usual: dict[str, Any] = {"callbacks": [fl.WeightAverage(config.weight_average)], "augment": views}
+        return run.finish(tk.standard_trainer(run, task, model, train=few.table, test=data.test, **usual).fit())
+
+
+PRESETS = {"fixmatch_vat": fixmatch_vat, "debug": debug, "vat": vat, "supervised": supervised}
+
+if __name__ == "__main__":
+    tk.run_recipe(main, PRESETS, __doc__)

@@ -1,0 +1,49 @@
+"""Random affine maps of small images: turned, scaled, sheared and shifted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from torch.nn import functional as F
+
+DRAWS = 5
+"""Numbers that an affine map is made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AffineRange:
+    """The largest changes; each is drawn evenly between its negative and itself."""
+
+    degrees: float = 15.0
+    scale: float = 0.15
+    """As a fraction: 0.15 is a scale of 0.85 to 1.15."""
+    shear: float = 0.15
+    shift: float = 3.0
+    """Pixels, along either axis."""
+
+    def times(self, factor: float) -> AffineRange:
+        """All of them `factor` times as large."""
+        return AffineRange(**{name: factor * value for name, value in vars(self).items()})
+
+
+def warp(images: UInt8[Tensor, "N H W"], draws: Float[Tensor, "N 5"], largest: AffineRange) -> UInt8[Tensor, "N H W"]:
+    """`images`, each under the affine map that its row of `draws` (N, 5) gives: angle, scale, shear, and the shifts
+    along x and y, each between -1 and 1 in units of `largest`. Bilinear, black beyond the border.
+    """
+    if not len(images):  # which torch refuses
+        return images
+    angle = draws[:, 0] * math.radians(largest.degrees)
+    scale = 1 + draws[:, 1] * largest.scale
+    height, width = images.shape[1:]
+    turn = torch.stack([torch.stack([angle.cos(), -angle.sin()], 1), torch.stack([angle.sin(), angle.cos()], 1)], 1)
+    slant = torch.eye(2).repeat(len(images), 1, 1)
+    slant[:, 0, 1] = draws[:, 2] * largest.shear
+    # The image reaches from -1 to 1.
+    shift = torch.stack([draws[:, 3] * (2 * largest.shift / width), draws[:, 4] * (2 * largest.shift / height)], 1)
+    theta = torch.cat([turn @ slant * scale[:, None, None], shift[:, :, None]], 2)
+    grid = F.affine_grid(theta, [len(images), 1, height, width], align_corners=False)
+    return F.grid_sample(images[:, None].float(), grid, align_corners=False)[:, 0].round().to(torch.uint8)
