@@ -79,6 +79,9 @@ def test_what_limits_the_comparison_is_said(tmp_path: Path):
     code.write_text(code.read_text().replace("4 cores", "9 cores"))
     four = write(tmp_path / "four", 4, 120.0)
     assert process_notices(read_runs([one, four])) == ["four: ran on other hardware than one."]
+    two = write(tmp_path / "two", 2, 250.0)
+    (busy,) = process_notices(read_runs([write(tmp_path / "busy", 1, 100.0), two]))
+    assert busy.startswith("two: an efficiency above 100 %: busy shared the machine with other jobs")
     wide = write(tmp_path / "wide", 4, 300.0, batch_size=512)
     assert process_rows(read_runs([wide, write(tmp_path / "narrow", 1, 90.0, batch_size=128)])) == []
     assert process_notices(read_runs([wide, tmp_path / "narrow"])) == [

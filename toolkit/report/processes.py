@@ -17,6 +17,8 @@ from toolkit.sweep.tables import is_number
 HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_accumulation_steps", "auto_batch_size"}
 """Settings in which runs may differ that are the same training, up to rounding."""
 NOT_HOW = {"seed", "world_size"}
+MOST_EFFICIENT = 1.1
+"""An efficiency above this is a sign of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ def process_notices(runs: Sequence[RunRecord]) -> list[str]:
                 notices.append(f"{name}: {row.processes} processes shared {cores[1]} cores, which limits the speed-up.")
             elif row.hardware != rows[0].hardware:
                 notices.append(f"{name}: ran on other hardware than {', '.join(rows[0].runs)}.")
+            elif row.efficiency and row.efficiency > MOST_EFFICIENT:
+                notices.append(
+                    f"{name}: an efficiency above 100 %: {', '.join(rows[0].runs)} shared the machine with other jobs, "
+                    "or used it badly: measure again on an idle one."
+                )
     finished = [run for run in runs if run.finished]
     if not notices and not process_rows(runs) and len({_processes(run) for run in finished}) > 1:
         found = [settings(run) for run in finished]
