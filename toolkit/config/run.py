@@ -194,7 +194,7 @@ class RunConfig:
     extend: bool = False
     """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "all"] = "wandb"
-    """Also log metrics to a tracker"""
+    """Log metrics there, too"""
     log_every: int = 50
     """Optimizer steps between lines of metrics."""
     eval_every: int = 1
