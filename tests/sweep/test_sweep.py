@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from tests.helpers import ROOT
 from tests.sweep.toy import RECIPE
@@ -152,3 +153,19 @@ def test_a_search_chooses_among_the_same_cells(toy, capsys):
     assert main(sweep(toy, *words)) == EXIT_DONE
     assert "best of 5" in capsys.readouterr().err
     assert all(starts(toy)[cell] == count for cell, count in before.items()), "cells are not run twice"
+
+
+def test_tasks_of_an_array_do_not_write_the_tables_at_the_same_time(toy, monkeypatch):
+    from toolkit.sweep import tables
+
+    write, calls = tables.write_tables, []
+
+    def watched(table, folder):
+        with pytest.raises(Timeout):
+            FileLock(folder / ".tables.lock").acquire(timeout=0)
+        calls.append(folder)
+        write(table, folder)
+
+    monkeypatch.setattr(tables, "write_tables", watched)
+    assert main(sweep(toy, "--grid", "labels=100")) == EXIT_DONE
+    assert calls

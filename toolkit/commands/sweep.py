@@ -41,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: take {least} or more.")
 
+    from filelock import FileLock
+
     from toolkit.pictures.sweep_plots import draw_sweep
     from toolkit.sweep.cells import CellRunner, Outcome
     from toolkit.sweep.grid import grid_cells, load_recipe, parse_axes
@@ -54,9 +56,10 @@ def main(argv: Sequence[str]) -> int:
     runner = CellRunner(recipe, folder, jobs=args.jobs, log=_log)
 
     def write() -> None:
-        table = gather(folder, axes)
-        write_tables(table, args.out)
-        draw_sweep(args.out / "sweep.png", args.metric, table.axes, table.runs, table.means())
+        with FileLock(args.out / ".tables.lock"):  # the tasks of an array share the tables
+            table = gather(folder, axes)
+            write_tables(table, args.out)
+            draw_sweep(args.out / "sweep.png", args.metric, table.axes, table.runs, table.means())
 
     outcome = Outcome()
     if not args.collect:
