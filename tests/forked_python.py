@@ -104,18 +104,27 @@ def forked_commands(folder: Path) -> Iterator[None]:
 
 
 def _serve(server: socket.socket) -> None:
+    """Each command in a thread: those of a pipe wait for each other."""
+    threads = []
     while True:
         try:
             client, _ = server.accept()
         except OSError:  # which was shut down
-            return
-        with client, client.makefile("rb") as request:
-            pid, words, cwd, environment = ast.literal_eval(request.read().decode())
-            streams = [Path(f"/proc/{pid}/fd/{number}") for number in range(3)]
-            program = fork_context.Process(target=_main, args=(words, environment, Path(cwd), streams))
-            program.start()
-            program.join()
-            client.sendall(str((program.exitcode or 0) % 256).encode())
+            break
+        threads.append(threading.Thread(target=_serve_one, args=(client,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+def _serve_one(client: socket.socket) -> None:
+    with client, client.makefile("rb") as request:
+        pid, words, cwd, environment = ast.literal_eval(request.read().decode())
+        streams = [Path(f"/proc/{pid}/fd/{number}") for number in range(3)]
+        program = fork_context.Process(target=_main, args=(words, environment, Path(cwd), streams))
+        program.start()
+        program.join()
+        client.sendall(str((program.exitcode or 0) % 256).encode())
 
 
 class _ForkedRank:
