@@ -2,7 +2,7 @@
 
     python benchmarks/few_labels.py --data-dir DIR             ten seeds of each; goes on where it was stopped
     python benchmarks/few_labels.py --data-dir DIR --tune      what is tried on validation data
-    python benchmarks/few_labels.py --collect                  the table of what has been run
+    python benchmarks/few_labels.py --collect                  the table of what has been run, and in docs/vae.md
 
 A `toolkit sweep` of recipes/few_labels.py, seed by seed. Each seed draws its own labelled images. Steps, network,
 augmentation of labelled images and schedule are the same for all methods. With --tune each method gets as many trials,
@@ -23,12 +23,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import write_report
+from benchmarks.report import markdown, put_tables, write_report
 from toolkit.commands.sweep import main as sweep
 from toolkit.errors import EXIT_PREEMPTED
 from toolkit.sweep.tables import gather
 
 RECIPE = str(ROOT / "recipes" / "few_labels.py")
+PAGE = ROOT / "docs" / "vae.md"
 METHODS = ("fixmatch_vat", "vat", "supervised")
 TUNING_SEED = 100
 TRIALS = {
@@ -90,4 +91,7 @@ if __name__ == "__main__":
     for words in sweeps:
         if sweep(["--out", str(args.out / name), *usual, *words, *flags]) == EXIT_PREEMPTED:
             sys.exit(EXIT_PREEMPTED)
-    write_report(name, rows_of(args.out / name))
+    rows = rows_of(args.out / name)
+    write_report(name, rows)
+    if args.collect and not args.tune:  # a run leaves the pages alone, so that the next is of an unchanged commit
+        put_tables(PAGE, "few_labels.py", f"<!-- figures: few_labels.json by method -->\n{markdown(rows)}")
