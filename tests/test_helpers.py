@@ -71,7 +71,8 @@ def test_a_forked_program_says_and_leaves_what_a_new_one_does(leaves: str, tmp_p
 
 
 def test_a_shell_runs_forked_commands_in_its_pipes(tmp_path: Path):
-    script = f"PATH={tmp_path}:$PATH; (sleep 1; python -c 'print(6 * 7)') | python -c 'print(input())'; toolkit --version;"
+    script = f"PATH={tmp_path}:$PATH; (sleep 1; python -c 'print(6 * 7)') | python -c 'print(input())';"
+    script += "toolkit --version;"
     script += "python - x <<< 'import sys; print(sys.argv[1:])'; python -c 'raise SystemExit(5)'"
     with forked_commands(tmp_path):
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=program_environment())

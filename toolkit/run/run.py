@@ -67,7 +67,7 @@ class Run:
         self.started = time.time()
         self.folder = Path()
         """Absolute; the same on all ranks, or with `storage` one on each machine."""
-        self.ranks_here = [self.rank]
+        self.ranks_here = list(range(self.world_size))
         """The ranks that share the folder, in order."""
         self.storage = Storage(config.storage) if config.storage else None
         self.continues = False
