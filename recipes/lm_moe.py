@@ -59,7 +59,7 @@ def debug() -> Config:
 
 
 def larger() -> Config:
-    """Less than three minutes on two cores: 1.8 million parameters, of which a token uses a third."""
+    """About three minutes on two cores: 1.8 million parameters, of which a token uses a third."""
     return replace(full(), dim=128, layers=4, heads=4, expert_hidden_size=128, batch_size=10, lr=3e-3)
 
 
