@@ -49,8 +49,9 @@ def accumulation_steps(
     seed of a forward pass depends on the index of the micro-batch. Raises UserError where not even one sample per
     process fits.
     """
-    if not run.config.auto_batch_size or _choice_of(run) is not None:
-        return kept_accumulation_steps(run)
+    choice = _choice_of(run)
+    if choice is not None or not run.config.auto_batch_size:
+        return _steps_of(run, choice)
     per_rank = run.config.batch_size // run.world_size
     peaks, budget = _measure(run, task, model, table, make_optimizer, _divisors(per_rank))
     fitting = [size for size, peak in peaks.items() if peak <= budget]
@@ -77,8 +78,7 @@ def accumulation_steps(
 
 def kept_accumulation_steps(run: Run) -> int:
     """Micro-batches per step: those that this run chose before it was interrupted, or the config's. A collective."""
-    choice = _choice_of(run)
-    return run.config.gradient_accumulation_steps if choice is None else _take(run, choice)
+    return _steps_of(run, _choice_of(run))
 
 
 def shrink(run: Run, accumulation: int) -> int | None:
@@ -262,6 +262,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 # --- parts -------------------------------------------------------------------------------------------------------
+
+
+def _steps_of(run: Run, choice: Mapping[str, Any] | None) -> int:
+    return run.config.gradient_accumulation_steps if choice is None else _take(run, choice)
 
 
 def _take(run: Run, choice: Mapping[str, Any]) -> int:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.parallel.groups import new_group
+
 Write = Callable[[dist.ProcessGroup | None], Path | None]
 """Writes a checkpoint that was begun. A collective of the group, by default of all ranks."""
 
@@ -50,7 +52,7 @@ class BackgroundSave:
         """Write what was begun with `copies`. A collective; the save before must have been waited for."""
         assert self._thread is None
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group(backend="gloo")
         self.copies.wait_for_device()
         # The interpreter does not wait for a daemon, whose peers may be gone.
         self._thread = Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places
+from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places, whole_weights
 from toolkit.checkpoint.tensor_files import SavedTensors, split_key
 from toolkit.errors import UserError
 
@@ -79,16 +79,16 @@ def import_dcp(source: Path, like: Path, target: Path) -> bool:
 
 def _whole(tensors: SavedTensors, places: RowIds) -> dict[str, dict[str, Any]]:
     """The weights by name, and optimizer states by name and state, experts stacked."""
-    rows = {name: [f"{name}/{row_id}" for row_id in tensors.rows_of(name)] for name in places}
-    in_rows = {weight for keys in rows.values() for weight in keys}
-    model = {name: tensors.weight(name).clone() for name in tensors.weights if name not in in_rows}
-    states = {name: tensors.state(name) for name in tensors.states if name not in in_rows}
-    for name, keys in rows.items():
-        model[name] = torch.cat([tensors.weight(key) for key in keys])
+    states: dict[str, dict[str, Tensor]] = {}
+    in_rows = set()
+    for name in places:
+        keys = [f"{name}/{row_id}" for row_id in tensors.rows_of(name)]
+        in_rows |= set(keys)
         of_rows = [tensors.state(key) for key in keys]
         if of_rows[0]:
             states[name] = {state: _stacked([each[state] for each in of_rows]) for state in of_rows[0]}
-    return {"model": model, "optimizer": states}
+    states |= {name: tensors.state(name) for name in tensors.states if name not in in_rows}
+    return {"model": whole_weights(tensors, places, Tensor.clone), "optimizer": states}
 
 
 def _stacked(values: list[Tensor]) -> Tensor:

@@ -119,18 +119,22 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
     is damaged, or `target` exists or cannot be written.
     """
     about = read_verified(source)
-    stacked = row_places(about)
-    weights: dict[str, torch.Tensor] = {}
     with SavedTensors() as tensors, new_target(target) as writing:
         tensors.open(source, about["files"])
-        rows = {name: [f"{name}/{row_id}" for row_id in tensors.rows_of(name)] for name in stacked}
-        for name in tensors.weights.keys() - {weight for keys in rows.values() for weight in keys}:
-            weights[name] = _cast(tensors.weight(name), dtype)
-        for name, keys in rows.items():
-            weights[name] = torch.cat([_cast(tensors.weight(key), dtype) for key in keys])
+        weights = whole_weights(tensors, row_places(about), lambda tensor: _cast(tensor, dtype))
         save_file(weights, writing / target.name, metadata={"format": "pt"})
         manifest.seal(writing / target.name)
         (writing / target.name).rename(target)
+
+
+def whole_weights(
+    tensors: SavedTensors, places: RowIds, take: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights by name, rows stacked in the order of their ids; each tensor is what `take` makes of it."""
+    rows = {name: [f"{name}/{row_id}" for row_id in tensors.rows_of(name)] for name in places}
+    in_rows = {weight for keys in rows.values() for weight in keys}
+    weights = {name: take(tensors.weight(name)) for name in tensors.weights if name not in in_rows}
+    return weights | {name: torch.cat([take(tensors.weight(key)) for key in keys]) for name, keys in rows.items()}
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
