@@ -21,8 +21,9 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from tests.helpers import ROOT, fork_context, program_environment
 
@@ -127,41 +128,19 @@ def _serve_one(client: socket.socket) -> None:
         client.sendall(str((program.exitcode or 0) % 256).encode())
 
 
-class _ForkedRank:
-    """Of `subprocess.Popen`, what `toolkit.launch.children` uses, for a command that is a Python program."""
+class Fork:
+    """A fork of this process that runs `run`, with what `toolkit.launch.children` uses of `subprocess.Popen`."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        process_group: int,
-        preexec_fn: Callable[[], object] | None,
-        env: Mapping[str, str],
-        stdin: int,
-        pass_fds: Sequence[int] = (),
-        stdout: IO[bytes] | None = None,
-        stderr: int | None = None,
-    ):
-        assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
+    def __init__(self, run: Callable[[], NoReturn]):
         self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os.setpgid(0, process_group)
-            if preexec_fn is not None:
-                preexec_fn()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            if stdout is not None:
-                os.dup2(stdout.fileno(), 1)
-            if stderr == subprocess.STDOUT:
-                os.dup2(1, 2)
-            last = 2
-            for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
-                os.closerange(last + 1, kept)
-                last = kept
-            for number in signal.valid_signals():
-                if callable(signal.getsignal(number)):  # what a new program does not inherit
-                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            os._exit(_run(command[1:], env))
+            try:
+                run()
+            finally:
+                os._exit(70)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -171,24 +150,68 @@ class _ForkedRank:
         return self.returncode
 
     def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.01)
-        return self.returncode or 0
+        while (code := self.poll()) is None:
+            time.sleep(0.005)
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-def _main(words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
-    """In the fork: become `python *words`."""
+def fork_rank(
+    run: Callable[[Sequence[str], Mapping[str, str]], int],
+    command: Sequence[str],
+    *,
+    process_group: int,
+    preexec_fn: Callable[[], object] | None,
+    env: Mapping[str, str],
+    stdin: int,
+    pass_fds: Sequence[int] = (),
+    stdout: IO[bytes] | None = None,
+    stderr: int | None = None,
+) -> Fork:
+    """In place of `subprocess.Popen` in `toolkit.launch.children`, for a Python program: `run` takes its words and
+    environment, and returns its exit code."""
+    assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
+
+    def begin() -> NoReturn:
+        os.setpgid(0, process_group)
+        if preexec_fn is not None:
+            preexec_fn()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if stdout is not None:
+            os.dup2(stdout.fileno(), 1)
+        if stderr == subprocess.STDOUT:
+            os.dup2(1, 2)
+        last = 2
+        for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(last + 1, kept)
+            last = kept
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):  # what a new program does not inherit
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os._exit(run(command[1:], env))
+
+    return Fork(begin)
+
+
+def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
+    """Have the ranks that this process starts be forks of it that `run`."""
     from toolkit.launch import children
 
+    children.subprocess = types.SimpleNamespace(  # type: ignore
+        Popen=partial(fork_rank, run), DEVNULL=subprocess.DEVNULL
+    )
+
+
+def _main(words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
+    """In the fork: become `python *words`."""
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
-    children.subprocess = types.SimpleNamespace(Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL)  # type: ignore
+    fork_ranks(_run)
     os._exit(_run(words, environment))
 
 

@@ -22,11 +22,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.forked_python import Fork, fork_ranks
+
 PRELOADED = (
     "torch._dynamo",  # which DDP imports when the first model is wrapped
     "matplotlib.pyplot",
@@ -127,39 +131,10 @@ class Server:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class Fork:
-    """A fork of this process that runs a script, with the methods of `subprocess.Popen` that we use."""
-
-    def __init__(self, run: Callable[[], NoReturn]):
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                run()
-            finally:
-                os._exit(70)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(POLL_S)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-def run_script(words: Sequence[str]) -> NoReturn:
-    """Run a script in this process, from its first line on, and end."""
+def run_script(words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run a script in this process, from its first line on; returns its exit code."""
+    os.environ.clear()
+    os.environ.update(env)
     faulthandler.register(STACKS)
     sys.argv = list(words)
     sys.orig_argv = [sys.executable, *words]
@@ -174,31 +149,7 @@ def run_script(words: Sequence[str]) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
-
-
-def fork_rank(command: Sequence[str], *, env: Mapping[str, str], preexec_fn: Any, **_: Any) -> Fork:
-    """What `toolkit.launch.children` gets instead of `subprocess.Popen`: a rank that need not import its libraries."""
-
-    def run() -> NoReturn:
-        os.setpgid(0, 0)
-        if preexec_fn is not None:
-            preexec_fn()
-        os.environ.clear()
-        os.environ.update(env)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        run_script(command[1:])
-
-    return Fork(run)
-
-
-class _Subprocess:
-    """The module `subprocess` as `toolkit.launch.children` uses it."""
-
-    DEVNULL = subprocess.DEVNULL
-    Popen = staticmethod(fork_rank)
+    return code
 
 
 def _start(order: Mapping[str, Any], descriptors: Sequence[int]) -> Any:
@@ -225,10 +176,10 @@ def _start(order: Mapping[str, Any], descriptors: Sequence[int]) -> Any:
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["env"])
-        vars(importlib.import_module("toolkit.launch.children"))["subprocess"] = _Subprocess
+        fork_ranks(run_script)
         sys.path.insert(0, str(Path(order["words"][0]).parent))
         exec(order["inside"], {"__name__": "planted"})
-        run_script(order["words"])
+        os._exit(run_script(order["words"], dict(os.environ)))
 
     return Fork(run)
 
@@ -303,5 +254,5 @@ def serve(link: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path.remove(str(Path(__file__).parent))  # modules of this folder are not those of a script
     serve(socket.socket(fileno=int(sys.argv[1])))
