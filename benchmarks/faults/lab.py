@@ -334,8 +334,9 @@ def unlike_metrics(reference: Path, path: Path) -> list[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the weights and optimizer states in the last checkpoint."""
-    files = manifest.read_manifest(max((folder / "checkpoints").glob("step-*")))["files"]
+    """Of the weights and optimizer states in the last checkpoint; none where there is no checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"), default=None)
+    files = {} if newest is None else manifest.read_manifest(newest)["files"]
     return {name: about["sha256"] for name, about in files.items() if name.endswith(".safetensors")}
 
 
