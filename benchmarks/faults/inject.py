@@ -97,7 +97,11 @@ def inject(lab: Lab, chosen: Sequence[Fault], jobs: int) -> Iterator[Result]:
         try:
             while True:
                 place, fault = waiting.get_nowait()
-                results.put(examine(lab, server, fault, lab.folder / f"run-{place}"))
+                try:
+                    results.put(examine(lab, server, fault, lab.folder / f"run-{place}"))
+                except Exception as error:
+                    error.add_note(f"with the fault {fault.kind!r}, {fault.name!r}")
+                    raise
         except queue.Empty:
             pass
         except BaseException as error:

@@ -310,6 +310,13 @@ def verdict(seen: Seen, folder: Path, reference: Path | None) -> str:
 
 def unlike(reference: Path, folder: Path, *, metrics: bool = True) -> list[str]:
     """What differs between two finished runs: metrics, results, or the last weights. Restarts do not count."""
+    try:
+        return _unlike(reference, folder, metrics=metrics)
+    except (OSError, ValueError, KeyError) as error:  # damaged by the fault
+        return [f"cannot be compared: {error}"]
+
+
+def _unlike(reference: Path, folder: Path, *, metrics: bool) -> list[str]:
     pictures = {path.name for path in reference.glob("*.png")} - {path.name for path in folder.glob("*.png")}
     found = [f"no {name}" for name in sorted(pictures)]
     found += unlike_metrics(reference / "metrics.jsonl", folder / "metrics.jsonl") if metrics else []
