@@ -35,6 +35,7 @@ GRACE_S = 10.0
 """How long after a run its processes may still be there."""
 NAMED_WITHIN_S = 10.0
 """How long after its timeout a process that hangs may be named."""
+NOT_COME = "the fault did not come"
 FAULT = re.compile(
     r"^fault: (?P<name>\w+) in the phase (?P<phase>\w+) after step (?P<step>\d+) at (?P<at>[\d.]+) s$", re.MULTILINE
 )
@@ -226,7 +227,7 @@ class Lab:
             else:
                 every.append(self.run(server, attempt, folder, fault.processes))
             if "planted.at(" in attempt.inside and len(every) == 1 and not FAULT.search(every[0].err):
-                verdicts.append("the fault did not come")
+                verdicts.append(NOT_COME)
             found = attempt.after(self, folder) if attempt.after is not None else None
             for seen in every[examined:]:
                 compared = None if attempt.command else reference
