@@ -49,8 +49,8 @@ SPREADS += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for ac
 SPREADS += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
 SPREADS += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
 CASES: list[Case] = [(*spread, "ddp") for spread in SPREADS]
-CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 4, "copies", "strided hsdp"), (4, 4, 4, "uneven", "hsdp")]
-CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 2, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
+CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 2, "copies", "strided hsdp"), (4, 4, 1, "uneven", "hsdp")]
+CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 1, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
 
 
 DTYPES = {torch.float64: (1e-10, STEPS, 1.0), torch.float32: (1e-5, 8, 0.0)}
