@@ -19,7 +19,6 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.lab.traces import TraceRecorder, read_trace
 from toolkit.moe import dispatch
-from toolkit.moe.dispatch import sort_by_slot
 from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.load.forwards import ModelForwards
@@ -34,6 +33,8 @@ from toolkit.moe.load.metrics import (
 )
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
+from toolkit.moe.rows import exchange
+from toolkit.moe.rows.order import sort_by_slot
 from toolkit.moe.stack import crossings
 from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
@@ -90,14 +91,14 @@ class Meter(Callback):
     def __init__(self) -> None:
         self.bytes = self.visits = 0
         self.received: list[int] = []
-        self.original = original = dispatch._exchange
+        self.original = original = exchange._all_to_all
 
-        def metered(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        def metered(rows: Tensor, sent: list[int], received: list[int], group: Any, **options: Any) -> Any:
             self.bytes += (sum(sent) - sent[dist.get_rank(group)]) * rows.shape[1] * rows.element_size()
             self.received.append(sum(received))
-            return original(rows, sent, received, group)
+            return original(rows, sent, received, group, **options)
 
-        dispatch._exchange = metered
+        exchange._all_to_all = metered
         self.original_slots_of = slots_of = dispatch.AllToAllDispatcher.slots_of
 
         def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
@@ -112,7 +113,7 @@ class Meter(Callback):
         dispatch.AllToAllDispatcher.slots_of = watched  # type: ignore[method-assign]
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        dispatch._exchange = self.original
+        exchange._all_to_all = self.original
         dispatch.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
 
 
