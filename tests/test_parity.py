@@ -6,8 +6,10 @@ clipped, with balance and z-loss, against one process with the same seed. Each w
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +24,8 @@ from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.models.mlp import MLP
-from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.layer import make_moe
+from toolkit.moe.load.balance import WholeStepBalance
 from toolkit.moe.losses import RouterPenalty
 from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
@@ -33,6 +35,7 @@ from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
+BY_NODE = ", by node"
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 """122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""
 
@@ -41,7 +44,9 @@ CASES += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumul
 CASES += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
 CASES += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
 CASES += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
-"""(processes, ep_size, accumulation, placement): ep_size 1 copies the experts, 2 on 4 processes makes two groups."""
+CASES += [(4, 4, 1, "copies, by node"), (4, 4, 4, "uneven, by node")]
+"""(processes, ep_size, accumulation, placement): ep_size 1 copies the experts, 2 on 4 processes makes two groups; by
+node, rows go once to each of two nodes of two processes."""
 
 
 DTYPES = {torch.float64: (1e-10, STEPS, 1.0), torch.float32: (1e-5, 8, 0.0)}
@@ -52,6 +57,7 @@ is multiplied with. Updates would make more of the rounding errors of float32, s
 def place(name: str, ranks: int) -> ExpertPlacement:
     """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest spread evenly; two empty slots a rank;
     or the last expert's first copy on rank 0, experts 0 and 1 on every rank, and an empty slot."""
+    name = name.removesuffix(BY_NODE)
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3)).tolist()
     if name == "shuffled":
         return ExpertPlacement.from_slot_of_expert(order, ranks)
@@ -132,7 +138,9 @@ def train(
         optimizer=OptimizerConfig(weight_decay=0.1),
     )
     with start_run("parity", config) as run:
-        groups = make_expert_groups(ep_size)
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(run.world_size // 2 or 1)):
+            by_node = placement.endswith(BY_NODE)
+            groups = make_expert_groups(ep_size, exchange="hierarchical" if by_node else "flat")
         model = TwoLayers(groups, place(placement, ep_size), balance).to(dtype)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(

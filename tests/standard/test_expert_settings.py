@@ -42,6 +42,7 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
     [
         (False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
         (True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
+        (True, {"exchange": "hierarchical"}, "--exchange hierarchical: the model was built for flat"),
     ],
 )
 def test_a_model_that_was_built_otherwise_is_refused(

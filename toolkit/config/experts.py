@@ -11,6 +11,8 @@ from toolkit.config.run import RunConfig, require
 
 PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "replicate", "round_robin", "swap"}
 """What `--planner` takes. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
+ExpertExchange = Literal["flat", "hierarchical"]
+"""How rows travel between the ranks of an EP group: to each rank, or once to each node and on from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class ExpertRunConfig(RunConfig):
     """On several processes, replicate all experts (data_parallel) or distribute them (expert_parallel)."""
     ep_size: int | None = None
     """Processes in an expert-parallel group; none: the most that divide processes and experts."""
+    exchange: ExpertExchange = "flat"
+    """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
     planner: str | None = None
     """Move experts between processes: swap, lpt, replicate, ..."""
     replan_every: int = 200
@@ -68,6 +72,9 @@ class ExpertRunConfig(RunConfig):
         speed, share = self.link_gbytes_per_second, self.expert_time_share
         require(speed is None or 0 < speed < math.inf, "link_gbytes_per_second", speed, "take a positive number")
         require(0 < share <= 1, "expert_time_share", share, "take a fraction above 0, up to 1")
+        if self.exchange == "hierarchical":
+            exchanged = self.experts > 0 and self.parallel_strategy == "expert_parallel" and self.ep_size != 1
+            require(exchanged, "exchange", self.exchange, "use flat, because no experts are spread over processes")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             replicated = self.parallel_strategy == "data_parallel" and self.ep_size > 1

@@ -284,6 +284,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "ddp",
         "parallel_strategy",
         "ep_size",
+        "exchange",
         "recompute",
         "planner",
         "replan_every",

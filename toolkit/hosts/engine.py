@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.balance import describe_balance
@@ -59,6 +60,7 @@ class ExpertParallel:
     experts of every mixture in transformers.
 
     `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
+    `exchange`: hierarchical sends a token once to each node that has experts of it, see `docs/moe.md`.
     `planner` and `replan_every`: a name out of `toolkit.placement.planners`, and optimizer steps between plans; None
     leaves experts where they are. `guarded`, `link_gbytes_per_second`, `expert_time_share`: see `Replanner`.
     `spare_slots`: empty slots on each rank, for replicas of experts in demand. `placement`: where experts are at first,
@@ -71,6 +73,7 @@ class ExpertParallel:
         accelerator: Accelerator,
         *,
         ep_size: int | None = None,
+        exchange: ExpertExchange = "flat",
         planner: str | None = None,
         replan_every: int | None = None,
         spare_slots: int = 0,
@@ -91,7 +94,7 @@ class ExpertParallel:
                 f"{world} processes were started and Accelerate made each a world of its own, as it does without GPUs: "
                 "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
             )
-        self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
+        self.accelerator, self.ep_size, self.dense, self.exchange = accelerator, ep_size, dense, exchange
         self.spare_slots, self._place = spare_slots, placement
         self.groups = ExpertGroups()
         self.stacks: dict[str, ExpertStack] = {}
@@ -133,7 +136,7 @@ class ExpertParallel:
         if not layers:
             raise UserError(why_no_experts(model))
         balance = describe_balance(model)
-        self.groups = make_expert_groups(self._fitting_ep_size(layers))
+        self.groups = make_expert_groups(self._fitting_ep_size(layers), exchange=self.exchange)
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         hook_blocks(model)
         self._fit_optimizer(optimizer)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,24 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from toolkit.compat import timeout_of_world
+from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
+from toolkit.parallel.nodes import ranks_per_node, rows_of_nodes
 from toolkit.parallel.waits import waits
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The nodes of an EP group, with equally many ranks on each: those of a node are consecutive EP ranks."""
+
+    count: int
+    """Nodes."""
+    size: int
+    """Ranks of the EP group on each."""
+    inside: dist.ProcessGroup
+    """Those on this node."""
+    between: dist.ProcessGroup
+    """One on each node: those with this rank's place on its node."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,8 @@ class ExpertGroups:
     """The ranks of this EP group; None where there is only this one."""
     expert_dp_group: dist.ProcessGroup | None = None
     """The ranks that hold the same experts as this one; None where there is only this one."""
+    nodes: NodeGroups | None = None
+    """None where ranks exchange rows with each other, whichever node they are on."""
 
     @property
     def expert_dp_size(self) -> int:
@@ -49,10 +67,12 @@ class ExpertGroups:
         return ExpertGroups, (self.ep_size, self.ep_rank)
 
 
-def make_expert_groups(ep_size: int) -> ExpertGroups:
+def make_expert_groups(ep_size: int, *, exchange: ExpertExchange = "flat") -> ExpertGroups:
     """Split the world into EP groups of `ep_size` neighbouring ranks. A collective: every rank calls it.
 
-    Raises UserError when `ep_size` does not divide the number of processes.
+    `exchange`: whether a token is sent to each rank that has experts of it, or once to each node and spread there.
+    Raises UserError when `ep_size` does not divide the number of processes, and for a hierarchical exchange where EP
+    groups are on one node, or have unequal parts of several.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if ep_size < 1 or world % ep_size:
@@ -60,6 +80,10 @@ def make_expert_groups(ep_size: int) -> ExpertGroups:
             f"--ep-size {ep_size} does not divide the {world} process(es) of this launch: "
             f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
         )
+    if exchange not in get_args(ExpertExchange):
+        raise UserError(f"exchange={exchange!r}: take one of {', '.join(get_args(ExpertExchange))}.")
+    if exchange == "hierarchical" and ep_size == 1:
+        raise UserError("--exchange hierarchical: each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
         return ExpertGroups()
     rank = dist.get_rank()
@@ -74,7 +98,31 @@ def make_expert_groups(ep_size: int) -> ExpertGroups:
         group = new_group(ranks)
         if rank in ranks and len(ranks) > 1:
             expert_dp_group = group
-    return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
+    groups = ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
+    return groups if exchange == "flat" else replace(groups, nodes=_node_groups(groups))
+
+
+def _node_groups(groups: ExpertGroups) -> NodeGroups:
+    """Of any EP groups of the world. A collective; raises UserError on all ranks or on none."""
+    world = dist.get_world_size()
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, (dist.get_process_group_ranks(groups.ep_group), ranks_per_node(world)))
+    sizes = sorted({per_node for _, per_node in found})
+    if len(sizes) > 1:
+        raise UserError(
+            f"--exchange hierarchical: nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
+            "on each."
+        )
+    mine = None
+    for ep_ranks in sorted({tuple(ranks) for ranks, _ in found}):
+        rows = rows_of_nodes(ep_ranks, sizes[0])
+        of_nodes = [new_group(row) for row in rows]
+        of_places = [new_group(list(column)) for column in zip(*rows, strict=True)]
+        for inside, row in zip(of_nodes, rows, strict=True):
+            if dist.get_rank() in row:
+                mine = NodeGroups(len(rows), len(row), inside, of_places[row.index(dist.get_rank())])
+    assert mine is not None
+    return mine
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
