@@ -217,7 +217,7 @@ def plans() -> list[dict[str, Any]]:
 
 def exchanges() -> list[dict[str, Any]]:
     """A row per size of an EP group, tokens, and nodes on which a token's experts may be: seconds of all exchanges of a
-    step with contiguous experts and an even load, of rows for assignments and of rows for nodes."""
+    step and of the order of their rows, with contiguous experts and an even load, flat and hierarchical."""
     rows = []
     for ep_size in EP_SIZES:
         blocks = contiguous(EXPERTS, ep_size)
@@ -228,7 +228,8 @@ def exchanges() -> list[dict[str, Any]]:
                 flat, hierarchical = (
                     replace(COST, exchange=name, nodes_per_token=limit) for name in get_args(ExpertExchange)
                 )
-                first, second = (float(each.layer_seconds(load_SE, blocks).exchanges) for each in (flat, hierarchical))
+                found = [each.layer_seconds(load_SE, blocks) for each in (flat, hierarchical)]
+                first, second = (float(each.router + each.exchanges) for each in found)
                 visits = expected_visits(between_SR, ep_size // NODE, top_k=TOP_K, slots=EXPERTS, nodes_per_token=limit)
                 rows.append(
                     {
