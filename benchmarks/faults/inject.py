@@ -46,9 +46,13 @@ PAGE = ROOT / "docs" / "checkpoints_and_tracking.md"
 
 from benchmarks.faults import messages, restarts
 from benchmarks.faults.cases import every_fault
-from benchmarks.faults.lab import Fault, Lab, matching
+from benchmarks.faults.lab import NOT_COME, Fault, Lab, matching
 from benchmarks.faults.server import Server
 from benchmarks.report import markdown, put_tables, write_report
+
+ATTEMPTS = 3
+"""At a fault that does not come: a run makes now more, now fewer calls, because some are repeated until others are
+done."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ def inject(lab: Lab, chosen: Sequence[Fault], jobs: int) -> Iterator[Result]:
         try:
             while True:
                 place, fault = waiting.get_nowait()
-                results.put(examine(lab, server, fault, lab.folder / f"run-{place}"))
+                try:
+                    results.put(examine(lab, server, fault, lab.folder / f"run-{place}"))
+                except Exception as error:
+                    error.add_note(f"with the fault {fault.kind!r}, {fault.name!r}")
+                    raise
         except queue.Empty:
             pass
         except BaseException as error:
@@ -117,7 +125,12 @@ def inject(lab: Lab, chosen: Sequence[Fault], jobs: int) -> Iterator[Result]:
 
 
 def examine(lab: Lab, server: Server, fault: Fault, folder: Path) -> Result:
-    every, found = lab.examine(server, fault, folder)
+    """Inject `fault` into a run in `folder`."""
+    for _ in range(ATTEMPTS):
+        shutil.rmtree(folder, ignore_errors=True)
+        every, found = lab.examine(server, fault, folder)
+        if NOT_COME not in found:
+            break
     right = re.fullmatch(fault.expected, found) is not None
     if not right:
         for seen in every:
