@@ -27,12 +27,16 @@ from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
 WORLD = 8
-LAYOUTS = [(8, 4), (8, 2), (4, 2), (4, 1)]
-"""(ep_size, processes of a node): two nodes of four, four nodes of two, two EP groups of two nodes of two, and two of
-four nodes of one."""
-STEPS = [(case, torch.float64, False) for case in CASES]
-STEPS += [(case, torch.float64, True) for case in ("ragged", "no tokens on rank 0")] + [("even", torch.float32, False)]
-"""(what tokens choose, dtype, whether assignments are dropped)."""
+LAYOUTS = [(8, 4), (8, 2), (4, 2)]
+"""(ep_size, processes of a node): two nodes of four, four nodes of two, two EP groups of two nodes of two."""
+STEPS = [("blocks", case, torch.float64, False) for case in CASES]
+STEPS += [
+    ("blocks", "even", torch.float32, False),
+    ("uneven", "ragged", torch.float64, True),
+    ("replicas", "ragged", torch.float64, False),
+    ("replicas", "no tokens on rank 0", torch.float64, True),
+]
+"""(placement, what tokens choose, dtype, whether assignments are dropped)."""
 
 
 def emulated_groups(ep_size: int, per_node: int) -> ExpertGroups:
@@ -90,25 +94,24 @@ def both_exchanges() -> dict[Any, Any]:
     for ep_size, per_node in LAYOUTS:
         groups = emulated_groups(ep_size, per_node)
         assert groups.nodes is not None
-        for name, placement in placements(ep_size).items():
-            flat = make_dispatcher(placement, replace(groups, nodes=None))
-            hierarchical = make_dispatcher(placement, groups)
+        for name, case, dtype, drops in STEPS:
+            placement = placements(ep_size)[name]
             mine = [max(expert, 0) for expert in placement.slots[groups.ep_rank]]
-            for case, dtype, drops in STEPS:
-                inputs = draw(case, rank, WORLD, dtype)
-                kept_TK = kept(rank, len(inputs[0])) if drops else None
-                results = []
-                for dispatcher in (flat, hierarchical):
-                    chosen: Any = dispatcher if kept_TK is None else Dropping(dispatcher, kept_TK)
-                    with rows_to_others() as rows:
-                        fresh = [tensor.clone() for tensor in inputs]
-                        results.append(train(chosen, *fresh, expert_weights(dtype)[mine]))
-                peers_TK = flat.slots_of(inputs[1], kept_TK) // placement.stride  # type: ignore[attr-defined]
-                found[ep_size, per_node, name, case, dtype, drops] = (
-                    *results,
-                    (rows[groups.nodes.between], rows[groups.nodes.inside]),
-                    (peers_TK if kept_TK is None else peers_TK.where(kept_TK, -1)).tolist(),
-                )
+            flat = make_dispatcher(placement, replace(groups, nodes=None))
+            inputs = draw(case, rank, WORLD, dtype)
+            kept_TK = kept(rank, len(inputs[0])) if drops else None
+            results = []
+            for dispatcher in (flat, make_dispatcher(placement, groups)):
+                chosen: Any = dispatcher if kept_TK is None else Dropping(dispatcher, kept_TK)
+                with rows_to_others() as rows:
+                    fresh = [tensor.clone() for tensor in inputs]
+                    results.append(train(chosen, *fresh, expert_weights(dtype)[mine]))
+            peers_TK = flat.slots_of(inputs[1], kept_TK) // placement.stride  # type: ignore[attr-defined]
+            found[ep_size, per_node, name, case, dtype, drops] = (
+                *results,
+                (rows[groups.nodes.between], rows[groups.nodes.inside]),
+                (peers_TK if kept_TK is None else peers_TK.where(kept_TK, -1)).tolist(),
+            )
     return found
 
 
@@ -158,7 +161,7 @@ def test_a_row_crosses_for_each_token_and_other_node_and_one_goes_on_for_each_as
         assert sum(rows for rows, _ in sent) == 4 * between, key
         assert sum(rows for _, rows in sent) == 4 * inside, key
         assert between <= flat
-        if per_node > 1 and key[2:4] == ("blocks", "even"):
+        if key[2:4] == ("blocks", "even"):
             assert 0 < between < flat
 
 
