@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.equality import assert_equal_rows, relative_difference, replicas_agree
 from tests.helpers import run_distributed
@@ -35,18 +37,24 @@ from toolkit.run.run import start_run
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
 
-BY_NODE = ", by node"
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 """122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""
 
-CASES = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
-CASES += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
-CASES += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
-CASES += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
-CASES += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
-CASES += [(4, 4, 1, "copies, by node"), (4, 4, 4, "uneven, by node")]
-"""(processes, ep_size, accumulation, placement): ep_size 1 copies the experts, 2 on 4 processes makes two groups; by
-node, rows go once to each of two nodes of two processes."""
+Case = tuple[int, int, int, str, str]
+"""(processes, ep_size, accumulation, placement, layout); ep_size 1 copies the experts, 2 on 4 processes makes two
+groups. Layouts: ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all
+shards of them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards; by
+node: rows go once to each of two nodes."""
+REFERENCE: Case = (1, 1, 1, "blocks", "ddp")
+SPREADS = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
+SPREADS += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
+SPREADS += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
+SPREADS += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
+SPREADS += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
+CASES: list[Case] = [(*spread, "ddp") for spread in SPREADS]
+CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 2, "copies", "strided hsdp"), (4, 4, 1, "uneven", "hsdp")]
+CASES += [(4, 4, 1, "copies", "by node"), (4, 4, 4, "uneven", "by node"), (8, 4, 1, "copies", "strided by node")]
+CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 1, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
 
 
 DTYPES = {torch.float64: (1e-10, STEPS, 1.0), torch.float32: (1e-5, 8, 0.0)}
@@ -54,10 +62,13 @@ DTYPES = {torch.float64: (1e-10, STEPS, 1.0), torch.float32: (1e-5, 8, 0.0)}
 is multiplied with. Updates would make more of the rounding errors of float32, so weights stay there."""
 
 
+COMPARED = [(case, dtype) for case in CASES for dtype in DTYPES if case[-1] == "ddp" or dtype is torch.float64]
+"""Rounding is the same business in every layout."""
+
+
 def place(name: str, ranks: int) -> ExpertPlacement:
     """Equal blocks; equal counts in any order; 5 experts on rank 0 and the rest spread evenly; two empty slots a rank;
     or the last expert's first copy on rank 0, experts 0 and 1 on every rank, and an empty slot."""
-    name = name.removesuffix(BY_NODE)
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3)).tolist()
     if name == "shuffled":
         return ExpertPlacement.from_slot_of_expert(order, ranks)
@@ -68,6 +79,22 @@ def place(name: str, ranks: int) -> ExpertPlacement:
         rows = [(*row, *(e for e in (0, 1) if e not in row), EMPTY_ROW) for row in blocks.slots]
         return ExpertPlacement(((*rows[0][:-1], EXPERTS - 1), *rows[1:]))
     return with_spare_slots(blocks, 2) if name == "spare" else blocks
+
+
+def make_groups(ep_size: int, layout: str) -> ExpertGroups:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if layout == "crossed":
+        return make_expert_groups(ranks=[[rank, world - 1 - rank] for rank in range(world // 2)])
+    stride = world // ep_size if "strided" in layout else 1
+    if "by node" not in layout:
+        return make_expert_groups(ep_size, stride=stride)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world // 2)):
+        return make_expert_groups(ep_size, stride=stride, exchange="hierarchical")
+
+
+def place_in_group(rank: int, world: int, ep_size: int, layout: str) -> int:
+    """The index in its EP group of `rank`."""
+    return rank % ep_size if layout in ("ddp", "hsdp", "by node") else rank * ep_size // world
 
 
 class TwoLayers(nn.Module):
@@ -110,7 +137,8 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
     """This rank's parameters (or gradients): copied ones by name, expert rows by name and expert id."""
     rows: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        value = (parameter.grad if what == "grad" else parameter.detach()).clone()
+        value = parameter.grad if what == "grad" else parameter.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
         ownership = ownership_of(parameter)
         if ownership is None:
             rows[name] = value
@@ -124,7 +152,7 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def train(
-    folder: Path, ep_size: int, accumulation: int, placement: str, dtype: torch.dtype, balance: str
+    folder: Path, ep_size: int, accumulation: int, placement: str, layout: str, dtype: torch.dtype, balance: str
 ) -> dict[str, Any]:
     _, steps, factor = DTYPES[dtype]
     schedule = warmup_cosine(max_steps=STEPS, warmup_steps=3)
@@ -134,13 +162,12 @@ def train(
         cpu=True,
         log_every=1,
         tracker="none",
-        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}",
+        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}-{layout}",
         optimizer=OptimizerConfig(weight_decay=0.1),
+        **({"dense_parallel": "fsdp2", "fsdp_size": dist.get_world_size() // 2} if "hsdp" in layout else {}),
     )
     with start_run("parity", config) as run:
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(run.world_size // 2 or 1)):
-            by_node = placement.endswith(BY_NODE)
-            groups = make_expert_groups(ep_size, exchange="hierarchical" if by_node else "flat")
+        groups = make_groups(ep_size, layout)
         model = TwoLayers(groups, place(placement, ep_size), balance).to(dtype)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
@@ -174,18 +201,18 @@ def train(
         }
 
 
-def train_all(folder: Path, cases: list[tuple[int, int, str, torch.dtype, str]]) -> list[dict[str, Any]]:
+def train_all(folder: Path, cases: list[tuple[int, int, str, str, torch.dtype, str]]) -> list[dict[str, Any]]:
     return [train(folder, *case) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
-    """What each rank recorded, by (processes, ep_size, accumulation, placement, dtype, balance)."""
+    """What each rank recorded, by (processes, ep_size, accumulation, placement, layout, dtype, balance)."""
     folder, found = tmp_path_factory.mktemp("parity"), {}
-    for world in (1, 2, 4):
-        reference = (1, 1, 1, "blocks")
-        cases = [(*case, dtype, "loss") for w, *case in [reference, *CASES] if w == world for dtype in DTYPES]
-        cases += [(world, 1, "blocks", torch.float64, "bias")]
+    for world in (1, 2, 4, 8):
+        every = [*((REFERENCE, dtype) for dtype in DTYPES), *COMPARED]
+        cases = [(*case, dtype, "loss") for (w, *case), dtype in every if w == world]
+        cases += [(world, 1, "blocks", "ddp", torch.float64, "bias")] if world < 8 else []
         for case, *ranks in zip(cases, *run_distributed(train_all, world, folder, cases, timeout_s=300), strict=True):
             found[(world, *case)] = ranks
     return found
@@ -201,11 +228,14 @@ def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> 
     return rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-processes-ep{}-accumulation{}-{}".format(*case))
-def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int, int, int, str], dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    COMPARED,
+    ids=["{}-processes-ep{}-accumulation{}-{}-{}-{}".format(*case, dtype) for case, dtype in COMPARED],
+)
+def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: Case, dtype: torch.dtype):
     tolerance, steps, _ = DTYPES[dtype]
-    (reference,) = traces[(1, 1, 1, "blocks", dtype, "loss")]
+    (reference,) = traces[(*REFERENCE, dtype, "loss")]
     ranks = traces[(*case, dtype, "loss")]
     for rank in ranks:
         assert relative_difference(rank["losses"], reference["losses"]) < tolerance
@@ -216,19 +246,20 @@ def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int,
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: tuple[int, int, int, str]):
-    processes, ep_size, _, placement = case
+def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: Case):
+    processes, ep_size, _, placement, layout = case
     ranks = traces[(*case, torch.float64, "loss")]
     for number, rank in enumerate(ranks):
         assert rank["agree"], "copies or replicas drifted apart"
         assert len(rank["owned"]) == (4 if ep_size > 1 else 0)
+        here = place_in_group(number, processes, ep_size, layout)
         held = {int(name.rpartition("/")[2]) for name in rank["weights"] if name.startswith("first.experts.up/")}
-        assert held == set(place(placement, ep_size).experts_on(number % ep_size)) - {EMPTY_ROW}
+        assert held == set(place(placement, ep_size).experts_on(here)) - {EMPTY_ROW}
     assert len(ranks) == processes
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Any, world: int):
-    (reference,) = traces[(1, 1, 1, "blocks", torch.float64, "bias")]
-    ranks = traces[(world, world, 1, "blocks", torch.float64, "bias")]
+    (reference,) = traces[(*REFERENCE, torch.float64, "bias")]
+    ranks = traces[(world, world, 1, "blocks", "ddp", torch.float64, "bias")]
     assert_equal_rows(gathered(ranks, "weights"), reference["weights"], 1e-10)

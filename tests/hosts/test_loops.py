@@ -18,6 +18,7 @@ from tests.hosts.test_engine import Model
 from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.parallel.groups import make_expert_groups
 
 
 class CheckpointedModel(Model):
@@ -134,9 +135,10 @@ def evaluated(forwards: list[int], exchange: ExpertExchange) -> list[Tensor]:
     alone, model = Model(), Model()
     model.register_buffer("counter", torch.zeros(2))  # which DDP would broadcast in each forward
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    experts = ExpertParallel(Accelerator(cpu=True), exchange=exchange)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # two nodes
-        wrapped, optimizer = experts.prepare(model, optimizer)
+        groups = make_expert_groups(2, exchange=exchange)
+    experts = ExpertParallel(Accelerator(cpu=True), groups=groups)
+    wrapped, optimizer = experts.prepare(model, optimizer)
     differences = []
     with experts.join():
         for step in range(forwards[dist.get_rank()]):

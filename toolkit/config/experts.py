@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.config.router import RouterOptions
 from toolkit.config.run import RunConfig, require
@@ -29,6 +29,8 @@ class ExpertRunConfig(RunConfig):
     """On several processes, replicate all experts (data_parallel) or distribute them (expert_parallel)."""
     ep_size: int | None = None
     """Processes in an expert-parallel group; none: the most that divide processes and experts."""
+    ep_stride: int = 1
+    """How far apart the processes of an expert-parallel group are; 1: neighbours."""
     exchange: ExpertExchange = "flat"
     """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
     planner: str | None = None
@@ -72,6 +74,10 @@ class ExpertRunConfig(RunConfig):
         speed, share = self.link_gbytes_per_second, self.expert_time_share
         require(speed is None or 0 < speed < math.inf, "link_gbytes_per_second", speed, "take a positive number")
         require(0 < share <= 1, "expert_time_share", share, "take a fraction above 0, up to 1")
+        require(self.ep_stride >= 1, "ep_stride", self.ep_stride, "take one or more")
+        if self.ep_stride > 1:
+            spread = self.parallel_strategy == "expert_parallel"
+            require(spread, "ep_stride", self.ep_stride, "leave it out, or use --parallel-strategy expert_parallel")
         if self.exchange == "hierarchical":
             exchanged = self.experts > 0 and self.parallel_strategy == "expert_parallel" and self.ep_size != 1
             require(exchanged, "exchange", self.exchange, "use flat, because no experts are spread over processes")
@@ -84,6 +90,9 @@ class ExpertRunConfig(RunConfig):
             if self.num_processes is not None:
                 fits = self.num_processes % self.ep_size == 0
                 require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
+                fits = self.num_processes // self.ep_size % self.ep_stride == 0
+                groups = f"{self.num_processes // self.ep_size} group(s) of --ep-size {self.ep_size}"
+                require(fits, "ep_stride", self.ep_stride, f"it must divide the {groups}")
 
     @property
     def logical_experts(self) -> int:
@@ -95,6 +104,10 @@ class ExpertRunConfig(RunConfig):
         if self.parallel_strategy == "data_parallel":
             return 1
         return self.ep_size or math.gcd(world_size, self.logical_experts)
+
+    def group_options(self, world_size: int) -> dict[str, Any]:
+        """The arguments of `make_expert_groups`, on `world_size` processes."""
+        return {"ep_size": self.ep_size_in(world_size), "stride": self.ep_stride, "exchange": self.exchange}
 
 
 @dataclass(frozen=True, kw_only=True)

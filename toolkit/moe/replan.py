@@ -179,10 +179,10 @@ class Replanner:
         """The planner's required arguments for each layer besides its load. A collective."""
         known: list[dict[str, Any]] = []
         for name, stack in self.stacks.items():
-            ranks = stack.groups.ep_size
             of_layer = dict[str, Any]()
             if "node_of_rank" in self.wanted:
-                of_layer["node_of_rank"] = [rank // ranks_per_node(ranks) for rank in range(ranks)]
+                first = stack.groups.ep_groups[0]  # all groups take the same placement
+                of_layer["node_of_rank"] = [rank // ranks_per_node(max(first) + 1) for rank in first]
             if "source_load_RE" in self.wanted:
                 of_layer["source_load_RE"] = self._cursors[name].new_source_load_RE().cpu().numpy()
             if "together_EE" in self.wanted:

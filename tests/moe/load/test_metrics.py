@@ -52,12 +52,13 @@ from toolkit.trainer import Trainer
 DIM, EXPERTS, BATCH, STEPS, LINE, PLAN = 8, 6, 32, 9, 3, 4
 RANKS_PER_NODE = 2
 
-# (processes, ep_size, accumulation, placement, planner, recompute)
+# (processes, ep_size, stride of its ranks, accumulation, placement, planner, recompute)
 CASES = [
-    (2, 2, 1, "uneven", "lpt", False),
-    (2, 2, 4, "spare", "replicate", True),
-    (4, 4, 1, "replicas", "replicate", False),
-    (4, 2, 4, "replicas", "replicate", True),
+    (2, 2, 1, 1, "uneven", "lpt", False),
+    (2, 2, 1, 4, "spare", "replicate", True),
+    (4, 4, 1, 1, "replicas", "replicate", False),
+    (4, 2, 1, 4, "replicas", "replicate", True),
+    (4, 2, 2, 1, "uneven", "lpt", False),
 ]
 
 
@@ -112,9 +113,9 @@ class Meter(Callback):
 
         def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
             slots_TK = slots_of(dispatcher, ids_TK, kept_TK)
-            first = dist.get_rank() - dispatcher.groups.ep_rank
+            ranks = dist.get_process_group_ranks(dispatcher.groups.ep_group)
             for slots in slots_TK.tolist():
-                nodes = {(first + slot // dispatcher.stride) // ranks_per_node for slot in slots}
+                nodes = {ranks[slot // dispatcher.stride] // ranks_per_node for slot in slots}
                 self.visits += len(nodes - {here})
             return slots_TK
 
@@ -128,6 +129,7 @@ class Meter(Callback):
 def train(
     folder: Path,
     ep_size: int,
+    stride: int,
     accumulation: int,
     placement: str,
     planner: str,
@@ -145,7 +147,7 @@ def train(
     )
     with start_run("metered", config) as run:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, exchange=exchange)
+            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -181,7 +183,7 @@ def run_cases(folder: Path) -> dict[int, Any]:
     mine = [index for index, case in enumerate(CASES) if case[0] == world]
     found = {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
     by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical"}
-    return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, "replicas", "replicate", False, **by_node)}
+    return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, 1, "replicas", "replicate", False, **by_node)}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -194,7 +196,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
     folder, by_case = runs
     for index, ranks in list(by_case.items())[:-1]:
-        world, ep_size, accumulation, *_, recompute = CASES[index]
+        world, ep_size, stride, accumulation, *_, recompute = CASES[index]
+        # Of the EP groups one after the other: {0, 2} and {1, 3} where their ranks are two apart.
+        order = [0, 2, 1, 3] if stride == 2 else list(range(world))
         trace = read_trace(folder / str(index) / "traces.npz")
         forwards = STEPS * accumulation
         assert trace.load_FLSE.shape == (forwards, 2, world, EXPERTS)
@@ -219,7 +223,8 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         # Rows: dispatch, combine and their backwards, and the dispatch that is computed again, of each forward.
         row_bytes = 4 * DIM
         assert trace.row_bytes == [RowBytes(row_bytes, row_bytes)] * 2
-        for rank, (sent, received, *_) in enumerate(ranks):
+        for rank, process in enumerate(order):
+            sent, received, *_ = ranks[process]
             mine = counts.received_FLW[:, :, rank]
             if not recompute:
                 assert sum(received) == 2 * (mine.sum() + counts.sent_LWR[:, rank].sum())
@@ -236,7 +241,7 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             part = window.imbalance_FL[number * per_line : (number + 1) * per_line]
             assert line["moe/rank_imbalance"] == part.mean(1).mean()
             assert line["moe/rank_imbalance_worst_layer"] == part.mean(0).max()
-        sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in range(world)])
+        sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in order])
         for name in ("moe/all_to_all_bytes_per_step", "moe/local_bytes_per_step"):
             assert round(sum(line[name] for line in live) * LINE) == sums[name]
         if not recompute:
@@ -247,7 +252,8 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         visits = sum(visits for *_, visits, _ in ranks)
         assert sum(round(fraction * assignments_of_line) for fraction in deduplicated) == visits
         every_assignment = [line["moe/cross_node_fraction"] for line in live]
-        if ep_size > RANKS_PER_NODE:
+        assert sum(every_assignment) == pytest.approx(sums["moe/cross_node_fraction"] * len(live))
+        if ep_size * stride > RANKS_PER_NODE:
             assert all(0 < once < each for once, each in zip(deduplicated, every_assignment, strict=True))
         else:
             assert deduplicated == every_assignment == [0.0] * len(live)
