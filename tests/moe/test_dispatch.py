@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import run_distributed
-from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, sort_by_slot
+from toolkit.moe.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.moe.rows.order import order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
@@ -48,6 +49,16 @@ def test_edges_of_the_order(
     assert order.assignment_N.tolist() == assignment_N
     assert order.place_TK.tolist() == place_TK
     assert order.token_N.tolist() == [assignment // slots_TK.shape[1] for assignment in assignment_N]
+
+
+@pytest.mark.parametrize("rows_PS", [[[2, 0, 1], [0, 3, 1]], [[0, 0, 0], [0, 4, 0]], [[1], [2], [0]], [[0, 0]]])
+def test_rows_that_arrive_sorted_from_each_peer_are_in_the_order_of_a_stable_sort(rows_PS: list[list[int]]) -> None:
+    slots = len(rows_PS[0])
+    slot_R = torch.tensor([slot for row in rows_PS for slot, rows in enumerate(row) for _ in range(rows)]).long()
+    found, sorted_ = order_of_arrivals(torch.tensor(rows_PS), len(slot_R)), sort_by_slot(slot_R.unsqueeze(1), slots)
+    assert found.rows_per_slot.tolist() == sorted_.rows_per_slot.tolist()
+    assert found.assignment_N.tolist() == found.token_N.tolist() == sorted_.assignment_N.tolist()
+    assert found.place_TK.tolist() == sorted_.place_TK.tolist()
 
 
 def test_rows_arrive_in_slot_order_and_return_weighted() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.moe.dispatch import sort_by_slot
+from toolkit.moe.rows.order import sort_by_slot
 
 DropPolicy = Literal["probs", "position"]
 

@@ -11,46 +11,26 @@ order: slot 0's rows first, on one rank each slot's rows in token order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from toolkit.compat import embedding_bag_weights_grad
 from toolkit.moe.recompute import decide
+from toolkit.moe.rows.exchange import AllToAll, exchange_rows
+from toolkit.moe.rows.movement import Permute, Spread, WeightedSum
+from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.waits import waits
 from toolkit.placement.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True)
-class SlotOrder:
-    """N = T * K assignments, numbered token * K + choice, sorted by slot. Tensors are int64, `kept_TK` is bool."""
-
-    rows_per_slot: Int[Tensor, " S"]
-    """(S): the number of assignments of each slot."""
-    assignment_N: Int[Tensor, " N"]
-    """The assignment at each place of the sorted order; the sort is stable."""
-    token_N: Int[Tensor, " N"]
-    """The token of that assignment."""
-    place_TK: Int[Tensor, "T K"]
-    """The place of each assignment: the inverse permutation of `assignment_N`."""
-    kept_TK: Bool[Tensor, "T K"] | None = None
-    """False for dropped assignments; None if none is dropped."""
-
-    def without_dropped(self, rows: int) -> SlotOrder:
-        """The first `rows` places, those of kept assignments; dropped ones have place 0 and weight 0."""
-        assert self.kept_TK is not None
-        place_TK = self.place_TK.where(self.kept_TK, 0)
-        return replace(self, assignment_N=self.assignment_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
-
-
-@dataclass(frozen=True, slots=True)
 class Exchange:
-    """Sizes of an all-to-all: rows sent to and received from each peer; and the sort by slot after it."""
+    """Sizes of an all-to-all: rows sent to and received from each peer; and the order by slot after it."""
 
     sent: list[int]
     received: list[int]
@@ -71,6 +51,10 @@ class DispatchPlan:
     """None on one rank."""
 
 
+Meanwhile = Callable[[], None]
+"""What needs no rows of others, to be computed while they travel."""
+
+
 class TokenDispatcher(Protocol):
     placement: ExpertPlacement
 
@@ -79,12 +63,16 @@ class TokenDispatcher(Protocol):
         ...
 
     def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         """The rows for this rank's slots in slot order, and the plan to undo it.
 
         Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
-        a region, the plan of its forward is used again (see `toolkit.moe.recompute`).
+        a region, the plan of its forward is used again (see `toolkit.moe.recompute`). `meanwhile` is called once.
         """
         ...
 
@@ -93,118 +81,6 @@ class TokenDispatcher(Protocol):
     ) -> Float[Tensor, "T D"]:
         """(T, D): for each token the weighted sum of its experts' rows."""
         ...
-
-
-def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None) -> SlotOrder:
-    """Count assignments per slot and sort them stably by slot, dropped ones last. No host sync."""
-    if kept_TK is not None:
-        order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
-        return replace(order, rows_per_slot=order.rows_per_slot[:num_slots], kept_TK=kept_TK)
-    slot_N = slots_TK.flatten()
-    top_k = slots_TK.shape[1]
-    assignment_N = slot_N.argsort(stable=True)
-    place_N = torch.empty_like(assignment_N).scatter_(
-        0, assignment_N, torch.arange(len(assignment_N), device=assignment_N.device)
-    )
-    # Not bincount: on a GPU it asks for the largest value first, which is a host sync.
-    rows_per_slot = slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, torch.ones_like(slot_N))
-    return SlotOrder(
-        rows_per_slot, assignment_N, assignment_N // top_k if top_k > 1 else assignment_N, place_N.view(slots_TK.shape)
-    )
-
-
-def _sum_rows(rows: Tensor, places_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"] | None = None) -> Tensor:
-    """For each token the (weighted) sum of the rows at its K places, in one pass over them."""
-    if not len(rows):  # no tokens, or all assignments were dropped
-        return rows.new_zeros(len(places_TK), rows.shape[1])
-    return nn.functional.embedding_bag(places_TK, rows.detach(), mode="sum", per_sample_weights=weights_TK)
-
-
-def _dot_rows(grad_TD: Float[Tensor, "T D"], rows_ND: Float[Tensor, "N D"], places_TK: Int[Tensor, "T K"]) -> Tensor:
-    """(T, K): the dot product of each token's gradient with the row at each of its places, without gathering rows.
-
-    The gradient of `embedding_bag` by its weights. Autograd computes it only along with that by the table.
-    """
-    tokens, top_k = places_TK.shape
-    first_T = torch.arange(0, tokens * top_k, top_k, device=places_TK.device)
-    token_N = torch.arange(tokens * top_k, device=places_TK.device) // top_k
-    return embedding_bag_weights_grad(grad_TD, rows_ND, places_TK.flatten(), first_T, token_N).view(places_TK.shape)
-
-
-class _Spread(torch.autograd.Function):
-    """Gather the token row of each assignment, in slot order. The backward gathers too, in place of scattered adds."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Float[Tensor, "T D"], order: SlotOrder) -> Tensor:
-        ctx.save_for_backward(order.place_TK, order.kept_TK)
-        return x_TD.index_select(0, order.token_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        place_TK, kept_TK = ctx.saved_tensors
-        grad_ND = grads[0].contiguous()
-        return _sum_rows(grad_ND, place_TK, None if kept_TK is None else kept_TK.to(grad_ND.dtype)), None
-
-
-class _WeightedSum(torch.autograd.Function):
-    """The inverse of `_Spread`: the sum of each token's K rows, weighted."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Float[Tensor, "N D"], weights_TK: Float[Tensor, "T K"], order: SlotOrder) -> Tensor:
-        ctx.save_for_backward(rows_ND, weights_TK, order.assignment_N, order.token_N, order.place_TK, order.kept_TK)
-        if order.kept_TK is not None:
-            weights_TK = weights_TK * order.kept_TK
-        return _sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, weights_TK, assignment_N, token_N, place_TK, kept_TK = ctx.saved_tensors
-        grad_TD = grads[0].contiguous()
-        weights_N = weights_TK.flatten().index_select(0, assignment_N)
-        if not len(rows_ND):
-            return rows_ND, torch.zeros_like(weights_TK), None
-        if rows_ND.dtype == weights_TK.dtype:
-            grad_ND = _sum_rows(grad_TD, token_N.unsqueeze(1), weights_N.unsqueeze(1))
-            grad_weights_TK = _dot_rows(grad_TD, rows_ND, place_TK)
-        else:  # half precision: sum in the precision of the weights
-            grad_ND = grad_TD.index_select(0, token_N)
-            grad_weights_TK = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)[place_TK]
-            grad_ND = grad_ND.mul_(weights_N.unsqueeze(1))
-        return grad_ND, grad_weights_TK if kept_TK is None else grad_weights_TK * kept_TK, None
-
-
-class _Permute(torch.autograd.Function):
-    """Permute rows; the backward permutes by `inverse`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send consecutive rows to each peer of a group; the backward sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    result = rows.new_empty(sum(received), rows.shape[1])
-    rows = rows.contiguous()
-    waits.timed("experts", rows.device, dist.all_to_all_single, result, rows, received, sent, group=group)
-    return result
 
 
 class LocalDispatcher:
@@ -222,10 +98,17 @@ class LocalDispatcher:
         self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
 
     def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
-        return _Spread.apply(x_TD, plan.order), plan
+        rows = Spread.apply(x_TD, plan.order)
+        if meanwhile is not None:
+            meanwhile()
+        return rows, plan
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         slots_TK = expert_ids_TK
@@ -241,7 +124,7 @@ class LocalDispatcher:
     def combine(
         self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
-        return _WeightedSum.apply(rows, weights_TK, plan.order)
+        return WeightedSum.apply(rows, weights_TK, plan.order)
 
 
 class AllToAllDispatcher:
@@ -267,6 +150,8 @@ class AllToAllDispatcher:
         self.slots = len(placement.slots[here])
         self.slots_EC = placement.slots_of_experts()
         self.replicas_E = placement.num_replicas()
+        self.slots_are_experts = placement.slot_of_expert == tuple(range(placement.ranks * placement.stride))
+        """Whether expert e is in slot e of the EP group, as in contiguous placements of equal counts."""
         # Empty slots never get a row, so any expert will do.
         self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)
         if placement.has_replicas:
@@ -277,23 +162,30 @@ class AllToAllDispatcher:
 
     def slots_of(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
         """(T, K): the slot of each assignment, numbered through the ranks of the EP group."""
+        if self.slots_are_experts:
+            return expert_ids_TK
         if self.slots_EC.shape[1] == 1:
-            return self.slots_EC[expert_ids_TK, 0]
+            return self.slots_EC.squeeze(1)[expert_ids_TK]
         by_expert = sort_by_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
         first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
         turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
     def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         if self.announce is not None:
             self.announce(x_TD, expert_ids_TK)
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
         exchange = plan.exchange
         assert exchange is not None
-        rows = _AllToAll.apply(_Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.ep_group)
-        return _Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
+        rows = Spread.apply(x_TD, plan.order)
+        rows = exchange_rows(rows, exchange.sent, exchange.received, self.groups.ep_group, meanwhile)
+        return Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         """Exchange row counts with the peers. A collective of the EP group."""
@@ -308,10 +200,7 @@ class AllToAllDispatcher:
         sent, received = torch.stack([to_peers_PS.sum(1), from_peers_PS.sum(1)]).tolist()
         if kept_TK is not None:
             order = order.without_dropped(sum(sent))
-        # Rows arrive peer by peer, in slot order within a peer: bring them into slot order.
-        slot_PS = torch.arange(self.stride, device=device).repeat(peers)
-        slot_R = torch.repeat_interleave(slot_PS, from_peers_PS.flatten(), output_size=sum(received))
-        received_order = sort_by_slot(slot_R.unsqueeze(1), self.slots)
+        received_order = order_of_arrivals(from_peers_PS[:, : self.slots], sum(received))
         return DispatchPlan(
             received_order.rows_per_slot,
             self._load(order.rows_per_slot),
@@ -325,6 +214,8 @@ class AllToAllDispatcher:
             self.expert_of_slot = self.expert_of_slot.to(device)
 
     def _load(self, rows_per_slot: Int[Tensor, " S"]) -> Tensor:
+        if self.slots_are_experts:
+            return rows_per_slot
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
     def combine(
@@ -332,6 +223,6 @@ class AllToAllDispatcher:
     ) -> Float[Tensor, "T D"]:
         exchange = plan.exchange
         assert exchange is not None
-        rows = _Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
-        rows = _AllToAll.apply(rows, exchange.received, exchange.sent, self.groups.ep_group)
-        return _WeightedSum.apply(rows, weights_TK, plan.order)
+        rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
+        rows = AllToAll.apply(rows, exchange.received, exchange.sent, self.groups.ep_group)
+        return WeightedSum.apply(rows, weights_TK, plan.order)

@@ -7,19 +7,27 @@ that never come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from toolkit.moe.feed_forward import GroupedFeedForward
+from toolkit.moe.feed_forward import GroupedFeedForward, LaterGradients, TakeLater
 from toolkit.moe.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.moe.recompute import checkpoint
 from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.seeding import generator
 
 Activation = Literal["relu", "swiglu"]
+
+
+class Weights(NamedTuple):
+    """Both weights of all experts of a rank, and where their gradients are left to be computed, if they are."""
+
+    up: Float[Tensor, "S H D"]
+    down: Float[Tensor, "S F D"]
+    later: LaterGradients | None
 
 
 class GroupedExperts(nn.Module):
@@ -58,13 +66,25 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.up.data[slot], std=(2 / dim) ** 0.5, generator=draws)
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
 
-    def forward(self, x_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+    def weights(self) -> Weights:
+        """What `forward` may be given. In the backward, nodes of what is computed between here and there come before
+        the weights' gradients, which nothing waits for."""
+        later = LaterGradients()
+        up, down = TakeLater.apply(self.up, self.down, later)
+        return Weights(up, down, later)
+
+    def forward(
+        self, x_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], weights: Weights | None = None
+    ) -> Float[Tensor, "N D"]:
         """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S), without rows for slots after the last of
         the weights (see `toolkit.parallel.optimizer_rows.RowsInUse`)."""
-        rows_per_slot = rows_per_slot[: len(self.up)]
-        x_ND, up, down = cast_as_autocast_would(x_ND, self.up, self.down)
+        up, down, later = weights or Weights(self.up, self.down, None)
+        if len(rows_per_slot) > len(self.up):
+            rows_per_slot = rows_per_slot[: len(self.up)]
+        x_ND, up, down = cast_as_autocast_would(x_ND, up, down)
         if accepts(x_ND, up) and accepts(x_ND, down):
-            return GroupedFeedForward.apply(x_ND, up, down, rows_per_slot.cumsum(0).int(), self.recompute)
+            ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
+            return GroupedFeedForward.apply(x_ND, up, down, ends_S, self.recompute, later)
         if self.recompute:
             return checkpoint(self.step_by_step, x_ND, up, down, rows_per_slot)
         return self.step_by_step(x_ND, up, down, rows_per_slot)

@@ -6,6 +6,7 @@ are written into one tensor, and tensors that are no longer needed are overwritt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,17 +14,52 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 
+class LaterGradients:
+    """What a `GroupedFeedForward` leaves for `TakeLater` to compute."""
+
+    def __init__(self) -> None:
+        self.compute: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None
+        """The gradients of both weights; None before the backward, or where nothing was left."""
+
+
+class TakeLater(torch.autograd.Function):
+    """The weights `up` and `down` as they are, for a `GroupedFeedForward` that gets the same `later`.
+
+    Its backward computes their gradients. Autograd runs the node that was made last first, so a node that was made
+    between this one and the feed-forward has its backward between that of the rows and that of the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, up_SHD: Tensor, down_SFD: Tensor, later: LaterGradients) -> tuple[Tensor, Tensor]:
+        ctx.later = later
+        ctx.set_materialize_grads(False)
+        return up_SHD.view_as(up_SHD), down_SFD.view_as(down_SFD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        compute, ctx.later.compute = ctx.later.compute, None
+        return (*(grads if compute is None else compute()), None)
+
+
 class GroupedFeedForward(torch.autograd.Function):
     """`down(relu(up(x)))`; or, if H = 2F, SwiGLU: `down(silu(gate(x)) * up(x))` with gate and up stacked in `up_SHD`.
 
     `ends_S`: int32, the end of each slot's rows in `x_ND`. With `recompute`, no tensor of width F or H is saved for the
-    backward, which repeats the product with `up_SHD`: seven grouped products instead of six.
+    backward, which repeats the product with `up_SHD`: seven grouped products instead of six. With `later`, the weights
+    are those that `TakeLater` returned.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, up_SHD: Tensor, down_SFD: Tensor, ends_S: Tensor, recompute: bool = False
+        ctx: Any,
+        x_ND: Tensor,
+        up_SHD: Tensor,
+        down_SFD: Tensor,
+        ends_S: Tensor,
+        recompute: bool = False,
+        later: LaterGradients | None = None,
     ) -> Tensor:
+        ctx.later = later
         hidden = _hidden(x_ND, up_SHD, down_SFD, ends_S)
         ctx.save_for_backward(x_ND, up_SHD, down_SFD, ends_S, *(() if recompute else hidden))
         return grouped_mm(hidden[-1], down_SFD, offs=ends_S)
@@ -33,12 +69,19 @@ class GroupedFeedForward(torch.autograd.Function):
         x_ND, up_SHD, down_SFD, ends_S, *hidden = ctx.saved_tensors
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)
         grad_ND = grads[0].contiguous()  # `grouped_mm` refuses expanded gradients, such as that of `.sum()`
-        grad_down = grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S) if ctx.needs_input_grad[2] else None
+        needs_x, needs_up, needs_down = ctx.needs_input_grad[:3]
         grad_NF = grouped_mm(grad_ND, down_SFD.transpose(1, 2), offs=ends_S)
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
-        grad_x = grouped_mm(grad_NH, up_SHD, offs=ends_S) if ctx.needs_input_grad[0] else None
-        grad_up = grouped_mm(grad_NH.t(), x_ND, offs=ends_S) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_up, grad_down, None, None
+        grad_x = grouped_mm(grad_NH, up_SHD, offs=ends_S) if needs_x else None
+
+        def of_weights() -> tuple[Tensor | None, Tensor | None]:
+            grad_down = grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S) if needs_down else None
+            return grouped_mm(grad_NH.t(), x_ND, offs=ends_S) if needs_up else None, grad_down
+
+        if ctx.later is None:
+            return grad_x, *of_weights(), None, None, None
+        ctx.later.compute = of_weights
+        return grad_x, None, None, None, None, None
 
 
 def _hidden(x_ND: Tensor, up_SHD: Tensor, down_SFD: Tensor, ends_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:

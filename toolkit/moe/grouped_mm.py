@@ -27,7 +27,7 @@ def grouped_mm(
     """
     x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
     if accepts(x_ND, weight_SDF):
-        product = torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0).int())
+        product = torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0, dtype=torch.int32))
         return _ContiguousGradient.apply(product)
     return _padded_mm(x_ND, weight_SDF, rows_per_slot)
 

@@ -16,27 +16,17 @@ More letters: `V` pairs of a token and a node, `M` nodes, `R` rows that came to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.moe.dispatch import (
-    AllToAllDispatcher,
-    DispatchPlan,
-    Exchange,
-    SlotOrder,
-    _AllToAll,
-    _exchange,
-    _Permute,
-    _Spread,
-    _sum_rows,
-    _WeightedSum,
-    sort_by_slot,
-)
+from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, Meanwhile
 from toolkit.moe.recompute import decide
+from toolkit.moe.rows.exchange import AllToAll, exchange, exchange_rows
+from toolkit.moe.rows.movement import Permute, Spread, Sum, WeightedSum
+from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import ExpertGroups, NodeGroups
 from toolkit.parallel.waits import waits
 from toolkit.placement.placement import ExpertPlacement
@@ -68,17 +58,20 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         super().__init__(placement, groups)
 
     def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         if self.announce is not None:
             self.announce(x_TD, expert_ids_TK)
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
-        exchange = plan.exchange
-        assert exchange is not None
-        rows_RD = self._to_nodes(x_TD, plan)
-        rows = _Spread.apply(rows_RD, plan.order)
-        rows = _AllToAll.apply(rows, exchange.sent, exchange.received, self.nodes.inside)
-        return _Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
+        inside = plan.exchange
+        assert inside is not None
+        rows_RD = self._to_nodes(x_TD, plan, meanwhile)
+        rows = AllToAll.apply(Spread.apply(rows_RD, plan.order), inside.sent, inside.received, self.nodes.inside)
+        return Permute.apply(rows, inside.order.assignment_N, inside.order.place_TK.flatten()), plan
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> HierarchicalPlan:
         """Exchange counts, then the slots of each row. A collective of the EP group, with one host sync."""
@@ -115,11 +108,9 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         wanted_VK = slots_TK.index_select(0, visits.token_N) - slots_per_node * node_V[:, None]
         elsewhere_VK = (wanted_VK < 0) | (wanted_VK >= slots_per_node)
         wanted_VK = wanted_VK.masked_fill(elsewhere_VK, slots_per_node)
-        wanted_RK = _exchange(wanted_VK, sent, received, nodes.between)
+        wanted_RK = exchange(wanted_VK, sent, received, nodes.between)
         order = sort_by_slot(wanted_RK, slots_per_node, wanted_RK < slots_per_node).without_dropped(sum(sent_inside))
-        slot_PS = torch.arange(self.stride, device=device).repeat(nodes.size)
-        slot_N = slot_PS.repeat_interleave(from_peers_PS.flatten(), output_size=sum(received_inside))
-        received_order = sort_by_slot(slot_N[:, None], self.slots)
+        received_order = order_of_arrivals(from_peers_PS[:, : self.slots], sum(received_inside))
         return HierarchicalPlan(
             received_order.rows_per_slot,
             self._load(rows_per_slot),
@@ -130,33 +121,21 @@ class HierarchicalDispatcher(AllToAllDispatcher):
             received=received,
         )
 
-    def _to_nodes(self, values_TX: Float[Tensor, "T X"], plan: HierarchicalPlan) -> Float[Tensor, "R X"]:
+    def _to_nodes(
+        self, values_TX: Float[Tensor, "T X"], plan: HierarchicalPlan, meanwhile: Meanwhile | None = None
+    ) -> Float[Tensor, "R X"]:
         """Values of tokens, on the ranks to which their rows went."""
-        return _AllToAll.apply(_Spread.apply(values_TX, plan.visits), plan.sent, plan.received, self.nodes.between)
+        values_VX = Spread.apply(values_TX, plan.visits)
+        return exchange_rows(values_VX, plan.sent, plan.received, self.nodes.between, meanwhile)
 
     def combine(
         self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         assert isinstance(plan, HierarchicalPlan)
-        exchange = plan.exchange
-        assert exchange is not None
+        inside = plan.exchange
+        assert inside is not None
         weights_RK = self._to_nodes(weights_TK, plan)
-        rows = _Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
-        rows = _AllToAll.apply(rows, exchange.received, exchange.sent, self.nodes.inside)
-        sums_RD = _WeightedSum.apply(rows, weights_RK, plan.order)
-        return _Sum.apply(_AllToAll.apply(sums_RD, plan.received, plan.sent, self.nodes.between), plan.visits)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of the rows that came back for each token, one from each node that it visited."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_VD: Float[Tensor, "V D"], visits: SlotOrder) -> Tensor:
-        ctx.save_for_backward(visits.token_N)
-        assert visits.kept_TK is not None
-        return _sum_rows(rows_VD, visits.place_TK, visits.kept_TK.to(rows_VD.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (token_V,) = ctx.saved_tensors
-        return grads[0].index_select(0, token_V), None
+        rows = Permute.apply(rows, inside.order.place_TK.flatten(), inside.order.assignment_N)
+        rows = AllToAll.apply(rows, inside.received, inside.sent, self.nodes.inside)
+        sums_RD = WeightedSum.apply(rows, weights_RK, plan.order)
+        return Sum.apply(AllToAll.apply(sums_RD, plan.received, plan.sent, self.nodes.between), plan.visits)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import DispatchPlan
-from toolkit.moe.experts import Activation, GroupedExperts
+from toolkit.moe.experts import Activation, GroupedExperts, Weights
 from toolkit.moe.load.model_inputs import counted_tokens
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
@@ -94,11 +94,22 @@ class MoE(nn.Module):
         kept_TK = routing.kept_TK
         if self.capacity is not None and self.training:
             kept_TK = self._within(self.capacity, routing)
-        rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK, kept_TK)
-        rows = self.experts(rows, plan.rows_per_slot)
+        weights: tuple[Weights, ...] = ()
+        shared_TD: Tensor | None = None
+
+        def meanwhile() -> None:
+            nonlocal weights, shared_TD
+            travels = self.expert_stack.groups.ep_size > 1 and torch.is_grad_enabled()
+            if travels and type(self.experts) is GroupedExperts:  # others have weights of their own
+                weights = (self.experts.weights(),)
+            if self.shared_expert is not None:
+                shared_TD = self.shared_expert(x_TD)
+
+        rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK, kept_TK, meanwhile)
+        rows = self.experts(rows, plan.rows_per_slot, *weights)
         y_TD = self.expert_stack.dispatcher.combine(rows, plan, routing.weights_TK)
-        if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(x_TD)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
             self.record(routing, plan, kept_TK, x_TD, y_TD)

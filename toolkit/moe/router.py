@@ -6,8 +6,10 @@ expert, E logical experts, K experts per token (top-k), S slots (physical expert
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,6 +37,13 @@ class Routing:
     """bool, False for assignments that are dropped; None where all are kept."""
     counted_T: Bool[Tensor, " T"] | None = None
     """bool, False for padding, which no loss and no load counts; None where there is none."""
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast is off within it. Entering costs as much as an operation on a few rows, so only where it is on."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class TopKRouter(nn.Module):
@@ -94,7 +103,7 @@ class TopKRouter(nn.Module):
 
     def scores(self, x_TD: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "T E"], Float[Tensor, "T E"]]:
         """(T, E) logits, and the scores of them."""
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             dtype = torch.promote_types(torch.float32, self.weight.dtype)
             input_TD = x_TD.to(dtype)
             jitter = self.options.router_jitter

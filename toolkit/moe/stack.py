@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, SlotOrder, TokenDispatcher
+from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
 from toolkit.moe.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
 from toolkit.moe.load.metrics import RowBytes
 from toolkit.moe.load.model_inputs import counted_tokens
 from toolkit.moe.load.routing_log import Choices, RoutedForward, RoutingLog
+from toolkit.moe.rows.order import SlotOrder
 from toolkit.parallel.gradients import average_in_backward
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import EMPTY_ROW, mark_owned

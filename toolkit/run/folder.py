@@ -19,6 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,18 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds {type(values).__name__} in place of an object: {remedy}.")
     return values
+
+
+@contextmanager
+def finishing(what: str, folder: Path) -> Iterator[None]:
+    """Raise UserError for an OSError, which keeps `what` of a run from being written to its `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the {what} could not be written to {folder} ({error.strerror}): "
+            "make room, and run the same command again."
+        ) from None
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

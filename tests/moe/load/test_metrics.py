@@ -22,7 +22,6 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.lab.traces import TraceRecorder, read_trace
 from toolkit.moe import dispatch
-from toolkit.moe.dispatch import sort_by_slot
 from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.load.forwards import ModelForwards
@@ -37,6 +36,8 @@ from toolkit.moe.load.metrics import (
 )
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
+from toolkit.moe.rows import exchange as rows_exchange
+from toolkit.moe.rows.order import sort_by_slot
 from toolkit.moe.stack import crossings, visited_nodes
 from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
@@ -96,19 +97,19 @@ class Meter(Callback):
     def __init__(self, ranks_per_node: int) -> None:
         self.bytes = self.bytes_between_nodes = self.visits = 0
         self.received: list[int] = []
-        self.original = original = dispatch._exchange
+        self.original = original = rows_exchange._all_to_all
         here = dist.get_rank() // ranks_per_node
 
-        def metered(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        def metered(rows: Tensor, sent: list[int], received: list[int], group: Any, **options: Any) -> Any:
             if rows.shape[1] == DIM:  # no weights
                 size = rows.shape[1] * rows.element_size()
                 self.bytes += (sum(sent) - sent[dist.get_rank(group)]) * size
                 for peer, count in zip(dist.get_process_group_ranks(group), sent, strict=True):
                     self.bytes_between_nodes += count * size * (peer // ranks_per_node != here)
                 self.received.append(sum(received))
-            return original(rows, sent, received, group)
+            return original(rows, sent, received, group, **options)
 
-        dispatch._exchange = metered
+        rows_exchange._all_to_all = metered
         self.original_slots_of = slots_of = dispatch.AllToAllDispatcher.slots_of
 
         def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
@@ -122,7 +123,7 @@ class Meter(Callback):
         dispatch.AllToAllDispatcher.slots_of = watched  # type: ignore[method-assign]
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        dispatch._exchange = self.original
+        rows_exchange._all_to_all = self.original
         dispatch.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: In
     if not low_rank and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
         if accepts(rows_ND, up) and accepts(rows_ND, down):
-            ends_S = rows_per_slot.cumsum(0).int()
+            ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
             return GroupedFeedForward.apply(rows_ND, up.transpose(1, 2), down, ends_S).to(dtype)
     hidden = _project(experts, first, rows_ND, rows_per_slot, low_rank.get(first, []))
     hidden = apply_gate(experts, hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)

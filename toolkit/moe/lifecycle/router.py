@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.config.router import RouterOptions
 from toolkit.errors import UserError
-from toolkit.moe.router import TopKRouter
+from toolkit.moe.router import TopKRouter, without_autocast
 
 NO_EXPERT = -1
 
@@ -73,7 +73,7 @@ class DynamicRouter(TopKRouter):
     @torch.no_grad()
     def allowed_TE(self, x_TD: Float[Tensor, "T D"]) -> Bool[Tensor, "T E"]:
         """(T, E) bool: True where the expert is active and the token on its side of all hyperplanes."""
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             above_TE = torch.where(x_TD.to(self.normal_ED.dtype) @ self.normal_ED.T > self.offset_E, 1.0, -1.0)
             inside_TE = above_TE.to(self.side_EE.dtype) @ self.side_EE == self.side_EE.abs().sum(0)
         return inside_TE & self.active_E

@@ -1,0 +1,1 @@
+"""Rows of hidden states on their way to the experts and back: their order, and how they are moved."""
