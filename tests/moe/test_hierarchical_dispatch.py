@@ -79,9 +79,7 @@ def rows_to_others() -> Iterator[dict[Any, int]]:
     rows: dict[Any, int] = defaultdict(int)
     original = dist.all_to_all_single
 
-    def counted(
-        result: Tensor, given: Tensor, received: Any = None, sent: Any = None, *, group: Any, **more: Any
-    ) -> Any:
+    def counted(result: Tensor, given: Tensor, received: Any = None, sent: Any = None, *, group: Any) -> Any:
         if given.ndim == 2 and given.is_floating_point() and given.shape[1] == DIM:
             rows[group] += sum(sent) - sent[dist.get_rank(group)]
         return original(result, given, received, sent, group=group)
