@@ -1,14 +1,15 @@
 """Predicted steps of a mixture as large as DeepSeek-V3 on 64 to 4,096 GPUs: imbalance, replicas, placement by nodes.
 
-    python benchmarks/large_scale.py              three tables and docs/images/large_scale.png, two minutes
+    python benchmarks/large_scale.py              four tables and docs/images/large_scale.png, two minutes
     python benchmarks/large_scale.py worlds       64 to 4,096 GPUs in EP groups of 64
     python benchmarks/large_scale.py groups       EP groups of 64 to 256 GPUs, and the picture
     python benchmarks/large_scale.py plans        what a plan costs
+    python benchmarks/large_scale.py exchanges    tokens sent once to a node, beside a row for each assignment
 
 Nothing here was measured on a GPU. `toolkit.lab.simulate` predicts; inputs are made-up loads and the rates in `H800`,
 each with its source. 58 layers of 256 experts, top 8, hidden 7,168, expert width 2,048; 4,096 tokens on each GPU and
-step, or 30,720 as in that model's training. Left out: pipelines, memory, exchanges that run beside computation, the
-averaging of gradients, and that a token is sent once to a node on which several of its experts are.
+step, or 30,720 as in that model's training. Left out: pipelines, memory, exchanges that run beside computation, and the
+averaging of gradients. The exchange is flat but in the fourth table.
 
 Experts are popular by a lognormal law, anew in each layer; GPUs draw their tokens independently. With `subjects`, each
 node of an EP group sees data of its own, with a lognormal factor more on each expert. Plans are made for the
@@ -23,9 +24,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
+from toolkit.config.experts import ExpertExchange
 from toolkit.lab.simulate import Machine, simulate
 from toolkit.pictures.plots import GREY, palette, save_figure
 from toolkit.placement.imbalance import max_over_mean, shares
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import lpt, node_aware, replicate
-from toolkit.placement.traffic import migration_cost
+from toolkit.placement.traffic import expected_visits, migration_cost, rows_between_ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,6 +64,10 @@ NODE, WORLDS = 8, (64, 256, 1024, 4096)
 EP_SIZE = 64
 """As in DeepSeek-V3."""
 EP_SIZES = (64, 128, 256)
+TOKENS_OF_EXCHANGES = (128, TOKENS, TOKENS_OF_REPORT)
+"""The first: a batch of generation."""
+NODES_PER_TOKEN = (4, 2)
+"""The first as in DeepSeek-V3: a router that chooses nodes, and then experts on these."""
 WEIGHT_BYTES, OPTIMIZER_BYTES = 2 * EXPERT, 12 * EXPERT
 """bfloat16; float32 moments and master weights."""
 ROW_BYTES = HIDDEN * (1 + 2)
@@ -208,6 +215,37 @@ def plans() -> list[dict[str, Any]]:
     return rows
 
 
+def exchanges() -> list[dict[str, Any]]:
+    """A row per size of an EP group, tokens, and nodes on which a token's experts may be: seconds of all exchanges of a
+    step and of the order of their rows, with contiguous experts and an even load, flat and hierarchical."""
+    rows = []
+    for ep_size in EP_SIZES:
+        blocks = contiguous(EXPERTS, ep_size)
+        for tokens in TOKENS_OF_EXCHANGES:
+            load_SE = np.full((ep_size, EXPERTS), tokens * TOP_K / EXPERTS)
+            between_SR = rows_between_ranks(load_SE, blocks)
+            for limit in (None, *NODES_PER_TOKEN):
+                flat, hierarchical = (
+                    replace(COST, exchange=name, nodes_per_token=limit) for name in get_args(ExpertExchange)
+                )
+                found = [each.layer_seconds(load_SE, blocks) for each in (flat, hierarchical)]
+                first, second = (float(each.router + each.exchanges) for each in found)
+                visits = expected_visits(between_SR, ep_size // NODE, top_k=TOP_K, slots=EXPERTS, nodes_per_token=limit)
+                rows.append(
+                    {
+                        "EP size": ep_size,
+                        "tokens": tokens,
+                        "nodes of a token": limit or "any",
+                        "rows between nodes, flat": round(TOP_K * (1 - NODE / ep_size), 2),
+                        "rows between nodes, hierarchical": round(float(visits[0, 1:].sum()) / tokens, 2),
+                        "flat s": round(LAYERS * first, 3),
+                        "hierarchical s": round(LAYERS * second, 3),
+                        "x flat": round(second / first, 3),
+                    }
+                )
+    return rows
+
+
 def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
     """Time of a step over that with an even load, by the size of an EP group; a panel for each load."""
     names = list(dict.fromkeys(row["placement"] for row in rows))
@@ -232,7 +270,7 @@ def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
     figure.legend(panels[0].get_lines(), names, loc="outside lower center", ncols=len(names))
 
 
-TABLES = {"worlds": worlds, "groups": groups, "plans": plans}
+TABLES = {"worlds": worlds, "groups": groups, "plans": plans, "exchanges": exchanges}
 
 
 def main() -> None:

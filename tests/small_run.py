@@ -20,7 +20,7 @@ from toolkit.callbacks.evaluation import Evaluation
 from toolkit.callbacks.preemption import Preemption
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.moe.balance import BiasBalancing
+from toolkit.moe.load.balance import BiasBalancing
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups

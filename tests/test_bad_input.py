@@ -90,6 +90,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--planner swapp", "--planner swapp: take one of affinity, contiguous, "),
     ("--replan-every 0", "take one step or more"),
     ("--spare-slots -1", "take zero or more"),
+    ("--exchange hierarchical --parallel-strategy data_parallel", "use flat, because no experts are spread"),
     ("--ep-size 2 --parallel-strategy data_parallel", "use --parallel-strategy expert_parallel"),
     ("--ep-stride 0", "--ep-stride 0: take one or more"),
     ("--ep-stride 2 --parallel-strategy data_parallel", "--ep-stride 2: leave it out, or use --parallel-strategy"),
@@ -186,6 +187,7 @@ REFUSED_AFTER_THE_START = {
     "foreign checkpoint": ("--run-dir {folder}/foreign", "checkpoint"),
     "fp16 on a CPU": ("--mixed-precision fp16", "--mixed-precision fp16"),
     "ep_size beyond the world": ("--experts 6 --ep-size 3", "--ep-size 3"),
+    "an exchange between the nodes of one": ("--exchange hierarchical", "--exchange hierarchical"),
 }
 COMMON = ["debug", "--tracker", "none", "--cpu", "--max-steps", "2"]
 

@@ -29,7 +29,7 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.moe import replan
-from toolkit.moe.balance import BiasBalancing, WholeStepBalance
+from toolkit.moe.load.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan

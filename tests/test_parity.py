@@ -6,8 +6,10 @@ clipped, with balance and z-loss, against one process with the same seed. Each w
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.models.mlp import MLP
-from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.layer import make_moe
+from toolkit.moe.load.balance import WholeStepBalance
 from toolkit.moe.losses import RouterPenalty
 from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
@@ -41,7 +43,8 @@ SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 Case = tuple[int, int, int, str, str]
 """(processes, ep_size, accumulation, placement, layout); ep_size 1 copies the experts, 2 on 4 processes makes two
 groups. Layouts: ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all
-shards of them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards."""
+shards of them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards; by
+node: rows go once to each of two nodes."""
 REFERENCE: Case = (1, 1, 1, "blocks", "ddp")
 SPREADS = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
 SPREADS += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
@@ -50,6 +53,7 @@ SPREADS += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4
 SPREADS += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
 CASES: list[Case] = [(*spread, "ddp") for spread in SPREADS]
 CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 2, "copies", "strided hsdp"), (4, 4, 1, "uneven", "hsdp")]
+CASES += [(4, 4, 1, "copies", "by node"), (4, 4, 4, "uneven", "by node"), (8, 4, 1, "copies", "strided by node")]
 CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 1, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
 
 
@@ -81,12 +85,16 @@ def make_groups(ep_size: int, layout: str) -> ExpertGroups:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "crossed":
         return make_expert_groups(ranks=[[rank, world - 1 - rank] for rank in range(world // 2)])
-    return make_expert_groups(ep_size, stride=world // ep_size if "strided" in layout else 1)
+    stride = world // ep_size if "strided" in layout else 1
+    if "by node" not in layout:
+        return make_expert_groups(ep_size, stride=stride)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world // 2)):
+        return make_expert_groups(ep_size, stride=stride, exchange="hierarchical")
 
 
 def place_in_group(rank: int, world: int, ep_size: int, layout: str) -> int:
     """The index in its EP group of `rank`."""
-    return rank % ep_size if layout in ("ddp", "hsdp") else rank * ep_size // world
+    return rank % ep_size if layout in ("ddp", "hsdp", "by node") else rank * ep_size // world
 
 
 class TwoLayers(nn.Module):

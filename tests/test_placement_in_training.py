@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,6 +25,7 @@ WAYS = {
     "affinity": ["--planner", "affinity", "--replan-every", "5"],
     "node_aware": ["--planner", "node_aware", "--replan-every", "5"],
     "round-robin": ["--initial-placement", "round_robin", "--planner", "lpt", "--replan-every", "5"],
+    "by node": ["--exchange", "hierarchical", "--planner", "replicate", "--replan-every", "4", "--spare-slots", "1"],
     "fsdp2": ["--dense-parallel", "fsdp2", "--planner", "lpt", "--replan-every", "5"],
 }
 
@@ -39,7 +42,8 @@ def losses(folder: Path) -> list[float]:
 
 def train(folder: Path) -> None:
     for way, flags in WAYS.items():
-        with in_float64():
+        # Each process is on a node of its own.
+        with in_float64(), mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
             mnist_moe.main(cli.parse(mnist_moe.PRESETS, [*COMMON, *flags, "--run-dir", str(folder / way)]))
 
 

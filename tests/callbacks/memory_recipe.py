@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import toolkit as tk
 from tests.small_run import SmallModel
 from toolkit.data.table import TensorTable
-from toolkit.moe.balance import BiasBalancing
+from toolkit.moe.load.balance import BiasBalancing
 from toolkit.task import Loss
 
 

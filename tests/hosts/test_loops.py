@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import run_distributed
 from tests.hosts.test_engine import Model
+from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.parallel.groups import make_expert_groups
 
 
 class CheckpointedModel(Model):
@@ -125,13 +129,15 @@ def test_loads_are_counted_once_however_activations_are_checkpointed():
         assert plain == not_reentrant == reentrant
 
 
-def evaluated(forwards: list[int]) -> list[Tensor]:
+def evaluated(forwards: list[int], exchange: ExpertExchange) -> list[Tensor]:
     """What the model says of this rank's batches, of which each has its own number, and of the same after the join."""
     torch.manual_seed(0)
     alone, model = Model(), Model()
     model.register_buffer("counter", torch.zeros(2))  # which DDP would broadcast in each forward
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    experts = ExpertParallel(Accelerator(cpu=True))
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # two nodes
+        groups = make_expert_groups(2, exchange=exchange)
+    experts = ExpertParallel(Accelerator(cpu=True), groups=groups)
     wrapped, optimizer = experts.prepare(model, optimizer)
     differences = []
     with experts.join():
@@ -142,8 +148,10 @@ def evaluated(forwards: list[int]) -> list[Tensor]:
     return differences
 
 
-@pytest.mark.parametrize("forwards", [[3, 1], [0, 2], [0, 0]])
-def test_ranks_that_are_done_serve_their_experts_to_the_others(forwards: list[int]):
-    ranks = run_distributed(evaluated, 2, forwards, timeout_s=60)
+@pytest.mark.parametrize(
+    ("forwards", "exchange"), [([3, 1], "flat"), ([0, 2], "flat"), ([0, 2], "hierarchical"), ([0, 0], "flat")]
+)
+def test_ranks_that_are_done_serve_their_experts_to_the_others(forwards: list[int], exchange: str):
+    ranks = run_distributed(evaluated, 2, forwards, exchange, timeout_s=60)
     assert [len(differences) for differences in ranks] == forwards
     assert all(difference < 1e-5 for differences in ranks for difference in differences)

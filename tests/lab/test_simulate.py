@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.placement.placements import placements
 from toolkit.errors import UserError
-from toolkit.lab.simulate import Machine, read_machine, simulate
-from toolkit.placement.cost_model import EXCHANGES, Cores
+from toolkit.lab.simulate import Machine, StepSeconds, read_machine, simulate
+from toolkit.placement.cost_model import EXCHANGES, HIERARCHICAL_EXCHANGES, Cores
 from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.placement.planners import replicate
 
@@ -111,6 +111,46 @@ def test_replicas_cost_their_gradients_and_weights_and_save_rows():
     # Each rank computes its own 50 rows in place of rank 0 all 100, and 30 bytes travel twice.
     assert seconds(machine, load, [replicas])[0] == 50 + 2 * 30 / 10
     assert seconds(machine, load, [blocks])[0] == 100 + 2 * 50 * 4 / 10
+
+
+def test_the_hierarchical_exchange_takes_what_the_closed_form_says_and_pays_where_nodes_are_far_and_few():
+    ranks, experts, rows = 4, 8, 84
+    load = np.full((1, 1, ranks, experts), rows)
+    blocks = contiguous(experts, ranks)
+    machine = Machine(
+        seconds_per_row=0.0,
+        seconds_per_row_sent=7.0,
+        bytes_per_second=10.0,
+        node_bytes_per_second=20.0,
+        exchange_seconds=11.0,
+        ranks_per_node=2,
+        top_k=2,
+    )
+
+    def exchanges(machine: Machine) -> tuple[StepSeconds, StepSeconds]:
+        flat = machine.cost_model(**SIZES)
+        both = (flat, replace(flat, exchange="hierarchical"))
+        return tuple(simulate(load, [blocks], [cost], machine) for cost in both)  # type: ignore[return-value]
+
+    flat, hierarchical = exchanges(machine)
+    # Half of the assignments go to the other node, a quarter to the other rank of the own one, at the same time.
+    assignments = rows * experts
+    assert flat.exchanges_T == pytest.approx([2 * 4 * assignments / 2 / 10 + EXCHANGES * 11])
+    # A token has none of its two experts among the four of a node with a chance of 4 * 3 / (8 * 7).
+    visits = assignments / 2 * (1 - 12 / 56)
+    # Half of the rows that came from both nodes go to the other rank of the node.
+    expected = 2 * 4 * (visits / 10 + assignments / 2 / 20) + HIERARCHICAL_EXCHANGES * 11
+    assert hierarchical.exchanges_T == pytest.approx([expected])
+    # Rows are put in order for the nodes, and again inside a node.
+    assert flat.router_T == pytest.approx([7 * assignments])
+    assert hierarchical.router_T == pytest.approx([7 * (2 * visits + assignments)])
+
+    flat, hierarchical = exchanges(replace(machine, node_bytes_per_second=200.0, exchange_seconds=0.0))
+    assert hierarchical.exchanges_T < flat.exchanges_T
+    flat, hierarchical = exchanges(replace(machine, ranks_per_node=1, exchange_seconds=0.0))
+    assert hierarchical.exchanges_T < flat.exchanges_T, "two experts of a token on one rank"
+    with pytest.raises(ValueError, match="4 ranks with 3 per node are not on several equal nodes"):
+        exchanges(replace(machine, ranks_per_node=3))
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path):

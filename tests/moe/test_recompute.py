@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from tests.helpers import run_distributed
 from tests.hosts.transformers.families import awaken, config
 from tests.hosts.transformers.families import tokens as tokens_of_step
+from toolkit.config.experts import ExpertExchange
 from toolkit.config.router import RouterOptions
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.models.mlp import MLP
@@ -23,6 +26,7 @@ from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.recompute import checkpoint, replay_contexts
 from toolkit.moe.router import TopKRouter
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.placement.cost_model import EXCHANGES, HIERARCHICAL_EXCHANGES
 
 DIM, EXPERTS, TOP_K = 16, 8, 2
 ROUTERS: list[dict[str, Any]] = [
@@ -219,23 +223,28 @@ def counted_exchanges() -> Iterator[list[None]]:
         dist.all_to_all_single = exchange
 
 
-def steps_on_one_rank() -> dict[tuple[str, float | None], tuple[dict[str, Tensor], int]]:
+def steps_on_one_rank() -> dict[tuple[str, str, float | None], tuple[dict[str, Tensor], int]]:
     """Steps with experts spread over ranks, and the number of their all-to-alls."""
-    groups, found = make_expert_groups(dist.get_world_size()), {}
-    for recompute in ("none", "selective", "full"):
-        for factor in (None, 0.7):
-            layer = layer_with(groups, recompute=recompute, capacity_factor=factor)
-            with counted_exchanges() as calls:
-                found[recompute, factor] = step(layer, micro_batches=1), len(calls)
+    found = {}
+    for exchange in get_args(ExpertExchange):
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+            groups = make_expert_groups(dist.get_world_size(), exchange=exchange)
+        for recompute in ("none", "selective", "full"):
+            for factor in (None, 0.7):
+                layer = layer_with(groups, recompute=recompute, capacity_factor=factor)
+                with counted_exchanges() as calls:
+                    found[exchange, recompute, factor] = step(layer, micro_batches=1), len(calls)
     return found
 
 
 def test_between_ranks_rows_are_sent_again_and_counts_are_not() -> None:
-    """Counts, rows, results; their gradients; and where all is recomputed, rows and results once more."""
+    """Counts, rows, results; their gradients; and where all is recomputed, rows and results once more. By nodes: two of
+    counts, slots, two of rows, weights, two of results; gradients of the last five, which are recomputed."""
     for rank in run_distributed(steps_on_one_rank, 2):
-        for (recompute, factor), (values, exchanges) in rank.items():
-            torch.testing.assert_close(values, rank["none", factor][0])
-            assert exchanges == (7 if recompute == "full" else 5)
+        for (exchange, recompute, factor), (values, exchanges) in rank.items():
+            torch.testing.assert_close(values, rank["flat", "none", factor][0])
+            once, again = (EXCHANGES, 2) if exchange == "flat" else (HIERARCHICAL_EXCHANGES, 5)
+            assert exchanges == once + (again if recompute == "full" else 0)
 
 
 def mixtral_on_one_rank() -> dict[str, tuple[dict[str, Tensor], int]]:

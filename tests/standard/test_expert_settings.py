@@ -42,6 +42,7 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
     [
         (2, False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
         (2, True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
+        (2, True, {"exchange": "hierarchical"}, "--exchange hierarchical: the model was built for flat"),
         (4, True, {"ep_size": 2, "ep_stride": 2}, "--ep-stride 2: the model was built for the EP groups (0, 1), "),
     ],
 )

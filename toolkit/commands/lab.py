@@ -42,13 +42,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--machine", type=Path, help="JSON file with rates of a machine, to predict the time of steps")
     parser.add_argument("--ranks-per-node", type=int, help="ranks that share a node; all of them by default")
+    parser.add_argument("--top-k", type=int, help="experts of a token, to predict the hierarchical exchange")
     parser.add_argument("--steps", type=int, default=400, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
     parser.add_argument("--seconds-per-row", type=float, help="forward and backward of one assignment")
     parser.add_argument("--bytes-per-second", type=float, help="of one rank's link, each way")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
-    for name in ("every", "ranks", "ranks_per_node", "steps"):
+    for name in ("every", "ranks", "ranks_per_node", "top_k", "steps"):
         value = getattr(args, name)
         require(value is None or value >= 1, name, value, "take one or more")
     for name in ("seconds_per_row", "bytes_per_second"):
@@ -58,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     for name in args.planner:
         planner_named(name)
     machine = read_machine(args.machine) if args.machine else ASSUMED
-    given = {name: getattr(args, name) for name in ("ranks_per_node", "seconds_per_row", "bytes_per_second")}
+    rates = ("ranks_per_node", "top_k", "seconds_per_row", "bytes_per_second")
+    given = {name: getattr(args, name) for name in rates}
     rules = Rules(
         every=args.every,
         spare_slots=args.spare_slots,

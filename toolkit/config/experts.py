@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.config.router import RouterOptions
 from toolkit.config.run import RunConfig, require
 
 PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "replicate", "round_robin", "swap"}
 """What `--planner` takes. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
+ExpertExchange = Literal["flat", "hierarchical"]
+"""How rows travel between the ranks of an EP group: to each rank, or once to each node and on from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class ExpertRunConfig(RunConfig):
     """Processes in an expert-parallel group; none: the most that divide processes and experts."""
     ep_stride: int = 1
     """How far apart the processes of an expert-parallel group are; 1: neighbours."""
+    exchange: ExpertExchange = "flat"
+    """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
     planner: str | None = None
     """Move experts between processes: swap, lpt, replicate, ..."""
     replan_every: int = 200
@@ -74,6 +78,9 @@ class ExpertRunConfig(RunConfig):
         if self.ep_stride > 1:
             spread = self.parallel_strategy == "expert_parallel"
             require(spread, "ep_stride", self.ep_stride, "leave it out, or use --parallel-strategy expert_parallel")
+        if self.exchange == "hierarchical":
+            exchanged = self.experts > 0 and self.parallel_strategy == "expert_parallel" and self.ep_size != 1
+            require(exchanged, "exchange", self.exchange, "use flat, because no experts are spread over processes")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             replicated = self.parallel_strategy == "data_parallel" and self.ep_size > 1
@@ -97,6 +104,10 @@ class ExpertRunConfig(RunConfig):
         if self.parallel_strategy == "data_parallel":
             return 1
         return self.ep_size or math.gcd(world_size, self.logical_experts)
+
+    def group_options(self, world_size: int) -> dict[str, Any]:
+        """The arguments of `make_expert_groups`, on `world_size` processes."""
+        return {"ep_size": self.ep_size_in(world_size), "stride": self.ep_stride, "exchange": self.exchange}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,6 +293,7 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "parallel_strategy",
         "ep_size",
         "ep_stride",
+        "exchange",
         "recompute",
         "planner",
         "replan_every",

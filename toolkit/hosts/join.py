@@ -29,10 +29,10 @@ class _Meeting:
         self.device = next(model.parameters()).device
         self.group = self.layers[0][2].groups.ep_group
 
-    def announce(self, number: int, x_TD: Tensor) -> None:
+    def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
         """To be called by a rank that computes layer `number`."""
         if not self.serving:
-            self.meet([number, -number, x_TD.shape[-1], DTYPES.index(x_TD.dtype)])
+            self.meet([number, -number, x_TD.shape[-1], DTYPES.index(x_TD.dtype), expert_ids_TK.shape[-1]])
 
     def meet(self, mine: list[int]) -> list[int]:
         largest = torch.tensor(mine, device=self.device)
@@ -49,7 +49,7 @@ class _Meeting:
         """Compute for the others with no rows of one's own, until nobody computes any more."""
         self.serving = True
         while True:
-            number, width, dtype = self.meet([0, -MOST_LAYERS, 0, 0])
+            number, width, dtype, top_k = self.meet([0, -MOST_LAYERS, 0, 0, 0])
             if number == 0:
                 return
             _, module, _ = self.layers[number - 1]
@@ -57,7 +57,8 @@ class _Meeting:
             if isinstance(module, MoE):
                 module(x_TD)
             else:
-                module(x_TD, torch.empty(0, 1, dtype=torch.int64, device=self.device), x_TD.new_empty(0, 1))
+                ids_TK = torch.empty(0, top_k, dtype=torch.int64, device=self.device)
+                module(x_TD, ids_TK, x_TD.new_empty(0, top_k))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -143,6 +143,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         worst_span(load_TLSE[:, layer].sum(1), run, cost_model)
         for layer, (run, cost_model) in enumerate(zip(runs, cost_models, strict=True))
     ]
+    hierarchical = [replace(each, exchange="hierarchical") for each in cost_models if each.can_be_hierarchical(ranks)]
     replicas = name in REPLICATING
     bounds = [
         lower_bound(load_E, placement, replicas=replicas, search=_nodes(load_E))
@@ -163,6 +164,9 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         "replica MB": _replica_bytes(case, runs) / 1e6,
         "worst span": max(worst),
         "step ms": 1e3 * _seconds(load_TLSE, runs, cost_models, rules.machine) / (steps - every),
+        "hierarchical ms": 1e3 * _seconds(load_TLSE, runs, hierarchical, rules.machine) / (steps - every)
+        if hierarchical
+        else None,
         "all-to-all MB": traffic["moe/all_to_all_bytes_per_step"] / 1e6,
         "cross-node": traffic["moe/cross_node_fraction"],
         "planner ms": 1e3 * statistics.median(seconds) if seconds else None,

@@ -39,6 +39,7 @@ class Machine:
     dense_seconds_per_token: float = 0.0
     top_k: int = 1
     """Assignments of a token in one layer: tokens are not recorded, and are computed by it."""
+    nodes_per_token: int | None = None
     optimizer_seconds_per_slot: float = 0.0
     """Of clipping and the optimizer, for one slot of one layer."""
 
@@ -82,7 +83,7 @@ def _check(path: Path, numbers: dict[str, Any], known: set[str], needed: set[str
         what = "is missing: add it" if name in needed else f"is no rate: take {', '.join(sorted(known))}"
         raise UserError(f"--machine {path}: {prefix}{name} {what}.")
     for name, value in numbers.items():
-        whole = name in ("count", "top_k", "ranks_per_node")
+        whole = name in ("count", "top_k", "ranks_per_node", "nodes_per_token")
         may_be_zero = not whole and not name.endswith("bytes_per_second") and name != "busy_slowdown"
         is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):

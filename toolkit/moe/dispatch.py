@@ -1,7 +1,8 @@
 """Token dispatch: rows are permuted to their experts' slots (dispatch), and back into tokens (combine).
 
-The layer calls `dispatch`, then `combine`, of one of two dispatchers: a sort on one rank; a sort and an all-to-all over
-an EP group. Both give the experts rows in slot order: slot 0's rows first, each slot's rows in token order.
+The layer calls `dispatch`, then `combine`, of a dispatcher: a sort on one rank; a sort and an all-to-all over an EP
+group; or one between nodes and one inside them (`toolkit.moe.hierarchical_dispatch`). All give the experts rows in slot
+order: slot 0's rows first, on one rank each slot's rows in token order.
 
     tokens  t0 -> experts 1, 0     assignments in token order:  t0e1 t0e0 t1e1 t1e2
             t1 -> experts 1, 2     the same in slot order:      t0e0 t0e1 t1e1 t1e2
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.moe.recompute import decide
-from toolkit.moe.rows.exchange import AllToAll, Arrive, Depart, Travel
+from toolkit.moe.rows.exchange import AllToAll, exchange_rows
 from toolkit.moe.rows.movement import Permute, Spread, WeightedSum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import ExpertGroups
@@ -135,8 +136,8 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
         self.groups = groups
-        self.announce: Callable[[Tensor], None] | None = None
-        """Called with (T, D) before each dispatch: see `toolkit.hosts.join`."""
+        self.announce: Callable[[Tensor, Tensor], None] | None = None
+        """Called with (T, D) and expert ids before each dispatch: see `toolkit.hosts.join`."""
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -178,29 +179,18 @@ class AllToAllDispatcher:
         meanwhile: Meanwhile | None = None,
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         if self.announce is not None:
-            self.announce(x_TD)
+            self.announce(x_TD, expert_ids_TK)
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
         exchange = plan.exchange
         assert exchange is not None
         rows = Spread.apply(x_TD, plan.order)
-        sizes = exchange.sent, exchange.received, self.groups.ep_group
-        if meanwhile is None or torch.compiler.is_compiling():  # which traces no asynchronous collectives
-            rows = AllToAll.apply(rows, *sizes)
-            if meanwhile is not None:
-                meanwhile()
-        else:
-            travel = Travel(*sizes)
-            rows = Depart.apply(rows, travel)
-            meanwhile()
-            rows = Arrive.apply(rows, travel)
+        rows = exchange_rows(rows, exchange.sent, exchange.received, self.groups.ep_group, meanwhile)
         return Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         """Exchange row counts with the peers. A collective of the EP group."""
         peers, group, device = self.groups.ep_size, self.groups.ep_group, expert_ids_TK.device
-        if self.expert_of_slot.device != device:
-            self.slots_EC, self.replicas_E = self.slots_EC.to(device), self.replicas_E.to(device)
-            self.expert_of_slot = self.expert_of_slot.to(device)
+        self._to_device(device)
         # `stride` is the largest number of slots of any rank, so that all exchange equally many counts.
         order = sort_by_slot(self.slots_of(expert_ids_TK, kept_TK), peers * self.stride, kept_TK)
         to_peers_PS = order.rows_per_slot.view(peers, self.stride)
@@ -217,6 +207,11 @@ class AllToAllDispatcher:
             order,
             Exchange(sent, received, received_order),
         )
+
+    def _to_device(self, device: torch.device) -> None:
+        if self.expert_of_slot.device != device:
+            self.slots_EC, self.replicas_E = self.slots_EC.to(device), self.replicas_E.to(device)
+            self.expert_of_slot = self.expert_of_slot.to(device)
 
     def _load(self, rows_per_slot: Int[Tensor, " S"]) -> Tensor:
         if self.slots_are_experts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import time
@@ -25,6 +24,7 @@ from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.parallel.nodes import ranks_per_node
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import (
     EXPERT_SHARE,
@@ -182,8 +182,7 @@ class Replanner:
             of_layer = dict[str, Any]()
             if "node_of_rank" in self.wanted:
                 first = stack.groups.ep_groups[0]  # all groups take the same placement
-                per_node = int(os.environ.get("LOCAL_WORLD_SIZE", max(first) + 1))
-                of_layer["node_of_rank"] = [rank // per_node for rank in first]
+                of_layer["node_of_rank"] = [rank // ranks_per_node(max(first) + 1) for rank in first]
             if "source_load_RE" in self.wanted:
                 of_layer["source_load_RE"] = self._cursors[name].new_source_load_RE().cpu().numpy()
             if "together_EE" in self.wanted:

@@ -60,7 +60,7 @@ class TopKRouter(nn.Module):
       to 1 + jitter (Fedus et al. 2021, arXiv 2101.03961, section 2.2). It draws from PyTorch's default generator, which
       the trainer seeds by (seed, step, micro-batch, rank).
     - `balance` "bias": a bias per expert is added to the scores to choose, not to weight; `BiasBalancing` of
-      `toolkit.moe.balance` updates it (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+      `toolkit.moe.load.balance` updates it (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
     - `force_balanced`: assignments go to experts round-robin on each rank, and the scores only weight them. For
       benchmarks.
 

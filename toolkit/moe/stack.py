@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
+from toolkit.moe.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
 from toolkit.moe.load.metrics import RowBytes
 from toolkit.moe.load.model_inputs import counted_tokens
 from toolkit.moe.load.routing_log import Choices, RoutedForward, RoutingLog
@@ -24,7 +25,11 @@ from toolkit.placement.placement import ExpertPlacement
 
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
     """The dispatcher for experts on the EP group of `groups`."""
-    return LocalDispatcher(placement) if groups.ep_size == 1 else AllToAllDispatcher(placement, groups)
+    if groups.ep_size == 1:
+        return LocalDispatcher(placement)
+    if groups.nodes is not None:
+        return HierarchicalDispatcher(placement, groups, groups.nodes)
+    return AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
@@ -139,12 +144,16 @@ class ExpertStack:
         crossed = None
         if self.node_of_peer is not None:
             self.node_of_peer = self.node_of_peer.to(load_E.device)
-            crossed = crossings(plan.order, self.node_of_peer, here=self.groups.ep_rank, counted_T=counted_T)
+            if isinstance(plan, HierarchicalPlan):
+                visits_TM = plan.visits_TM
+            else:
+                visits_TM = visited_nodes(plan.order, self.node_of_peer)
+            crossed = crossings(visits_TM, self.node_of_peer[self.groups.ep_rank], counted_T)
         row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
-        """Count the other nodes that each token goes to, from now on, given the node of each rank of the EP group."""
+        """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
     @property
@@ -170,26 +179,31 @@ class ExpertStack:
             )
 
 
-def crossings(
-    order: SlotOrder, node_of_peer_P: Int[Tensor, " P"], *, here: int, counted_T: Bool[Tensor, " T"] | None = None
-) -> Int[Tensor, ""]:
-    """int64 (): distinct pairs of a token and a node other than that of peer `here`, among the assignments sent.
+def visited_nodes(order: SlotOrder, node_of_peer_P: Int[Tensor, " P"]) -> Bool[Tensor, "T P"]:
+    """Whether a token has experts on a node, given the order of its assignments by slot. No host sync.
 
-    That is the rows between nodes if each token were sent to a node once, however many of its experts are there.
-    `node_of_peer_P`: int64, numbered from 0. `counted_T`: bool, the tokens that count; None for all. No host sync.
+    `node_of_peer_P`: int64, numbered from 0. There are as many columns as peers, the most nodes that there can be.
     """
     peers = len(node_of_peer_P)
     end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
-    # The place of a dropped assignment is past the end, or 0: count it as sent to this rank itself.
     peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
-    if order.kept_TK is not None:
-        peer_TK = peer_TK.where(order.kept_TK, here)
-    if counted_T is not None:
-        peer_TK = peer_TK.where(counted_T[:, None], here)
     node_TK = node_of_peer_P[peer_TK]
-    # `peers` columns, the most nodes there can be: their number would take a host sync.
-    visits_TN = torch.zeros(len(node_TK), peers, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
-    return visits_TN.sum() - visits_TN.index_select(1, node_of_peer_P[here : here + 1]).sum()
+    if order.kept_TK is not None:  # The place of a dropped assignment is past the end, or 0.
+        node_TK = node_TK.where(order.kept_TK, peers)
+    visits_TP = torch.zeros(len(node_TK), peers + 1, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
+    return visits_TP[:, :peers]
+
+
+def crossings(
+    visits_TM: Bool[Tensor, "T M"], here: Int[Tensor, ""], counted_T: Bool[Tensor, " T"] | None = None
+) -> Int[Tensor, " M"]:
+    """int64 (M): tokens that visit each node other than `here`, each once however many of its experts are there.
+
+    `counted_T`: bool, the tokens that count; None for all. No host sync.
+    """
+    if counted_T is not None:
+        visits_TM = visits_TM & counted_T[:, None]
+    return visits_TM.sum(0).index_fill_(0, here, 0)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.compat import timeout_of
+from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
+from toolkit.parallel.nodes import ranks_per_node, rows_of_nodes
 from toolkit.parallel.waits import waits
 
 Partition = tuple[tuple[int, ...], ...]
 """Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The nodes of an EP group, with equally many ranks on each: those of a node are consecutive EP ranks."""
+
+    count: int
+    """Nodes."""
+    size: int
+    """Ranks of the EP group on each."""
+    inside: dist.ProcessGroup
+    """Those on this node."""
+    between: dist.ProcessGroup
+    """One on each node: those with this rank's place on its node."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,8 @@ class ExpertGroups:
     """The ranks that hold the same experts as this one; None where there is only this one."""
     partition: Partition | None = None
     """The ranks of each EP group; None for neighbours. See `ep_groups`."""
+    nodes: NodeGroups | None = None
+    """None where ranks exchange rows with each other, whichever node they are on."""
 
     @property
     def expert_dp_size(self) -> int:
@@ -70,16 +88,22 @@ class ExpertGroups:
 
 
 def make_expert_groups(
-    ep_size: int | None = None, *, stride: int = 1, ranks: Sequence[Sequence[int]] | DeviceMesh | None = None
+    ep_size: int | None = None,
+    *,
+    stride: int = 1,
+    ranks: Sequence[Sequence[int]] | DeviceMesh | None = None,
+    exchange: ExpertExchange = "flat",
 ) -> ExpertGroups:
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
     `ep_size` ranks that are `stride` apart are a group: neighbours by default. `ranks` says in their place which ranks
     are a group each, in lists of equal length that together have every rank once, or as one dimension of a mesh, such
-    as `mesh["ep"]`. In each group experts are placed on the ranks in ascending order.
+    as `mesh["ep"]`. In each group experts are placed on the ranks in ascending order. `exchange`: whether a token is
+    sent to each rank that has experts of it, or once to each node and spread there.
 
-    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`, or
-    `ranks` are no such groups.
+    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`,
+    `ranks` are no such groups, or groups are on one node or have unequal parts of several and the exchange is
+    hierarchical.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if (ep_size is None) == (ranks is None):
@@ -87,6 +111,10 @@ def make_expert_groups(
     if ranks is not None and stride != 1:
         raise UserError(f"stride={stride}: ranks=... says which ranks share the experts: leave one of the two out.")
     partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
+    if exchange not in get_args(ExpertExchange):
+        raise UserError(f"exchange={exchange!r}: take one of {', '.join(get_args(ExpertExchange))}.")
+    if exchange == "hierarchical" and len(partition[0]) == 1:
+        raise UserError("--exchange hierarchical: each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
         return ExpertGroups()
     rank, size = dist.get_rank(), len(partition[0])
@@ -97,6 +125,7 @@ def make_expert_groups(
         new_group_of_each(partition),
         new_group_of_each(across),
         partition,
+        None if exchange == "flat" else _node_groups(partition),
     )
 
 
@@ -160,6 +189,27 @@ def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
             "of one size, with each rank in one of them."
         )
     return partition
+
+
+def _node_groups(partition: Partition) -> NodeGroups:
+    """Of the EP groups in `partition`. A collective; raises UserError on all ranks or on none."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, ranks_per_node(world))
+    if len(sizes := sorted(set(found))) > 1:
+        raise UserError(
+            f"--exchange hierarchical: nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
+            "on each."
+        )
+    mine = None
+    for rows in [rows_of_nodes(ep_ranks, sizes[0]) for ep_ranks in partition]:
+        of_nodes = [new_group(row) for row in rows]
+        of_places = [new_group(list(column)) for column in zip(*rows, strict=True)]
+        for inside, row in zip(of_nodes, rows, strict=True):
+            if rank in row:
+                mine = NodeGroups(len(rows), len(row), inside, of_places[row.index(rank)])
+    assert mine is not None
+    return mine
 
 
 def new_group_of_each(partition: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:

@@ -18,10 +18,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from toolkit.config.experts import ExpertExchange
 from toolkit.placement.imbalance import shares
 from toolkit.placement.loads import Floats
 from toolkit.placement.placement import ExpertPlacement
-from toolkit.placement.traffic import migration_cost, replica_rows, rows_between_ranks
+from toolkit.placement.traffic import (
+    expected_visits,
+    hierarchical_rows,
+    migration_cost,
+    replica_rows,
+    rows_between_ranks,
+)
 
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses
@@ -31,6 +38,9 @@ EXPERT_SHARE = 0.5
 backward, and their transfers); the rest is attention, loss, optimizer. Too high a fraction overrates gains."""
 EXCHANGES = 5
 """All-to-alls of a layer in a step: row counts; dispatch and combine, forward and backward."""
+HIERARCHICAL_EXCHANGES = 13
+"""Those of the hierarchical exchange: two of counts, one of slots; weights, forward and backward; dispatch and combine,
+between nodes and inside them, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,13 @@ class CostModel:
     """Of one rank's link to the others of its node, each way; None: `bytes_per_second`."""
     cores: Cores | None = None
     """None: each rank has a processor of its own."""
+    exchange: ExpertExchange = "flat"
+    """Whether a row is sent for each assignment, or once to each node and spread there, for which ranks must be on
+    several nodes of `ranks_per_node`."""
+    top_k: int = 1
+    """Experts of a token, which the hierarchical exchange depends on."""
+    nodes_per_token: int | None = None
+    """Nodes that the router chooses for a token before it chooses experts on these; None: no such choice."""
 
     def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
         """Seconds of the busiest rank's experts in a step with `load_E` rows per expert."""
@@ -127,15 +144,35 @@ class CostModel:
         """Of steps in which ranks with `slots_R` slots send each other `rows_SR` (..., S, R) assignments, and, if not
         None, `weights_RR` bytes of weights from owners, and as many of gradients back."""
         latency = self.exchange_seconds if len(slots_R) > 1 else 0.0
+        sent_S, exchanges = self._exchanges(rows_SR, sum(slots_R), latency)
         replicas = np.zeros(rows_SR.shape[:-2])
         if weights_RR is not None and weights_RR.any():
             replicas = replicas + 2 * (self.transfer_seconds(weights_RR) + latency)
         return LayerSeconds(
-            router=self.together(rows_SR.sum(-1) * self.seconds_per_row_sent + self.seconds_per_layer),
+            router=self.together(sent_S * self.seconds_per_row_sent + self.seconds_per_layer),
             experts=self.expert_seconds(rows_SR.sum(-2), slots_R),
-            exchanges=2 * self.transfer_seconds(rows_SR * self.row_bytes) + EXCHANGES * latency,
+            exchanges=exchanges,
             replicas=replicas,
         )
+
+    def can_be_hierarchical(self, ranks: int) -> bool:
+        """Whether so many ranks are on several equal nodes."""
+        per_node = self.ranks_per_node or ranks
+        return ranks % per_node == 0 and ranks > per_node
+
+    def _exchanges(self, rows_SR: NDArray[Any], slots: int, latency: float) -> tuple[NDArray[Any], Floats]:
+        """(..., S): rows that each rank puts in order and sends; (...): seconds of the exchanges of rows."""
+        ranks = rows_SR.shape[-1]
+        if self.exchange == "flat":
+            return rows_SR.sum(-1), 2 * self.transfer_seconds(rows_SR * self.row_bytes) + EXCHANGES * latency
+        if not self.can_be_hierarchical(ranks):
+            raise ValueError(f"{ranks} ranks with {self.ranks_per_node} per node are not on several equal nodes")
+        nodes = ranks // (self.ranks_per_node or ranks)
+        visits_SM = expected_visits(rows_SR, nodes, top_k=self.top_k, slots=slots, nodes_per_token=self.nodes_per_token)
+        between, inside = hierarchical_rows(rows_SR, visits_SM)
+        # One after the other: a row is spread inside a node once it is there.
+        seconds = self.transfer_seconds(between * self.row_bytes) + self.transfer_seconds(inside * self.row_bytes)
+        return between.sum(-1) + inside.sum(-1), 2 * seconds + HIERARCHICAL_EXCHANGES * latency
 
     def transfer_seconds(self, bytes_SR: NDArray[Any]) -> Floats:
         """(...): until each rank has sent and received its part of `bytes_SR` (..., S, R), without latency. Links work

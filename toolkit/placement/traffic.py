@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.placement.loads import Ints
+from toolkit.placement.loads import Floats, Ints
 from toolkit.placement.placement import ExpertPlacement, bytes_moved, bytes_on_busiest_rank, moves, owner_moves
 
 
@@ -77,12 +77,15 @@ class Traffic:
         """(R): sent by each rank to others in a forward and its backward, given bytes per row of the two exchanges."""
         return self.bytes_dispatched(dispatched + combined) + self.bytes_combined(dispatched + combined)
 
-    def cross_node_fraction(self, node_of_rank: Sequence[int]) -> float:
-        """The part of all rows that goes to another node, counted per assignment: a token with two experts on another
-        node counts twice."""
+    def cross_node_rows(self, node_of_rank: Sequence[int]) -> int:
+        """Rows that go to another node, one for each assignment: two for a token with two experts on another node."""
         node = np.asarray(node_of_rank)
+        return int(self.rows_SR[node[:, None] != node].sum())
+
+    def cross_node_fraction(self, node_of_rank: Sequence[int]) -> float:
+        """The part of all rows that goes to another node, see `cross_node_rows`; 0 where there are none."""
         total = int(self.rows_SR.sum())
-        return int(self.rows_SR[node[:, None] != node].sum()) / total if total else 0.0
+        return self.cross_node_rows(node_of_rank) / total if total else 0.0
 
 
 def rows_between_ranks(
@@ -91,6 +94,53 @@ def rows_between_ranks(
     """int64 (..., S, R): how many of each rank's assignments go to each rank; see `rows_per_slot`."""
     rows = rows_per_slot(load_SE, placement, local_first=local_first, sources=sources)
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
+
+
+def hierarchical_rows(rows_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Twice (..., S, R): rows between nodes, and rows inside them, if each token goes to a node once.
+
+    `rows_SR` (..., S, R): assignments of each rank to each rank, with equally many consecutive ranks on each of M
+    nodes. `visits_SM` (..., S, M): tokens of each rank that have experts on each node. A row goes to the rank with the
+    place of its source on the other node, and from there to the ranks of its slots; what stays on a rank is on a
+    diagonal. Raises ValueError where nodes would be unequal.
+    """
+    *lead, ranks, nodes = visits_SM.shape
+    size = ranks // nodes
+    if size * nodes != ranks:
+        raise ValueError(f"{ranks} ranks are not equally many on each of {nodes} nodes")
+    by_place = rows_SR.reshape(*lead, nodes, size, nodes, size).sum(-4)
+    inside = np.einsum("...ibj,ab->...aibj", by_place, np.eye(nodes, dtype=rows_SR.dtype))
+    places = np.eye(size, dtype=visits_SM.dtype)
+    between = np.einsum("...aib,ij->...aibj", visits_SM.reshape(*lead, nodes, size, nodes), places)
+    return between.reshape(rows_SR.shape), inside.reshape(rows_SR.shape)
+
+
+def hierarchical_traffic(rows_SR: Ints, crossings_SM: Ints) -> tuple[Traffic, Traffic]:
+    """Traffic between nodes, and inside them: see `hierarchical_rows`. `crossings_SM`: visits to other nodes."""
+    between, inside = hierarchical_rows(rows_SR, crossings_SM)
+    return Traffic(between), Traffic(inside)
+
+
+def expected_visits(
+    rows_SR: NDArray[Any], nodes: int, *, top_k: int, slots: int, nodes_per_token: int | None = None
+) -> Floats:
+    """(..., S, M): tokens of each rank that have experts on each of `nodes`, given `rows_SR` (..., S, R) assignments to
+    each rank, `top_k` per token.
+
+    An estimate, because loads do not tell which experts one token chose. Exact where each of a token's choices is any
+    of the `slots` that it has not chosen yet, all equally likely; too high where experts of one node are chosen
+    together. `nodes_per_token`: of a router that chooses so many nodes first, and experts on these.
+    """
+    limit = min(nodes_per_token or nodes, nodes)
+    rows_SM = rows_SR.reshape(*rows_SR.shape[:-1], nodes, -1).sum(-1)
+    tokens = rows_SR.sum(-1, keepdims=True) / top_k
+    share_SM = rows_SM / np.maximum(rows_SR.sum(-1, keepdims=True), 1) * nodes / limit
+    open_slots = slots * limit / nodes
+    none_SM = np.ones(rows_SM.shape)
+    for chosen in range(top_k):
+        none_SM = none_SM * np.maximum(0.0, 1 - share_SM * open_slots / max(open_slots - chosen, 1))
+    visits_SM = tokens * limit / nodes * (1 - none_SM)
+    return np.asarray(np.clip(visits_SM, rows_SM / top_k, np.minimum(rows_SM, tokens)))
 
 
 def replica_rows(placement: ExpertPlacement) -> Ints:

@@ -16,12 +16,12 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.replay import Remember
 from toolkit.errors import UserError
 from toolkit.lab.traces import TraceRecorder
-from toolkit.moe.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.layer import make_dynamic_moe
 from toolkit.moe.lifecycle.probe import ScoresSamples
 from toolkit.moe.lifecycle.report import LifecycleReport
+from toolkit.moe.load.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
@@ -95,6 +95,11 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
         raise UserError(
             f"--parallel-strategy {config.parallel_strategy}: experts should be on {wanted} processes, and the model "
             f"was built for {built}: build it with groups=tk.make_expert_groups({wanted}), or use data_parallel."
+        )
+    if config.exchange == "hierarchical" and stacks[0].groups.nodes is None:
+        raise UserError(
+            "--exchange hierarchical: the model was built for flat: build it with groups=tk.make_expert_groups(..., "
+            "exchange=config.exchange)."
         )
     is_spread = run.world_size > 1 and built > 1
     if is_spread and config.ep_stride > 1 and built_in != strided_partition(run.world_size, built, config.ep_stride):

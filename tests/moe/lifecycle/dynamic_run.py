@@ -19,9 +19,9 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.domains.continual.replay import Remember
 from toolkit.domains.continual.streams import TaskOrder
-from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.report import LifecycleReport
+from toolkit.moe.load.balance import WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer, constant
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups

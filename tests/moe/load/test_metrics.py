@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
+from toolkit.config.experts import ExpertExchange
 from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
@@ -33,9 +36,9 @@ from toolkit.moe.load.metrics import (
 )
 from toolkit.moe.recompute import checkpoint
 from toolkit.moe.replan import Replan
-from toolkit.moe.rows import exchange
+from toolkit.moe.rows import exchange as rows_exchange
 from toolkit.moe.rows.order import sort_by_slot
-from toolkit.moe.stack import crossings
+from toolkit.moe.stack import crossings, visited_nodes
 from toolkit.optim import build_optimizer, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW
@@ -58,6 +61,9 @@ CASES = [
     (4, 2, 1, 4, "replicas", "replicate", True),
     (4, 2, 2, 1, "uneven", "lpt", False),
 ]
+
+
+BY_NODE = len(CASES)
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
@@ -88,37 +94,50 @@ class TwoMixtures(nn.Module):
 class Meter(Callback):
     """Counts what is sent to others where it is sent, which rows arrive, and how many other nodes tokens visit."""
 
-    def __init__(self) -> None:
-        self.bytes = self.visits = 0
+    def __init__(self, ranks_per_node: int) -> None:
+        self.bytes = self.bytes_between_nodes = self.visits = 0
         self.received: list[int] = []
-        self.original = original = exchange._all_to_all
+        self.original = original = rows_exchange._all_to_all
+        here = dist.get_rank() // ranks_per_node
 
         def metered(rows: Tensor, sent: list[int], received: list[int], group: Any, **options: Any) -> Any:
-            self.bytes += (sum(sent) - sent[dist.get_rank(group)]) * rows.shape[1] * rows.element_size()
-            self.received.append(sum(received))
+            if rows.shape[1] == DIM:  # no weights
+                size = rows.shape[1] * rows.element_size()
+                self.bytes += (sum(sent) - sent[dist.get_rank(group)]) * size
+                for peer, count in zip(dist.get_process_group_ranks(group), sent, strict=True):
+                    self.bytes_between_nodes += count * size * (peer // ranks_per_node != here)
+                self.received.append(sum(received))
             return original(rows, sent, received, group, **options)
 
-        exchange._all_to_all = metered
+        rows_exchange._all_to_all = metered
         self.original_slots_of = slots_of = dispatch.AllToAllDispatcher.slots_of
 
         def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
             slots_TK = slots_of(dispatcher, ids_TK, kept_TK)
             ranks = dist.get_process_group_ranks(dispatcher.groups.ep_group)
-            here = dist.get_rank() // RANKS_PER_NODE
             for slots in slots_TK.tolist():
-                nodes = {ranks[slot // dispatcher.stride] // RANKS_PER_NODE for slot in slots}
+                nodes = {ranks[slot // dispatcher.stride] // ranks_per_node for slot in slots}
                 self.visits += len(nodes - {here})
             return slots_TK
 
         dispatch.AllToAllDispatcher.slots_of = watched  # type: ignore[method-assign]
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        exchange._all_to_all = self.original
+        rows_exchange._all_to_all = self.original
         dispatch.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
 
 
 def train(
-    folder: Path, ep_size: int, stride: int, accumulation: int, placement: str, planner: str, recompute: bool
+    folder: Path,
+    ep_size: int,
+    stride: int,
+    accumulation: int,
+    placement: str,
+    planner: str,
+    recompute: bool,
+    *,
+    ranks_per_node: int = RANKS_PER_NODE,
+    exchange: ExpertExchange = "flat",
 ) -> Any:
     config = RunConfig(
         run_dir=folder,
@@ -128,7 +147,8 @@ def train(
         gradient_accumulation_steps=accumulation,
     )
     with start_run("metered", config) as run:
-        groups = make_expert_groups(ep_size, stride=stride)
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
+            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -136,7 +156,7 @@ def train(
             input=torch.randn(BATCH * STEPS, DIM, generator=draws),
             label=torch.randint(3, (BATCH * STEPS,), generator=draws),
         )
-        meter = Meter()
+        meter = Meter(ranks_per_node)
         where = {"rank": run.rank, "world_size": run.world_size}
         trainer = Trainer(
             run,
@@ -148,20 +168,23 @@ def train(
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=LINE,
             callbacks=[
-                ExpertLoad(model, ranks_per_node=RANKS_PER_NODE),
+                ExpertLoad(model, ranks_per_node=ranks_per_node),
                 TraceRecorder(model),
                 Replan(model, planner=planner, every=PLAN, guarded=False),
                 meter,
             ],
         )
         results = trainer.fit()
-    return meter.bytes, meter.received, results, meter.visits
+    return meter.bytes, meter.received, results, meter.visits, meter.bytes_between_nodes
 
 
 def run_cases(folder: Path) -> dict[int, Any]:
-    """All cases of this world in one launch."""
-    mine = [index for index, case in enumerate(CASES) if case[0] == dist.get_world_size()]
-    return {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
+    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes."""
+    world = dist.get_world_size()
+    mine = [index for index, case in enumerate(CASES) if case[0] == world]
+    found = {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
+    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical"}
+    return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, 1, "replicas", "replicate", False, **by_node)}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -173,7 +196,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
     folder, by_case = runs
-    for index, ranks in by_case.items():
+    for index, ranks in list(by_case.items())[:-1]:
         world, ep_size, stride, accumulation, *_, recompute = CASES[index]
         # Of the EP groups one after the other: {0, 2} and {1, 3} where their ranks are two apart.
         order = [0, 2, 1, 3] if stride == 2 else list(range(world))
@@ -224,9 +247,10 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             assert round(sum(line[name] for line in live) * LINE) == sums[name]
         if not recompute:
             assert sums["moe/all_to_all_bytes_per_step"] == sum(sent for sent, *_ in ranks)
+            assert sums["moe/cross_node_bytes_per_step"] == sum(sent for *_, sent in ranks)
         assignments_of_line = 2 * 2 * BATCH * LINE
         deduplicated = [line["moe/cross_node_fraction_deduplicated"] for line in live]
-        visits = sum(visits for *_, visits in ranks)
+        visits = sum(visits for *_, visits, _ in ranks)
         assert sum(round(fraction * assignments_of_line) for fraction in deduplicated) == visits
         every_assignment = [line["moe/cross_node_fraction"] for line in live]
         assert sum(every_assignment) == pytest.approx(sums["moe/cross_node_fraction"] * len(live))
@@ -247,6 +271,23 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         assert live[-1]["moe/predicted_imbalance"] == pytest.approx(np.mean(promised))
         assert results["migrated_experts"] == migrated[0] > 0
         assert results["migration_bytes"] == migrated[1]
+
+
+def test_bytes_of_the_hierarchical_exchange_are_those_that_were_sent(runs):
+    folder, by_case = runs
+    ranks = by_case[BY_NODE]
+    live = [line for line in read_metrics(folder / str(BY_NODE) / "metrics.jsonl") if "moe/rank_imbalance" in line]
+    assert sum(line["moe/migrated_experts"] for line in live) > 0
+    total, between = (
+        round(sum(line[f"moe/{name}_bytes_per_step"] for line in live) * LINE) for name in ("all_to_all", "cross_node")
+    )
+    assert total == sum(sent for sent, *_ in ranks)
+    # Dispatch and combine, forward and backward, of each pair of a token and another node.
+    assert between == sum(sent for *_, sent in ranks) == 4 * DIM * 4 * sum(visits for *_, visits, _ in ranks) > 0
+    assert total == between if len(ranks) == 2 else total > between, "ranks that are alone on their nodes"
+    assert all(line["moe/cross_node_fraction_deduplicated"] < line["moe/cross_node_fraction"] for line in live)
+    busiest = max(line["moe/all_to_all_bytes_per_step_busiest_rank"] for line in live)
+    assert total / STEPS / len(ranks) <= busiest <= total / LINE
 
 
 def test_counts_of_sources_add_up_to_those_of_all():
@@ -311,13 +352,18 @@ def test_a_token_that_visits_a_node_twice_crosses_once(nodes, some_are_dropped):
         len({nodes[slot // stride] for slot, kept in zip(*pair, strict=True) if kept} - {nodes[here]})
         for pair in zip(slots_TK.tolist(), kept_TK.tolist(), strict=True)
     )
-    assert crossings(order, torch.tensor(nodes), here=here) == expected
+    visits_TP = visited_nodes(order, torch.tensor(nodes))
+    assert crossings(visits_TP, torch.tensor(nodes[here])).sum() == expected
     assert expected > 0 or len(set(nodes)) == 1
+    some_T = torch.arange(50) < 20
+    assert torch.equal(
+        crossings(visits_TP, torch.tensor(nodes[here]), some_T), crossings(visits_TP[:20], torch.tensor(nodes[here]))
+    )
 
 
 def test_no_tokens_cross_nowhere():
     order = sort_by_slot(torch.zeros(0, 2, dtype=torch.int64), 4)
-    assert crossings(order, torch.tensor([0, 1]), here=0) == 0
+    assert crossings(visited_nodes(order, torch.tensor([0, 1])), torch.tensor(0)).tolist() == [0, 0]
 
 
 def test_an_expert_below_a_tenth_of_its_fair_share_is_dead():

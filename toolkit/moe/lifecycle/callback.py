@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import LifecycleConfig
-from toolkit.moe.balance import WholeStepBalance
 from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
 from toolkit.moe.lifecycle.experts import DynamicExperts
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
@@ -25,6 +24,7 @@ from toolkit.moe.lifecycle.probe import ScoresSamples, last_rows, next_rows, pro
 from toolkit.moe.lifecycle.roster import EventKind, ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.similarity import compare_experts
 from toolkit.moe.lifecycle.sleep import SleepSchedule
+from toolkit.moe.load.balance import WholeStepBalance
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import migrate
 from toolkit.parallel.optimizer_rows import RowsInUse

@@ -25,8 +25,9 @@ class Forwards(NamedTuple):
     """int64: assignments that were sent to experts."""
     dropped_FLE: Tensor
     """int64: assignments that a capacity dropped."""
-    crossings_FL: Tensor
-    """int64: distinct pairs of a token and another node; 0 where `ExpertStack.count_crossings` was not called."""
+    crossings_FLR: Tensor
+    """int64: distinct tokens that went to each other node, numbered within the EP group, of which there are at most as
+    many as ranks; 0 where `ExpertStack.count_crossings` was not called."""
     last_choices: list[Choices | None]
     """Of the last of these forwards, per layer; None unless asked for."""
 
@@ -75,12 +76,12 @@ class ModelForwards:
 def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[RoutedForward, ...]]) -> Forwards:
     load_FLE = torch.stack([torch.stack([layer.load_E for layer in forward]) for forward in by_forward])
     dropped_FLE = torch.zeros_like(load_FLE)
-    crossings_FL = torch.zeros_like(load_FLE[:, :, 0])
+    crossings_FLR = load_FLE.new_zeros(*load_FLE.shape[:2], placements[0].ranks)
     for forward, layers in enumerate(by_forward):
         for index, layer in enumerate(layers):
             if layer.dropped_E is not None:
                 dropped_FLE[forward, index] = layer.dropped_E
-            if layer.crossings is not None:
-                crossings_FL[forward, index] = layer.crossings
+            if layer.crossings_M is not None:
+                crossings_FLR[forward, index, : len(layer.crossings_M)] = layer.crossings_M
     last_choices = [layer.choices for layer in by_forward[-1]]
-    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, crossings_FL, last_choices)
+    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, crossings_FLR, last_choices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from toolkit.moe.load.metrics import (
     traffic_metrics,
 )
 from toolkit.moe.stack import ExpertStack
+from toolkit.parallel.nodes import ranks_per_node as launched_per_node
 
 MOST_WAITING = 512
 """Forwards whose loads are kept before they are reduced, if readings are rare."""
@@ -41,11 +41,14 @@ class LoadMeter:
         # Counts are in the order of EP groups: the first ranks are those of the first group, and so on.
         order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank]
         self.place, self.world_size = order.index(rank), world
-        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        per_node = ranks_per_node or launched_per_node(world)
         self.node_of_place = [r // per_node for r in order]
         for stack in self.stacks:
             first = self.place - stack.groups.ep_rank
             nodes = self.node_of_place[first : first + stack.groups.ep_size]
+            exchange = stack.groups.nodes
+            if exchange is not None and len(set(nodes)) != exchange.count:
+                raise ValueError(f"ranks_per_node={per_node}, but rows are exchanged between {exchange.count} nodes")
             if len(set(nodes)) > 1:
                 stack.count_crossings(nodes)
         self.window = self.empty()
@@ -60,14 +63,14 @@ class LoadMeter:
     def fold(self) -> Window | None:
         """Add all ranks' new forwards to the window and return them. A collective, one reduction."""
         counts: Counts | None = None
-        for placements, sent_FLE, dropped_FLE, crossings_FL, _ in self.forwards.take():
+        for placements, sent_FLE, dropped_FLE, crossings_FLR, _ in self.forwards.take():
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,
                 sources=[self.place],
                 world_size=self.world_size,
                 dropped_LE=dropped_FLE.sum(0).cpu().numpy(),
-                crossings_L=crossings_FL.sum(0).cpu().numpy(),
+                crossings_LSR=crossings_FLR.sum(0).cpu().numpy()[:, None],
             )
             counts = here if counts is None else counts.then(here)
         if counts is None:
@@ -99,7 +102,11 @@ class LoadMeter:
             placements = [stack.placement for stack in self.stacks]
             metrics |= balance_metrics(window, placements)
             metrics |= traffic_metrics(
-                window, self.forwards.row_bytes, steps=max(1, steps), node_of_rank=self.node_of_place
+                window,
+                self.forwards.row_bytes,
+                steps=max(1, steps),
+                node_of_rank=self.node_of_place,
+                hierarchical=self.stacks[0].groups.nodes is not None,
             )
             metrics |= deduplicated_metrics(window)
             metrics |= replica_metrics(placements, [weight_bytes(stack) for stack in self.stacks])
@@ -118,7 +125,7 @@ class LoadMeter:
         layers = len(self.stacks)
         none_LE = np.zeros((layers, experts), dtype=np.int64)
         sent_LWR = np.zeros((layers, self.world_size, group), dtype=np.int64)
-        return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, np.zeros(layers, dtype=np.int64))
+        return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, np.zeros_like(sent_LWR))
 
     def state_dict(self) -> dict[str, Any]:
         return {"line": self.window.to_dict(), "line_began": self.began}

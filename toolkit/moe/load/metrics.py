@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from toolkit.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.bounds import lower_bound
-from toolkit.placement.traffic import Traffic, rows_between_ranks
+from toolkit.placement.traffic import Traffic, hierarchical_traffic, rows_between_ranks
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -56,8 +56,9 @@ class Counts(_Sums):
     """Rows from these sources that each rank's experts compute."""
     sent_LWR: Ints
     """Rows from each rank to each rank of its EP group, over all forwards."""
-    crossings_L: Ints
-    """Distinct pairs of a token and another node, over all forwards; 0 if they were not counted."""
+    crossings_LWR: Ints
+    """Distinct tokens from each rank to each other node, numbered within the EP group, of which there are at most as
+    many as ranks; over all forwards; 0 if they were not counted."""
 
     def flat(self) -> Ints:
         """All numbers in one array, for one reduction over ranks."""
@@ -77,19 +78,21 @@ def count(
     sources: Sequence[int],
     world_size: int,
     dropped_LE: NDArray[Any] | None = None,
-    crossings_L: NDArray[Any] | None = None,
+    crossings_LSR: NDArray[Any] | None = None,
 ) -> Counts:
     """Counts of forwards under one placement per layer, given the rows that ranks `sources` sent to experts.
 
-    `crossings_L` cannot be derived from loads, which do not tell which experts one token chose: see
+    `crossings_LSR` cannot be derived from loads, which do not tell which experts one token chose: see
     `toolkit.moe.stack.crossings`.
     """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
     dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
-    crossings_L = np.zeros(layers, dtype=np.int64) if crossings_L is None else crossings_L
     received_FLW = np.zeros((forwards, layers, world_size), dtype=np.int64)
     sent_LWR = np.zeros((layers, world_size, group), dtype=np.int64)
+    crossings_LWR = np.zeros_like(sent_LWR)
+    if crossings_LSR is not None:
+        crossings_LWR[:, list(sources)] = crossings_LSR
     for layer, placement in enumerate(placements):
         rows_FSR = rows_between_ranks(sent_FLSE[:, layer], placement, sources=[s % group for s in sources])
         sent_LWR[layer, list(sources)] = rows_FSR.sum(0)
@@ -97,7 +100,7 @@ def count(
             first = source // group * group
             received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
     load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
-    return Counts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_L)
+    return Counts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_LWR)
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,13 @@ class Window(_Sums):
     imbalance_FL: Floats
     """Maximum over mean of the rows per rank of the world."""
     sent_LWR: Ints
-    crossings_L: Ints
+    crossings_LWR: Ints
 
     @classmethod
     def of(cls, counts: Counts) -> Window:
         """`counts`: summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW)
-        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_L)
+        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_LWR)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -124,10 +127,10 @@ class Window(_Sums):
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
         """The inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
-        parts = {name: np.array(data[name], dtype=part.dtype) for name, part in like.parts().items()}
+        parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in like.parts().items()}
         parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
         if parts["sent_LWR"].shape != like.sent_LWR.shape:
-            parts |= {"sent_LWR": like.sent_LWR, "crossings_L": like.crossings_L}
+            parts |= {"sent_LWR": like.sent_LWR, "crossings_LWR": like.crossings_LWR}
         return cls(**parts)
 
 
@@ -171,26 +174,40 @@ def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> di
 
 
 def traffic_metrics(
-    window: Window, row_bytes: Sequence[RowBytes], *, steps: int, node_of_rank: Sequence[int]
+    window: Window,
+    row_bytes: Sequence[RowBytes],
+    *,
+    steps: int,
+    node_of_rank: Sequence[int],
+    hierarchical: bool = False,
 ) -> dict[str, float]:
-    """Bytes that dispatch and combine sent, forward and backward; without what activation checkpointing sends again."""
+    """Bytes of the rows that dispatch and combine sent, forward and backward; without what activation checkpointing
+    sends again. With a `hierarchical` exchange `window` must have crossings."""
     world, group = window.sent_LWR.shape[1:]
     sent_W = np.zeros(world, dtype=np.int64)
-    home = 0
+    home = between = 0
     crossed = 0.0
     rows = 0
-    for sent_WR, size in zip(window.sent_LWR, row_bytes, strict=True):
+    for layer, (sent_WR, size) in enumerate(zip(window.sent_LWR, row_bytes, strict=True)):
         for first in range(0, world, group):
             ranks = slice(first, first + group)
             part = Traffic(sent_WR[ranks])
-            sent_W[ranks] += part.bytes_trained(size.dispatched, size.combined)
+            nodes = node_of_rank[ranks]
+            exchanges = [part]
+            if hierarchical:
+                crossings_RM = window.crossings_LWR[layer, ranks, : len(set(nodes))]
+                exchanges = list(hierarchical_traffic(part.rows_SR, crossings_RM))
+            for exchange in exchanges:
+                sent_W[ranks] += exchange.bytes_trained(size.dispatched, size.combined)
+                between += exchange.cross_node_rows(nodes) * 2 * (size.dispatched + size.combined)
             home += int(part.rows_SR.trace()) * 2 * (size.dispatched + size.combined)
             in_group = int(part.rows_SR.sum())
             rows += in_group
-            crossed += part.cross_node_fraction(node_of_rank[ranks]) * in_group
+            crossed += part.cross_node_fraction(nodes) * in_group
     return {
         "moe/all_to_all_bytes_per_step": float(sent_W.sum()) / steps,
         "moe/all_to_all_bytes_per_step_busiest_rank": float(sent_W.max()) / steps,
+        "moe/cross_node_bytes_per_step": between / steps,
         "moe/local_bytes_per_step": home / steps,
         "moe/cross_node_fraction": crossed / rows if rows else 0.0,
     }
@@ -200,7 +217,7 @@ def deduplicated_metrics(window: Window) -> dict[str, float]:
     """`moe/cross_node_fraction` if a token were sent to each node once, however many of its experts are there. Live
     only: traces do not have crossings."""
     rows = int(window.sent_LWR.sum())
-    return {"moe/cross_node_fraction_deduplicated": int(window.crossings_L.sum()) / rows if rows else 0.0}
+    return {"moe/cross_node_fraction_deduplicated": int(window.crossings_LWR.sum()) / rows if rows else 0.0}
 
 
 def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:

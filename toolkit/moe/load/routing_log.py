@@ -63,8 +63,8 @@ class RoutedForward(NamedTuple):
     """int64: assignments per expert, those that a capacity dropped included, those of padding not."""
     dropped_E: Int[Tensor, " E"] | None
     """int64: those that a capacity dropped; None without a capacity."""
-    crossings: Tensor | None
-    """int64 (): distinct pairs of a token and another node that has experts of it; None where it is not counted."""
+    crossings_M: Int[Tensor, " M"] | None
+    """int64: distinct tokens that have experts on each other node of the EP group; None where it is not counted."""
     row_bytes: RowBytes
     choices: Choices | None
     """None for readers that did not ask."""

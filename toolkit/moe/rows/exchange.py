@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,22 @@ class Travel:
         self._under_way = None
         waits.timed("experts", result.device, work.wait)
         return result
+
+
+def exchange_rows(
+    rows: Tensor, sent: list[int], received: list[int], group: Any, meanwhile: Callable[[], None] | None
+) -> Tensor:
+    """`exchange` with a backward; `meanwhile` is called while rows travel."""
+    if meanwhile is None:
+        return AllToAll.apply(rows, sent, received, group)
+    if torch.compiler.is_compiling():  # which traces no asynchronous collectives
+        rows = AllToAll.apply(rows, sent, received, group)
+        meanwhile()
+        return rows
+    travel = Travel(sent, received, group)
+    rows = Depart.apply(rows, travel)
+    meanwhile()
+    return Arrive.apply(rows, travel)
 
 
 class Depart(torch.autograd.Function):

@@ -46,6 +46,21 @@ class Spread(torch.autograd.Function):
         return _sum_rows(grad_ND, place_TK, None if kept_TK is None else kept_TK.to(grad_ND.dtype)), None
 
 
+class Sum(torch.autograd.Function):
+    """The transpose of `Spread`: the sum of each token's rows, of an order that has dropped ones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Float[Tensor, "N D"], order: SlotOrder) -> Tensor:
+        ctx.save_for_backward(order.token_N)
+        assert order.kept_TK is not None
+        return _sum_rows(rows_ND, order.place_TK, order.kept_TK.to(rows_ND.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token_N,) = ctx.saved_tensors
+        return grads[0].index_select(0, token_N), None
+
+
 class WeightedSum(torch.autograd.Function):
     """The inverse of `Spread`: the sum of each token's K rows, weighted."""
 
