@@ -90,7 +90,7 @@ def main(config: Config) -> dict[str, Any]:
         base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
         model = build_model(config, base, data.tokenizer.vocab_size)
         run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
-        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size), stride=config.ep_stride)
         place: Any = {"spare_slots": config.spare_slots, "placement": config.initial_placement or "contiguous"}
         tk.spread_experts(model, groups, **place)
         run.describe(**tk.describe_experts(model, groups))

@@ -89,7 +89,7 @@ def main(config: Config) -> dict[str, Any]:
         )
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
-        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size), stride=config.ep_stride)
         placement = config.initial_placement or "contiguous"
         tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=placement)
         run.describe(**tk.describe_experts(model, groups))

@@ -87,7 +87,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mnist_moe", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size), stride=config.ep_stride)
         model = build_model(config, data, groups)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_experts(model, groups))
         balance_weight = config.balance_weight if config.balance == "loss" else 0.0

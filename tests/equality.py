@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from toolkit.parallel.ownership import ownership_of
+from toolkit.parallel.ownership import local_rows, ownership_of
 
 IN_FLOAT64 = 1e-9
 """How far apart, relatively, two runs `in_float64` may be after some dozens of steps."""
@@ -59,7 +60,8 @@ def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tol
 
 @torch.no_grad()
 def replicas_agree(model: nn.Module) -> bool:
-    """Whether every replicated parameter has the same bits on all ranks, and every owned one on its expert DP group.
+    """Whether every replicated parameter has the same bits on all ranks, every owned one on its expert DP group, and
+    every shard on all ranks that have it.
 
     A collective; the same answer on every rank.
     """
@@ -73,7 +75,11 @@ def replicas_agree(model: nn.Module) -> bool:
             group = ownership.groups.expert_dp_group
             if group is None:
                 continue
-        low, high = parameter.detach().clone(), parameter.detach().clone()
+        if isinstance(parameter, DTensor):
+            if not parameter.placements[0].is_replicate():
+                continue
+            group = parameter.device_mesh.get_group(0)
+        low, high = (local_rows(parameter.detach()).clone() for _ in range(2))
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
         agree = torch.minimum(agree, (low == high).all().to(agree))

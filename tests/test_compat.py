@@ -302,7 +302,7 @@ def test_a_registered_ep_implementation_is_found_by_its_name():
 
 
 def world_timeout() -> float:
-    return compat.timeout_of_world().total_seconds()
+    return compat.timeout_of().total_seconds()
 
 
 def test_a_process_group_knows_its_time_out():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.equality import IN_FLOAT64, in_float64
 from tests.helpers import run_distributed
@@ -74,6 +75,7 @@ def trainer_of(
     balance: str,
     callbacks: Sequence[Callback],
     planner: str | None = None,
+    ep_stride: int = 1,
     **settings: Any,
 ) -> Iterator[Trainer]:
     world, ep_size, placement = layout
@@ -85,12 +87,13 @@ def trainer_of(
         run_dir=folder,
         parallel_strategy="data_parallel" if ep_size == 1 else "expert_parallel",
         ep_size=None if ep_size == 1 else ep_size,
+        ep_stride=ep_stride,
         optimizer=OptimizerConfig(weight_decay=0.1),
         **settings,
     )
     with start_run("elastic", config) as run:
         assert run.world_size == world
-        model = TwoLayers(make_expert_groups(ep_size), place(placement, ep_size), balance)
+        model = TwoLayers(make_expert_groups(ep_size, stride=ep_stride), place(placement, ep_size), balance)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
@@ -121,7 +124,7 @@ def contents(trainer: Trainer) -> dict[str, Any]:
         ownership = ownership_of(parameter)
         for key, value in trainer.optimizer.optimizer.state[parameter].items():
             if ownership is None:
-                tensors[f"{name}.{key}"] = value.clone()
+                tensors[f"{name}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
                 continue
             for row, row_id in enumerate(ownership.row_ids):
                 if ownership.owns[row]:
@@ -233,30 +236,34 @@ def test_a_row_is_written_once_by_its_owner_and_where_all_copies_were_is_noted(l
 
 # --- a run that changes its size -----------------------------------------------------------------------------------
 
-LEGS: list[tuple[Layout, int]] = [
-    ((4, 4, "copies"), 5),
-    ((2, 2, "uneven"), 10),
-    ((8, 4, "shuffled"), 15),
-    ((1, 1, "blocks"), STEPS),
+HSDP: dict[str, Any] = {"dense_parallel": "fsdp2", "fsdp_size": 2}
+LEGS: list[tuple[Layout, int, dict[str, Any]]] = [
+    ((4, 2, "copies"), 5, {"ep_stride": 2, **HSDP}),
+    ((8, 4, "shuffled"), 10, {"ep_stride": 2, **HSDP, "fsdp_size": 4}),
+    ((2, 2, "uneven"), 15, {}),
+    ((1, 1, "blocks"), STEPS, {}),
 ]
-"""A layout, and the step at which the next one takes over."""
+"""A layout, the step at which the next one takes over, and settings."""
 
 
-def train(folder: Path, layout: Layout, until: int) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    folder: Path, layout: Layout, until: int, settings: dict[str, Any] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     trace = Trace()
+    callbacks = [trace, StopAt(until), Checkpointing()]
     with (
         in_float64(),
-        trainer_of(folder, layout, "loss", [trace, StopAt(until), Checkpointing()], log_every=1) as trainer,
+        trainer_of(folder, layout, "loss", callbacks, log_every=1, **(settings or {})) as trainer,
     ):
         trainer.fit()
         return trace.losses, by_id(trainer.raw_model, "weight")
 
 
-def test_a_run_that_goes_from_four_processes_to_two_eight_and_one_keeps_its_loss_curve(tmp_path: Path):
+def test_a_run_that_goes_from_four_processes_to_eight_two_and_one_keeps_its_loss_curve(tmp_path: Path):
     ((expected, weights),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), STEPS)
     losses: list[float] = []
-    for layout, until in LEGS:
-        (leg, last), *_ = run_distributed(train, layout[0], tmp_path / "run", layout, until, timeout_s=300)
+    for layout, until, settings in LEGS:
+        (leg, last), *_ = run_distributed(train, layout[0], tmp_path / "run", layout, until, settings, timeout_s=300)
         losses += leg
     assert len(losses) == len(expected) == STEPS
     for found, wanted in zip(losses, expected, strict=True):
@@ -265,28 +272,31 @@ def test_a_run_that_goes_from_four_processes_to_two_eight_and_one_keeps_its_loss
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
-def replanned(folder: Path, layout: Layout, planner: str, until: int) -> dict[str, Any]:
+def replanned(folder: Path, layout: Layout, planner: str, until: int, **settings: Any) -> dict[str, Any]:
     """Losses, everything a checkpoint would hold, and where experts are, of a run that moves them every three steps."""
     trace = Trace()
     callbacks = [trace, StopAt(until), Checkpointing()]
-    with in_float64(), trainer_of(folder, layout, "loss", callbacks, planner, log_every=1) as trainer:
+    with in_float64(), trainer_of(folder, layout, "loss", callbacks, planner, log_every=1, **settings) as trainer:
         trainer.fit()
         placements = [stack.placement for stack in expert_stacks(trainer.raw_model).values()]
         return {"losses": trace.losses, "placements": placements} | contents(trainer)
 
 
-def stop_and_go(folder: Path, layout: Layout, planner: str) -> list[dict[str, Any]]:
+def stop_and_go(folder: Path, layout: Layout, planner: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """A run of twelve steps, and one that was stopped between two plans and continued."""
-    whole = replanned(folder / "whole", layout, planner, 12)
-    first = replanned(folder / "cut", layout, planner, 7)
-    second = replanned(folder / "cut", layout, planner, 12)
+    whole = replanned(folder / "whole", layout, planner, 12, **settings)
+    first = replanned(folder / "cut", layout, planner, 7, **settings)
+    second = replanned(folder / "cut", layout, planner, 12, **settings)
     assert first["placements"] != [place(layout[2], layout[1])] * 2, "nothing had moved when it was stopped"
     return [whole, second | {"losses": first["losses"] + second["losses"]}]
 
 
-@pytest.mark.parametrize(("layout", "planner"), [((4, 2, "spare"), "lpt"), ((4, 4, "copies"), "replicate")])
-def test_a_run_that_moves_experts_continues_bit_for_bit_on_as_many_processes(layout, planner, tmp_path: Path):
-    for whole, cut in run_distributed(stop_and_go, layout[0], tmp_path, layout, planner):
+@pytest.mark.parametrize(
+    ("layout", "planner", "settings"),
+    [((4, 2, "spare"), "lpt", {"ep_stride": 2, **HSDP}), ((4, 4, "copies"), "replicate", {})],
+)
+def test_a_run_that_moves_experts_continues_bit_for_bit_on_as_many_processes(layout, planner, settings, tmp_path: Path):
+    for whole, cut in run_distributed(stop_and_go, layout[0], tmp_path, layout, planner, settings):
         assert cut["placements"] == whole["placements"]
         assert cut["losses"] == whole["losses"]
         assert cut["load"] == whole["load"]

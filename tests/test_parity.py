@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.equality import assert_equal_rows, relative_difference, replicas_agree
 from tests.helpers import run_distributed
@@ -36,17 +38,28 @@ from toolkit.trainer import Trainer
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 """122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""
 
-CASES = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
-CASES += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
-CASES += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
-CASES += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
-CASES += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
-"""(processes, ep_size, accumulation, placement): ep_size 1 copies the experts, 2 on 4 processes makes two groups."""
+Case = tuple[int, int, int, str, str]
+"""(processes, ep_size, accumulation, placement, layout); ep_size 1 copies the experts, 2 on 4 processes makes two
+groups. Layouts: ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all
+shards of them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards."""
+REFERENCE: Case = (1, 1, 1, "blocks", "ddp")
+SPREADS = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
+SPREADS += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
+SPREADS += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
+SPREADS += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
+SPREADS += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
+CASES: list[Case] = [(*spread, "ddp") for spread in SPREADS]
+CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 2, "copies", "strided hsdp"), (4, 4, 1, "uneven", "hsdp")]
+CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 1, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
 
 
 DTYPES = {torch.float64: (1e-10, STEPS, 1.0), torch.float32: (1e-5, 8, 0.0)}
 """Largest relative difference allowed, in norm; steps, of which the eighth has the short batch; and what the schedule
 is multiplied with. Updates would make more of the rounding errors of float32, so weights stay there."""
+
+
+COMPARED = [(case, dtype) for case in CASES for dtype in DTYPES if case[-1] == "ddp" or dtype is torch.float64]
+"""Rounding is the same business in every layout."""
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
@@ -62,6 +75,18 @@ def place(name: str, ranks: int) -> ExpertPlacement:
         rows = [(*row, *(e for e in (0, 1) if e not in row), EMPTY_ROW) for row in blocks.slots]
         return ExpertPlacement(((*rows[0][:-1], EXPERTS - 1), *rows[1:]))
     return with_spare_slots(blocks, 2) if name == "spare" else blocks
+
+
+def make_groups(ep_size: int, layout: str) -> ExpertGroups:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if layout == "crossed":
+        return make_expert_groups(ranks=[[rank, world - 1 - rank] for rank in range(world // 2)])
+    return make_expert_groups(ep_size, stride=world // ep_size if "strided" in layout else 1)
+
+
+def place_in_group(rank: int, world: int, ep_size: int, layout: str) -> int:
+    """The index in its EP group of `rank`."""
+    return rank % ep_size if layout in ("ddp", "hsdp") else rank * ep_size // world
 
 
 class TwoLayers(nn.Module):
@@ -104,7 +129,8 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
     """This rank's parameters (or gradients): copied ones by name, expert rows by name and expert id."""
     rows: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        value = (parameter.grad if what == "grad" else parameter.detach()).clone()
+        value = parameter.grad if what == "grad" else parameter.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
         ownership = ownership_of(parameter)
         if ownership is None:
             rows[name] = value
@@ -118,7 +144,7 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def train(
-    folder: Path, ep_size: int, accumulation: int, placement: str, dtype: torch.dtype, balance: str
+    folder: Path, ep_size: int, accumulation: int, placement: str, layout: str, dtype: torch.dtype, balance: str
 ) -> dict[str, Any]:
     _, steps, factor = DTYPES[dtype]
     schedule = warmup_cosine(max_steps=STEPS, warmup_steps=3)
@@ -128,11 +154,12 @@ def train(
         cpu=True,
         log_every=1,
         tracker="none",
-        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}",
+        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}-{layout}",
         optimizer=OptimizerConfig(weight_decay=0.1),
+        **({"dense_parallel": "fsdp2", "fsdp_size": dist.get_world_size() // 2} if "hsdp" in layout else {}),
     )
     with start_run("parity", config) as run:
-        groups = make_expert_groups(ep_size)
+        groups = make_groups(ep_size, layout)
         model = TwoLayers(groups, place(placement, ep_size), balance).to(dtype)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
@@ -166,18 +193,18 @@ def train(
         }
 
 
-def train_all(folder: Path, cases: list[tuple[int, int, str, torch.dtype, str]]) -> list[dict[str, Any]]:
+def train_all(folder: Path, cases: list[tuple[int, int, str, str, torch.dtype, str]]) -> list[dict[str, Any]]:
     return [train(folder, *case) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
-    """What each rank recorded, by (processes, ep_size, accumulation, placement, dtype, balance)."""
+    """What each rank recorded, by (processes, ep_size, accumulation, placement, layout, dtype, balance)."""
     folder, found = tmp_path_factory.mktemp("parity"), {}
-    for world in (1, 2, 4):
-        reference = (1, 1, 1, "blocks")
-        cases = [(*case, dtype, "loss") for w, *case in [reference, *CASES] if w == world for dtype in DTYPES]
-        cases += [(world, 1, "blocks", torch.float64, "bias")]
+    for world in (1, 2, 4, 8):
+        every = [*((REFERENCE, dtype) for dtype in DTYPES), *COMPARED]
+        cases = [(*case, dtype, "loss") for (w, *case), dtype in every if w == world]
+        cases += [(world, 1, "blocks", "ddp", torch.float64, "bias")] if world < 8 else []
         for case, *ranks in zip(cases, *run_distributed(train_all, world, folder, cases, timeout_s=300), strict=True):
             found[(world, *case)] = ranks
     return found
@@ -193,11 +220,14 @@ def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> 
     return rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{}-processes-ep{}-accumulation{}-{}".format(*case))
-def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int, int, int, str], dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    COMPARED,
+    ids=["{}-processes-ep{}-accumulation{}-{}-{}-{}".format(*case, dtype) for case, dtype in COMPARED],
+)
+def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: Case, dtype: torch.dtype):
     tolerance, steps, _ = DTYPES[dtype]
-    (reference,) = traces[(1, 1, 1, "blocks", dtype, "loss")]
+    (reference,) = traces[(*REFERENCE, dtype, "loss")]
     ranks = traces[(*case, dtype, "loss")]
     for rank in ranks:
         assert relative_difference(rank["losses"], reference["losses"]) < tolerance
@@ -208,19 +238,20 @@ def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: tuple[int,
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: tuple[int, int, int, str]):
-    processes, ep_size, _, placement = case
+def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: Case):
+    processes, ep_size, _, placement, layout = case
     ranks = traces[(*case, torch.float64, "loss")]
     for number, rank in enumerate(ranks):
         assert rank["agree"], "copies or replicas drifted apart"
         assert len(rank["owned"]) == (4 if ep_size > 1 else 0)
+        here = place_in_group(number, processes, ep_size, layout)
         held = {int(name.rpartition("/")[2]) for name in rank["weights"] if name.startswith("first.experts.up/")}
-        assert held == set(place(placement, ep_size).experts_on(number % ep_size)) - {EMPTY_ROW}
+        assert held == set(place(placement, ep_size).experts_on(here)) - {EMPTY_ROW}
     assert len(ranks) == processes
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Any, world: int):
-    (reference,) = traces[(1, 1, 1, "blocks", torch.float64, "bias")]
-    ranks = traces[(world, world, 1, "blocks", torch.float64, "bias")]
+    (reference,) = traces[(*REFERENCE, torch.float64, "bias")]
+    ranks = traces[(world, world, 1, "blocks", "ddp", torch.float64, "bias")]
     assert_equal_rows(gathered(ranks, "weights"), reference["weights"], 1e-10)

@@ -215,8 +215,8 @@ def workspace_as_json(workspace: Any) -> str:
     return workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
-def timeout_of_world() -> timedelta:
-    """How long a collective of the world's process group waits before it fails."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world._get_backend(world._device_types[0]).options._timeout
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of `group`, None for the world's, waits before it fails."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group._get_backend(group._device_types[0]).options._timeout

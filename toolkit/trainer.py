@@ -63,7 +63,9 @@ class Trainer:
         if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
-        self.model, self.optimizer = prepare(run.accelerator, model, optimizer, dense=run.config.dense_parallel)
+        self.model, self.optimizer = prepare(
+            run.accelerator, model, optimizer, dense=run.config.dense_parallel, fsdp_size=run.config.fsdp_size
+        )
         # Accelerate's wrappers skip steps of fp16 and autocast. Where neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step

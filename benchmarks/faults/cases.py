@@ -104,7 +104,7 @@ def kills(seed: int) -> Iterator[Fault]:
         rank = draws.rank(2)
         name, attempt = killed(draws, PHASES[place % len(PHASES)], rank, 2)
         restarting = Attempt("--max-restarts 3", inside=attempt.inside)
-        says = f"^restart 1 of 3 in 1 s: rank {rank} of 2 was ended by SIGKILL"
+        says = f"^restart 1 of 3 in 1 s: rank {rank} of 2 was ended by SIGKILL|is finished, so it is not started again"
         yield Fault(kind, name, [restarting], "continued exactly", says, processes=2)
 
 

@@ -35,6 +35,7 @@ GRACE_S = 10.0
 """How long after a run its processes may still be there."""
 NAMED_WITHIN_S = 10.0
 """How long after its timeout a process that hangs may be named."""
+NOT_COME = "the fault did not come"
 FAULT = re.compile(
     r"^fault: (?P<name>\w+) in the phase (?P<phase>\w+) after step (?P<step>\d+) at (?P<at>[\d.]+) s$", re.MULTILINE
 )
@@ -226,7 +227,7 @@ class Lab:
             else:
                 every.append(self.run(server, attempt, folder, fault.processes))
             if "planted.at(" in attempt.inside and len(every) == 1 and not FAULT.search(every[0].err):
-                verdicts.append("the fault did not come")
+                verdicts.append(NOT_COME)
             found = attempt.after(self, folder) if attempt.after is not None else None
             for seen in every[examined:]:
                 compared = None if attempt.command else reference
@@ -310,6 +311,13 @@ def verdict(seen: Seen, folder: Path, reference: Path | None) -> str:
 
 def unlike(reference: Path, folder: Path, *, metrics: bool = True) -> list[str]:
     """What differs between two finished runs: metrics, results, or the last weights. Restarts do not count."""
+    try:
+        return _unlike(reference, folder, metrics=metrics)
+    except (OSError, ValueError, KeyError) as error:  # damaged by the fault
+        return [f"cannot be compared: {error}"]
+
+
+def _unlike(reference: Path, folder: Path, *, metrics: bool) -> list[str]:
     pictures = {path.name for path in reference.glob("*.png")} - {path.name for path in folder.glob("*.png")}
     found = [f"no {name}" for name in sorted(pictures)]
     found += unlike_metrics(reference / "metrics.jsonl", folder / "metrics.jsonl") if metrics else []
@@ -334,8 +342,9 @@ def unlike_metrics(reference: Path, path: Path) -> list[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the weights and optimizer states in the last checkpoint."""
-    files = manifest.read_manifest(max((folder / "checkpoints").glob("step-*")))["files"]
+    """Of the weights and optimizer states in the last checkpoint; none where there is no checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"), default=None)
+    files = {} if newest is None else manifest.read_manifest(newest)["files"]
     return {name: about["sha256"] for name, about in files.items() if name.endswith(".safetensors")}
 
 

@@ -78,7 +78,7 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mine", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        groups = tk.make_expert_groups(config.ep_size_in(run.world_size))
+        groups = tk.make_expert_groups(config.ep_size_in(run.world_size), stride=config.ep_stride)
         model = build_model(config, data, groups)
         run.describe(dataset=data.name, **tk.describe_experts(model, groups))
         penalty = tk.RouterPenalty(model, balance_weight=0.01)

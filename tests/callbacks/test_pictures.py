@@ -58,3 +58,9 @@ def test_inactive_experts_are_not_in_the_placement():
     facts = tk.describe_experts(torch.nn.ModuleDict({"block": layer}), tk.ExpertGroups())
     assert facts["ep_size"] == 1
     assert facts["expert_placement"]() == {"block": [[0, 2]]}
+
+
+def test_the_ranks_of_ep_groups_are_named_where_they_are_not_neighbours():
+    assert "ep_groups" not in tk.describe_experts(torch.nn.Linear(1, 1), tk.ExpertGroups(ep_size=2))
+    crossed = tk.ExpertGroups(ep_size=2, partition=((0, 3), (1, 2)))
+    assert tk.describe_experts(torch.nn.Linear(1, 1), crossed)["ep_groups"] == [[0, 3], [1, 2]]

@@ -105,6 +105,23 @@ def test_a_disk_without_room_is_one_warning_and_training_goes_on(tmp_path: Path,
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000016", "step-00000020"]
 
 
+def test_a_run_whose_last_checkpoint_finds_no_room_is_not_finished_but_continued(tmp_path: Path, monkeypatch):
+    write = checkpoint.save_file
+
+    def full(*args: Any) -> None:
+        if "step-00000020" in str(args[1]):
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(tk.UserError, match=r"the last checkpoint, of step 20, could not be written to .*: make room, "):
+        train(in_background(tmp_path / "run"))
+    assert not (tmp_path / "run" / "results.json").exists()
+    monkeypatch.setattr(checkpoint, "save_file", write)
+    train(in_background(tmp_path / "run"))
+    assert manifest.find_damage(tmp_path / "run" / "checkpoints" / "step-00000020") is None
+
+
 def test_what_the_thread_raises_ends_the_run(tmp_path: Path, monkeypatch):
     def bug(*_: Any) -> None:
         raise KeyError("bug")

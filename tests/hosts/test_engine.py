@@ -20,6 +20,7 @@ from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.moe.load.expert_load import ExpertLoad
+from toolkit.parallel.groups import make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
@@ -114,8 +115,11 @@ def by_id(model: nn.Module, value_of: Any) -> dict[str, Tensor]:
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """A plain loop; `options`: dtype, accumulation, skew, placement, and the rest for ExpertParallel."""
+    """A plain loop; `options`: dtype, accumulation, skew, placement, bf16, the `stride` of EP groups of two, and the
+    rest for ExpertParallel."""
     options = dict(options)
+    if stride := options.pop("stride", None):
+        options["groups"] = make_expert_groups(2, stride=stride)
     dtype, accumulation = options.pop("dtype", torch.float64), options.pop("accumulation", 1)
     skew, kind, autocast = options.pop("skew", False), options.pop("placement", "blocks"), options.pop("bf16", False)
     AcceleratorState._reset_state()  # cases of one launch differ in precision
@@ -175,6 +179,7 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(case) for case in cases]
 
 
+HSDP = {"dense": "fsdp2", "fsdp_size": 2}
 MIGRATING = {"planner": "lpt", "replan_every": 2, "guarded": False}
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -198,6 +203,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 4, "placement": "three", "dtype": torch.float32, "accumulation": 2},
         {"ep_size": 4, "placement": "copies", "dense": "fsdp2", "skew": True},
         {"ep_size": 2, "dense": "fsdp2", "placement": "shuffled", **MIGRATING},
+        {"ep_size": 2, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
+        {"stride": 2, **HSDP, "placement": "copies", "skew": True},
         {"ep_size": 4, "skew": True, "planner": "replicate", "replan_every": 1, "spare_slots": 1, "guarded": False},
         {"ep_size": None, "dtype": torch.float32, **MIGRATING},
     ],
@@ -208,6 +215,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "copies", "skew": True, "accumulation": 2},
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2"},
         {"ep_size": 1},
+        {"stride": 4, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
     ],
 }
 REFERENCES = [{}, {"skew": True}, {"dtype": torch.float32}, {"dtype": torch.float32, "bf16": True}]
@@ -419,6 +427,8 @@ def refusals() -> list[str]:
     accelerator, model = Accelerator(cpu=True), Model()
     optimizer = torch.optim.AdamW(model.parameters())
     refuse(lambda: ExpertParallel(accelerator, planner="swap"))
+    refuse(lambda: ExpertParallel(accelerator, ep_size=1, groups=make_expert_groups(1)))
+    refuse(lambda: ExpertParallel(accelerator, fsdp_size=2))
     refuse(lambda: ExpertParallel(accelerator).prepare(nn.Linear(2, 2), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=3).prepare(Model(), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=1).prepare(Model(), optimizer))
@@ -434,6 +444,8 @@ def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> Non
     (said,) = run_distributed(refusals, 1)
     words = [
         "give both",
+        "groups=... says",
+        'add dense="fsdp2"',
         "num_experts",
         "ep-size 3",
         "model.parameters()",

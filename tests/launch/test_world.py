@@ -79,6 +79,11 @@ def wait_for_a_killed_rank(config):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
 
+def finish_run():
+    from toolkit.launch.restarts import FINISHED, FOLDER, send
+    for begin in (FOLDER, FINISHED):
+        send(f"{begin}here")
+
 def stop_while_reading():
     try:
         os.kill(os.getpid(), 15)
@@ -237,7 +242,7 @@ def test_a_hangup_that_nohup_had_ignored_stays_ignored(toy: Path):
 
 @pytest.mark.parametrize("terminated", [False, True])
 def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout_and_is_named(terminated: bool, toy: Path):
-    limit = ("--tracker", "none", "--run-dir", "run", "--process-timeout", "0.05")
+    limit = ("--tracker", "none", "--run-dir", "run", "--process-timeout", "0.1")
     process = start(toy, "wait_for_a_stopped_rank(config)", flags=limit)
     while terminated and not (toy.parent / "waits0").exists() and process.poll() is None:
         time.sleep(0.05)
@@ -300,6 +305,14 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others(toy: Path):
     assert (code, err, count) == (0, [f"error: {killed}", f"restart 1 of 2 in 1 s: {killed}"], 2)
     told = json.loads(rank_facts(toy, 0)["TOOLKIT_RESTARTED"])
     assert told == {"folder": None, "reasons": [killed]}
+
+
+def test_a_run_that_was_finished_when_a_rank_was_killed_is_not_started_again(toy: Path):
+    process = start(toy, "0:" + ATTEMPT, "0:finish_run()", "1:os.kill(os.getpid(), 9)", flags=RESTARTS)
+    _, err = process.communicate(timeout=60)
+    killed = "error: rank 1 of 2 was ended by SIGKILL (by the system, if memory ran out)."
+    assert err.splitlines() == [killed, "the run in here is finished, so it is not started again."]
+    assert (process.returncode, len(list(toy.parent.glob("attempt*")))) == (0, 1)
 
 
 def test_a_bug_is_tried_as_often_as_was_asked_for_and_named(toy: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,9 @@ from toolkit.placement.planners.registry import PLANNERS, register_planner
 EXPERTS, DIM, TOKENS = 4, 5, 12
 
 
-def a_layer(ep_size: int) -> MoE:
+def a_layer(ep_size: int, stride: int = 1) -> MoE:
     torch.manual_seed(0)
-    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size))
+    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size, stride=stride))
     layer.router.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     return layer
 
@@ -39,8 +40,9 @@ def step(layer: MoE, number: int) -> torch.Tensor:
         return torch.stack([layer.router(x_TD).expert_ids_TK for x_TD in x_WTD])
 
 
-def told(stop: bool, ep_size: int) -> tuple[list[Any], list[Any]]:
+def told(stop: bool, ep_size: int, stride: int) -> tuple[list[Any], list[Any]]:
     """What a planner heard in the second window of two steps, and what it should have; with a stop in between."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
     heard: list[dict[str, Any]] = []
 
     def listen(
@@ -51,7 +53,7 @@ def told(stop: bool, ep_size: int) -> tuple[list[Any], list[Any]]:
 
     PLANNERS.pop("listen", None)
     register_planner("listen")(listen)
-    layer, optimizer = a_layer(ep_size), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    layer, optimizer = a_layer(ep_size, stride), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
     chosen = []
     for number in range(4):
@@ -59,26 +61,27 @@ def told(stop: bool, ep_size: int) -> tuple[list[Any], list[Any]]:
         replanner.after_step(number + 1, optimizer)
         if stop and number == 2:
             state = replanner.state_dict()
-            layer = a_layer(ep_size)
+            layer = a_layer(ep_size, stride)
             replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
             replanner.load_state_dict(state)
     ids_NTK = torch.cat(chosen[2:], dim=1)  # (W, steps * T, K)
     choices = torch.nn.functional.one_hot(ids_NTK, EXPERTS).sum(2).double()  # (W, N, E)
     flat = choices.flatten(0, 1)
-    sources = choices.sum(1).unflatten(0, (-1, ep_size)).sum(0)
+    place = torch.arange(len(choices)) // stride % ep_size
+    sources = torch.stack([choices[place == rank].sum((0, 1)) for rank in range(ep_size)])
     groups = len(choices) // ep_size
     load = heard[-1]["load"]
     got = [load, heard[-1]["together"], heard[-1]["sources"], heard[-1]["nodes"]]
-    want = [flat.sum(0) / (2 * groups), flat.T @ flat, sources, [0] * ep_size]
+    want = [flat.sum(0) / (2 * groups), flat.T @ flat, sources, [stride * rank // 2 for rank in range(ep_size)]]
     return [np.asarray(value) for value in got], [np.asarray(value) for value in want]
 
 
 @pytest.mark.parametrize("stop", [False, True])
-@pytest.mark.parametrize(("world", "ep_size"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "ep_size", "stride"), [(1, 1, 1), (2, 2, 1), (4, 2, 1), (4, 2, 2)])
 def test_planners_hear_who_sent_what_and_which_experts_were_chosen_together(
-    world: int, ep_size: int, stop: bool
+    world: int, ep_size: int, stride: int, stop: bool
 ) -> None:
-    for got, want in run_distributed(told, world, stop, ep_size):
+    for got, want in run_distributed(told, world, stop, ep_size, stride):
         for mine, expected in zip(got, want, strict=True):
             np.testing.assert_allclose(mine, expected)
 

@@ -59,8 +59,8 @@ def layer_of_ours(groups: ExpertGroups | None = None) -> nn.Module:
     return make_moe(8, 16, 4, 2, groups=groups, placement="round_robin")
 
 
-def spread_layer_of_ours() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    layer = layer_of_ours(make_expert_groups(2))
+def spread_layer_of_ours(stride: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    layer = layer_of_ours(make_expert_groups(2, stride=stride))
     layer.experts.up.data.zero_()
     nn.ModuleList([layer]).load_state_dict(nn.ModuleList([layer_of_ours()]).state_dict())
     layer.load_state_dict(layer.state_dict(keep_vars=True))
@@ -68,11 +68,12 @@ def spread_layer_of_ours() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     return whole_state_dict(layer), part, refusal(layer)
 
 
-def test_our_layer_is_gathered_or_refused() -> None:
+@pytest.mark.parametrize(("world", "stride"), [(2, 1), (4, 2)])
+def test_our_layer_is_gathered_or_refused(world: int, stride: int) -> None:
     expected = layer_of_ours().state_dict()
-    (whole, part, said), (nothing, _, _) = run_distributed(spread_layer_of_ours, 2)
+    (whole, part, said), *others = run_distributed(spread_layer_of_ours, world, stride)
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
     assert torch.equal(part["experts.up"], expected["experts.up"][[0, 2]])
-    assert nothing == {}
+    assert all(nothing == {} for nothing, _, _ in others)
     assert said.startswith("model.state_dict() would have the experts of this rank")

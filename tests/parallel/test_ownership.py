@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +14,6 @@ from torch import nn
 
 from tests.equality import replicas_agree
 from tests.helpers import run_distributed
-from toolkit.errors import UserError
-from toolkit.parallel import groups
 from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import mark_owned, owned, ownership_of
@@ -35,50 +29,6 @@ def parameter(*values: float) -> nn.Parameter:
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
-
-
-def receive_what_nobody_sends(done: Path) -> None:
-    groups.timeout_of_world = lambda: timedelta(seconds=0.2)
-    value = torch.zeros(1)
-    if dist.get_rank() == 0:
-        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, value, 1)])
-        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
-            groups.wait_for(work, value.device)
-        done.touch()
-    while not done.exists():
-        time.sleep(0.02)
-
-
-def test_a_row_that_a_rank_does_not_send_is_not_awaited_for_ever(tmp_path):
-    run_distributed(receive_what_nobody_sends, 2, tmp_path / "done", timeout_s=60)
-
-
-def groups_of_this_rank(ep_size: int) -> tuple[int, Any, Any]:
-    groups = make_expert_groups(ep_size)
-    ep_group, expert_dp_group = groups.ep_group, groups.expert_dp_group
-    return (
-        groups.ep_rank,
-        None if ep_group is None else dist.get_process_group_ranks(ep_group),
-        None if expert_dp_group is None else dist.get_process_group_ranks(expert_dp_group),
-    )
-
-
-def test_four_ranks_make_two_ep_groups_of_neighbours_and_two_expert_data_parallel_groups_across():
-    assert run_distributed(groups_of_this_rank, 4, 2) == [
-        (0, [0, 1], [0, 2]),
-        (1, [0, 1], [1, 3]),
-        (0, [2, 3], [0, 2]),
-        (1, [2, 3], [1, 3]),
-    ]
-
-
-def test_one_group_of_all_ranks_has_no_replicas_and_groups_of_one_share_nothing():
-    assert run_distributed(groups_of_this_rank, 4, 4) == [(rank, [0, 1, 2, 3], None) for rank in range(4)]
-    assert run_distributed(groups_of_this_rank, 2, 1) == [(0, None, [0, 1])] * 2
-
-
-def test_one_process_needs_no_groups():
-    assert make_expert_groups(1) == ALONE
 
 
 def outlive_groups(times: int) -> int:
@@ -101,18 +51,6 @@ def outlive_groups(times: int) -> int:
 def test_a_model_may_outlive_its_process_group():
     """Was a hang at the end of a run, of a process that had nothing left to do but to free its model."""
     assert run_distributed(outlive_groups, 1, 30, timeout_s=60) == [30]
-
-
-def refused_groups(ep_size: int) -> str:
-    with pytest.raises(UserError) as refusal:
-        make_expert_groups(ep_size)
-    return str(refusal.value)
-
-
-def test_an_ep_size_that_does_not_divide_the_world_is_refused_on_every_rank():
-    for message in run_distributed(refused_groups, 4, 3):
-        assert message == "--ep-size 3 does not divide the 4 process(es) of this launch: use one of 1, 2, 4."
-    assert "use one of 1." in refused_groups(2)
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from toolkit.pictures.plots import _draw_loads, draw_plots
+from toolkit.pictures.plots import _draw_loads, draw_plots, save_figure
 
 
 def write(folder, lines):
@@ -63,6 +65,20 @@ def test_a_deep_model_shows_some_of_its_layers_first_and_last_among_them(tmp_pat
     (picture,) = draw_plots(write(tmp_path, lines)).values()
     with Image.open(picture) as image:
         assert image.height < 2000
+
+
+def test_a_disk_that_fills_up_leaves_the_picture_that_was_there(tmp_path, monkeypatch):
+    path = save_figure(tmp_path / "x.png", lambda figure: figure.subplots().plot([1, 2]))
+    before = path.read_bytes()
+
+    def fill_up(_, file):
+        Path(file).write_bytes(before[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", fill_up)
+    with pytest.raises(OSError, match="No space"):
+        save_figure(path, lambda figure: figure.subplots().plot([2, 1]))
+    assert path.read_bytes() == before
 
 
 def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path):

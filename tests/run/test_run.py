@@ -236,6 +236,22 @@ def test_results_that_find_no_room_are_one_line_and_not_a_traceback(tmp_path, mo
             run.finish({"steps": 20})
 
 
+def test_a_run_whose_pictures_find_no_room_is_completed_by_the_same_command(tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        run.draw_at_finish(full)
+        with pytest.raises(
+            UserError, match=r"the pictures could not be written to .*No space left on device\): make room"
+        ):
+            run.finish({"steps": 20})
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        assert run.finish({"steps": 20})["steps"] == 20
+    with pytest.raises(UserError, match="holds a finished run"):
+        start_run("toy", config(run_dir=tmp_path))
+
+
 def test_a_console_log_on_a_full_disk_does_not_end_the_run(monkeypatch):
     class Full:
         def write(self, _):

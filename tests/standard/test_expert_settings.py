@@ -38,26 +38,28 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("groups", "settings", "message"),
+    ("world", "groups", "settings", "message"),
     [
-        (False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
-        (True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
+        (2, False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
+        (2, True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
+        (4, True, {"ep_size": 2, "ep_stride": 2}, "--ep-stride 2: the model was built for the EP groups (0, 1), "),
     ],
 )
 def test_a_model_that_was_built_otherwise_is_refused(
-    tmp_path: Path, groups: bool, settings: dict[str, Any], message: str
+    tmp_path: Path, world: int, groups: bool, settings: dict[str, Any], message: str
 ):
-    for answer in run_distributed(trained_kinds, 2, tmp_path, groups, settings):
+    for answer in run_distributed(trained_kinds, world, tmp_path, groups, settings):
         assert answer.startswith(message)
 
 
 def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2"})
+    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2})
     lines = capsys.readouterr().out
     for notice in (
         "--planner swap: no effect",
         "--spare-slots 1: no effect",
         "--dense-parallel fsdp2: no effect on one process",
+        "--fsdp-size 2: no effect on one process",
         "--balance-weight 0.007: no effect, because the task has no tk.RouterPenalty",
     ):
         assert notice in lines

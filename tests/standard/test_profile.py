@@ -115,7 +115,7 @@ def measured(**changes: Any) -> Measured:
 def test_the_rank_that_comes_last_does_not_wait():
     early = measured(collectives=[("experts", 0.3), ("gradients", 0.1)])
     late = measured(collectives=[("experts", 0.1), ("gradients", 0.1)], data=0.2)
-    shares, slowest = shares_of([early, late], ep_size=2)
+    shares, slowest = shares_of([early, late], [(0, 1)])
     assert slowest == 1
     parts = {"waiting": shares.waiting, "data": shares.data, "compute": shares.compute, **shares.exchange}
     assert {name: round(part, 6) for name, part in parts.items()} == {
@@ -128,6 +128,9 @@ def test_the_rank_that_comes_last_does_not_wait():
     # Each is an EP group by itself.
     assert shares_of([early, late])[0].waiting == 0
     assert shares_of([early, replace(late, collectives=[])])[0].waiting == 0
+    # Experts travel between the first and the third, and between the others.
+    assert shares_of([early, early, late, late], [(0, 2), (1, 3)])[0] == shares
+    assert shares_of([early, early, late, late], [(0, 1), (2, 3)])[0].waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_the_likeliest_cause_and_the_flag(
     ranks: list[dict], settings: dict, imbalance: float, says: str, tmp_path: Path
 ):
     everyone = [measured(**each) for each in ranks]
-    shares, slowest = shares_of(everyone, ep_size=len(ranks))
+    shares, slowest = shares_of(everyone, [range(len(ranks))])
     cause, remedy = verdict(shares, everyone, config(tmp_path, **settings), slowest=slowest, imbalance=imbalance)
     lines = lines_of(shares, slowest, cause, remedy)
     assert len(lines) == 4

@@ -144,6 +144,20 @@ def test_fields_that_were_added_between_runs_are_no_axis(tmp_path):
     assert gather(tmp_path, ["labels"]).means()[0]["runs"] == 2
 
 
+@pytest.mark.parametrize(("name", "content"), [("results.json", "{"), ("config.json", "[1]")])
+def test_damage_is_one_line_with_the_remedy(toy, capsys, name, content):
+    words = sweep(toy, "--grid", "labels=100")
+    assert main(words) == EXIT_DONE
+    damaged = next((toy.parent / "out" / "cells").glob(f"*/{name}"))
+    damaged.write_text(content)
+    capsys.readouterr()
+    assert main(words) == EXIT_USER_ERROR
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert str(damaged) in error
+    assert "delete" in error
+
+
 def test_a_search_chooses_among_the_same_cells(toy, capsys):
     words = ["--search", "3", "--grid", "labels=100,600", "--grid", "rate=0,1"]
     assert main(sweep(toy, *words)) == EXIT_DONE

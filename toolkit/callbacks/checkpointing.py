@@ -22,6 +22,9 @@ LONGEST_WAIT_S = 30.0
 class Checkpointing(Callback):
     """Continues from the newest checkpoint that verifies; saves every `every_steps` (None: each epoch) and at the end.
 
+    Training goes on after a save that fails for lack of room, but the run does not finish without the last one: it
+    raises UserError.
+
     A step is saved at the start of the next one: by then all callbacks have handled it and its line of metrics is
     written, so a continued metrics file has each line once. With `in_background` a thread writes it while training goes
     on; the next save waits for it, and the save at the end is written at once.
@@ -72,8 +75,12 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._background is not None:
             self._finish(trainer, self._background)
-        if trainer.state.step > self._started_at:
-            trainer.save(self.keep)
+        if trainer.state.step > self._started_at and trainer.save(self.keep) is None:
+            raise UserError(
+                f"the last checkpoint, of step {trainer.state.step:,}, could not be written to "
+                f"{trainer.run.checkpoints}: make room, and run the same command again, which continues from the "
+                "newest one."
+            )
 
     def _finish(self, trainer: Trainer, background: BackgroundSave) -> None:
         """Wait for the checkpoint that is being written."""

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from toolkit.trainer import Trainer
 
-SLOW, FEWEST_LINES = 1.25, 3
-"""How many times as long a straggler's part of a step takes at least, and in how many lines of metrics."""
+SLOW, FEWEST_LINES, FEWEST_SECONDS = 1.25, 3, 30.0
+"""How many times as long a straggler's part of a step takes at least, in how many lines of metrics, and in how many
+seconds of steps: in a shorter run the main process is slower because its trackers start beside it."""
 
 
 class _Window(Callback):
@@ -90,7 +91,8 @@ class Throughput(_Window):
     `perf/slowest_rank_ratio`, how many times as long as the median of the other ranks'; `perf/collectives_ms`, what a
     step spends in collectives, waiting included, mean over ranks; and `perf/exchange_ms`, in the all-to-alls of experts
     alone. All of them travel in one reduction per line of metrics. A rank that is the slowest in most lines, by at
-    least `SLOW`, is the result `straggler_notice`. With FSDP2, waiting for gradients counts as a rank's own time.
+    least `SLOW`, is the result `straggler_notice`, unless the run is short. With FSDP2, waiting for gradients counts as
+    a rank's own time.
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
     restarts the window, so neither its time nor the steps before it in that window are counted.
@@ -184,7 +186,8 @@ class Throughput(_Window):
         self._end_waits()
         trainer.results.pop("straggler_notice", None)
         for rank, ratios in self._slow_lines.items():
-            if len(ratios) >= FEWEST_LINES and 2 * len(ratios) > self._lines:
+            steady = len(ratios) >= FEWEST_LINES and 2 * len(ratios) > self._lines
+            if steady and self._seconds >= FEWEST_SECONDS:
                 trainer.results["straggler_notice"] = (
                     f"rank {rank} of {self._world_size} takes {median(ratios):.1f} times as long as the others for its "
                     f"own part of a step, in {len(ratios)} of {self._lines} lines of metrics"

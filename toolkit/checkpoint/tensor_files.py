@@ -99,13 +99,14 @@ def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Parameter -> its rows' ids, in the order of slots, on each rank of an EP group. A collective."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     shardings = {name: s for name, parameter in model.named_parameters() if (s := ownership_of(parameter)) is not None}
-    mine = {name: (ownership.groups.ep_size, list(ownership.row_ids)) for name, ownership in shardings.items()}
+    mine = {name: list(ownership.row_ids) for name, ownership in shardings.items()}
     everyones: list[Any] = [mine]
     if world > 1:
         everyones = [None] * world
         dist.all_gather_object(everyones, mine)
-    # All EP groups hold the same, and the first one is the first ranks.
-    return {name: {"slots": [rank[name][1] for rank in everyones[:size]]} for name, (size, _) in mine.items()}
+    # All EP groups hold the same.
+    firsts = {name: ownership.groups.ep_groups[0] for name, ownership in shardings.items()}
+    return {name: {"slots": [everyones[rank][name] for rank in ranks]} for name, ranks in firsts.items()}
 
 
 def list_rows(files: FileContents) -> dict[str, dict[str, list[int]]]:

@@ -27,6 +27,8 @@ class ExpertRunConfig(RunConfig):
     """On several processes, replicate all experts (data_parallel) or distribute them (expert_parallel)."""
     ep_size: int | None = None
     """Processes in an expert-parallel group; none: the most that divide processes and experts."""
+    ep_stride: int = 1
+    """How far apart the processes of an expert-parallel group are; 1: neighbours."""
     planner: str | None = None
     """Move experts between processes: swap, lpt, replicate, ..."""
     replan_every: int = 200
@@ -68,6 +70,10 @@ class ExpertRunConfig(RunConfig):
         speed, share = self.link_gbytes_per_second, self.expert_time_share
         require(speed is None or 0 < speed < math.inf, "link_gbytes_per_second", speed, "take a positive number")
         require(0 < share <= 1, "expert_time_share", share, "take a fraction above 0, up to 1")
+        require(self.ep_stride >= 1, "ep_stride", self.ep_stride, "take one or more")
+        if self.ep_stride > 1:
+            spread = self.parallel_strategy == "expert_parallel"
+            require(spread, "ep_stride", self.ep_stride, "leave it out, or use --parallel-strategy expert_parallel")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             replicated = self.parallel_strategy == "data_parallel" and self.ep_size > 1
@@ -77,6 +83,9 @@ class ExpertRunConfig(RunConfig):
             if self.num_processes is not None:
                 fits = self.num_processes % self.ep_size == 0
                 require(fits, "ep_size", self.ep_size, f"it must divide --num-processes {self.num_processes}")
+                fits = self.num_processes // self.ep_size % self.ep_stride == 0
+                groups = f"{self.num_processes // self.ep_size} group(s) of --ep-size {self.ep_size}"
+                require(fits, "ep_stride", self.ep_stride, f"it must divide the {groups}")
 
     @property
     def logical_experts(self) -> int:

@@ -177,6 +177,8 @@ class RunConfig:
     """Worker processes that load batches; 0 loads in the training process."""
     dense_parallel: Literal["ddp", "fsdp2"] = "ddp"
     """On several processes, replicate (DDP) or shard (FSDP2) all parameters except the experts'."""
+    fsdp_size: int | None = None
+    """Neighbouring processes that share one set of shards with --dense-parallel fsdp2 (HSDP); none: all."""
     compile: bool = False
     """Compile the model with torch.compile, which takes a while at the start."""
     dataset: str = "auto"
@@ -211,6 +213,11 @@ class RunConfig:
         for name in ("max_steps", "num_processes"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "take one or more")
+        shares, world = self.fsdp_size, self.num_processes
+        if shares is not None:
+            require(shares >= 2, "fsdp_size", shares, "take two or more, or --dense-parallel ddp")
+            fits = world is None or world == 1 or world % shares == 0
+            require(fits, "fsdp_size", shares, f"it must divide --num-processes {world}")
         require(0 < self.lr < math.inf, "lr", self.lr, "take a positive number")
         require(self.scale_lr is None or self.scale_lr >= 1, "scale_lr", self.scale_lr, "take a batch size, or none")
         warms_up = self.schedule.warmup_steps > 0 or self.schedule.warmup_epochs > 0
@@ -281,9 +288,11 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "data_dir",
         "compile",
         "dense_parallel",
+        "fsdp_size",
         "ddp",
         "parallel_strategy",
         "ep_size",
+        "ep_stride",
         "recompute",
         "planner",
         "replan_every",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,13 +23,14 @@ Identity = Mapping[str, Any]
 
 
 def identity(table: TensorTable) -> dict[str, Any]:
-    """The number of `rows`, a `sha256` and, by column, `moments`.
+    """The number of `rows`, a `sha256`, by column `moments`, and of pictures a digest `pixels` beside their `decoder`.
 
     The digest is of names, types, shapes and integers. Fractions, and pictures (integers of three or more dimensions),
-    depend in their last bits on the processor that decoded them: of these mean, root mean square, and mean of the
-    product with a straight line from -1 for the first row to 1 for the last.
+    depend in their last bits on what decoded them: of these mean, root mean square, and mean of the product with a
+    straight line from -1 for the first row to 1 for the last. Pixels are compared bit for bit where the decoder is the
+    same.
     """
-    digest = hashlib.sha256()
+    digest, pixels = hashlib.sha256(), hashlib.sha256()
     sums: dict[str, torch.Tensor] = {}
     rows_read = bytes_read = 0
     strides = math.ceil(len(table) / ROWS_PER_READ)
@@ -39,6 +42,8 @@ def identity(table: TensorTable) -> dict[str, Any]:
             if column.ndim <= 2 and not column.is_floating_point():
                 digest.update(column.cpu().contiguous().numpy().tobytes())
             else:
+                if not column.is_floating_point():
+                    pixels.update(column.cpu().contiguous().numpy().tobytes())
                 value = column[:, None].flatten(1).cpu().float().nan_to_num(0, 0, 0)
                 mean = value.mean(1).double()
                 square = value.square().mean(1).double()
@@ -51,7 +56,13 @@ def identity(table: TensorTable) -> dict[str, Any]:
         name: [round(x, 9) for x in _of_sums(*(total / rows_read).nan_to_num().tolist())]
         for name, total in sums.items()
     }
-    return {"rows": len(table), "sha256": digest.hexdigest(), "moments": moments}
+    return {
+        "rows": len(table),
+        "sha256": digest.hexdigest(),
+        "moments": moments,
+        "pixels": pixels.hexdigest(),
+        "decoder": f"{platform.machine()}, Pillow {version('pillow')}",
+    }
 
 
 def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, float]:
@@ -67,6 +78,9 @@ def same_data(one: Identity, other: Identity) -> bool:
     """Whether two data sets are the same, but for what processors round differently."""
     if (one["rows"], one["sha256"]) != (other["rows"], other["sha256"]):
         return False
+    # Earlier versions did not note the pixels.
+    if one.get("decoder") == other.get("decoder") and one.get("pixels") != other.get("pixels"):
+        return False
     for name, moments in one["moments"].items():
         theirs = other["moments"][name]  # names are part of the digest
         if any(abs(a - b) > TOLERANCE * max(moments[1], theirs[1]) for a, b in zip(moments, theirs, strict=True)):
@@ -76,5 +90,5 @@ def same_data(one: Identity, other: Identity) -> bool:
 
 def describe(of: Identity) -> str:
     """An identity in half a sentence."""
-    digest = f" (digest {of['sha256'][:12]})" if of["sha256"] else ""
-    return f"{of['rows']:,} rows{digest}"
+    digest = hashlib.sha256((of["sha256"] + of.get("pixels", "")).encode()).hexdigest()
+    return f"{of['rows']:,} rows" + (f" (digest {digest[:12]})" if of["sha256"] else "")

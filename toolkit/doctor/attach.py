@@ -34,7 +34,7 @@ def attach(probe: Probe) -> None:
         original = owner.clip_grad_norm_
         _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        _replace(groups.make_expert_groups, lambda _ep_size=1: groups.ExpertGroups(), groups)
+        _replace(groups.make_expert_groups, lambda *_, **__: groups.ExpertGroups(), groups)
     _switch_off_dropout(probe)
     _attach_sampler(probe)
     _attach_ours(probe)

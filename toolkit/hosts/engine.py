@@ -58,12 +58,14 @@ class ExpertParallel:
     parameters all have that many rows, called with (hidden (T, D), expert ids (T, K), weights (T, K)), such as the
     experts of every mixture in transformers.
 
-    `ep_size`: ranks that share one set of experts; None takes as many as divide both the processes and the experts.
+    `ep_size`: neighbouring ranks that share one set of experts; None takes as many as divide both the processes and the
+    experts. `groups`: other ranks that do, as `make_expert_groups` made them.
     `planner` and `replan_every`: a name out of `toolkit.placement.planners`, and optimizer steps between plans; None
     leaves experts where they are. `guarded`, `link_gbytes_per_second`, `expert_time_share`: see `Replanner`.
     `spare_slots`: empty slots on each rank, for replicas of experts in demand. `placement`: where experts are at first,
     in contiguous blocks of ids, round-robin, or as a function of (layer, number of experts, `ep_size`) says.
-    `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2.
+    `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2: over all ranks, or over each
+    `fsdp_size` neighbours (HSDP).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ExpertParallel:
         accelerator: Accelerator,
         *,
         ep_size: int | None = None,
+        groups: ExpertGroups | None = None,
         planner: str | None = None,
         replan_every: int | None = None,
         spare_slots: int = 0,
@@ -80,20 +83,26 @@ class ExpertParallel:
         expert_time_share: float = 0.5,
         planner_options: Mapping[str, Any] | None = None,
         dense: Literal["ddp", "fsdp2"] = "ddp",
+        fsdp_size: int | None = None,
     ):
         if (planner is None) != (replan_every is None):
             raise UserError(
                 f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
             )
+        if groups is not None and ep_size is not None:
+            raise UserError(f"ep_size={ep_size}: groups=... says which ranks share the experts: leave one of them out.")
+        if fsdp_size is not None and dense != "fsdp2":
+            raise UserError(f'fsdp_size={fsdp_size}: dense={dense!r} shards nothing: add dense="fsdp2".')
         world = launched_world()
         if world not in (None, accelerator.num_processes):
             raise UserError(
                 f"{world} processes were started and Accelerate made each a world of its own, as it does without GPUs: "
                 "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
             )
-        self.accelerator, self.ep_size, self.dense = accelerator, ep_size, dense
+        self.accelerator, self.ep_size, self.dense, self.fsdp_size = accelerator, ep_size, dense, fsdp_size
         self.spare_slots, self._place = spare_slots, placement
-        self.groups = ExpertGroups()
+        self.groups = groups or ExpertGroups()
+        self._makes_groups = groups is None
         self.stacks: dict[str, ExpertStack] = {}
         """The experts of each layer, by the layer's name; their `placement` says where each one is."""
         self.replanner: Replanner | None = None
@@ -133,7 +142,8 @@ class ExpertParallel:
         if not layers:
             raise UserError(why_no_experts(model))
         balance = describe_balance(model)
-        self.groups = make_expert_groups(self._fitting_ep_size(layers))
+        if self._makes_groups:
+            self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         hook_blocks(model)
         self._fit_optimizer(optimizer)
@@ -141,7 +151,7 @@ class ExpertParallel:
             self._average_in_backward(model)
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
-        prepared = prepare(self.accelerator, model, optimizer, dense=self.dense)
+        prepared = prepare(self.accelerator, model, optimizer, dense=self.dense, fsdp_size=self.fsdp_size)
         self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
         if self.accelerator.num_processes > 1:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))

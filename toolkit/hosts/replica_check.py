@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -12,14 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.compat import norm_of_each
 from toolkit.errors import UserError
 from toolkit.parallel.groups import extremes_over_ranks
-from toolkit.parallel.ownership import is_owned
+from toolkit.parallel.ownership import is_owned, local_rows
 
 FIRST_STEPS, EVERY = 8, 64
 """Checked are the first steps, and every so many: it costs a pass over the gradients and a host sync."""
 
 
 class ReplicaCheck:
-    """An optimizer's step hook, which compares the norms of replicated gradients over all ranks. A collective.
+    """An optimizer's step hook, which compares the norms of replicated gradients over all ranks that have them. A
+    collective. Of parameters that FSDP2 shards, these are the ranks with the same shard, if there are several.
 
     Where they differ, weights would drift apart without an error. One reason is `torch.nn.utils.clip_grad_norm_`,
     whose norm has the experts of one rank. Raises UserError, the same on every rank.
@@ -35,18 +37,27 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def check(self) -> None:
-        replicated = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and not is_owned(parameter) and not isinstance(parameter, DTensor)
-        }
+        replicated: dict[str, nn.Parameter] = {}
+        group = None
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad or is_owned(parameter):
+                continue
+            if isinstance(parameter, DTensor):
+                if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
+                    continue
+                group = parameter.device_mesh.get_group(0)
+            replicated[name] = parameter
         if not replicated:
             return
-        grads = {name: parameter.grad for name, parameter in replicated.items() if parameter.grad is not None}
+        grads = {name: local_rows(p.grad) for name, p in replicated.items() if p.grad is not None}
         norms = dict(zip(grads, norm_of_each(list(grads.values())), strict=True)) if grads else {}
         missing = torch.full((), -1.0, device=next(iter(replicated.values())).device)
         mine = torch.stack([norms.get(name, missing).float() for name in replicated]).nan_to_num()
-        most, least = (extreme.cpu() for extreme in extremes_over_ranks(mine))
+        most, least = extremes_over_ranks(mine, group)
+        apart = (most != least).int()
+        if group is not None:
+            dist.all_reduce(apart)  # ranks with other shards must come to the same end
+        least = least.cpu()
         names = [name.removeprefix("module.") for name in replicated]
         unused = [name for name, value in zip(names, least.tolist(), strict=True) if value < 0]
         if unused and self.steps == 1 and _waits_for_all(self.model):
@@ -55,7 +66,7 @@ class ReplicaCheck:
                 "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
                 "find_unused_parameters=True)] of accelerate, or freeze them."
             )
-        different = [name for name, same in zip(names, (most == least).tolist(), strict=True) if not same]
+        different = [name for name, ranks in zip(names, apart.tolist(), strict=True) if ranks]
         if different:
             raise UserError(
                 f"step {self.steps:,}: the gradients of {len(different)} replicated parameter(s), first "

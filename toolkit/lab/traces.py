@@ -187,6 +187,9 @@ class TraceRecorder(Callback):
             if dist.is_initialized():
                 sources = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
                 dist.all_gather(sources, mine)
+                # One EP group after the other: each is consecutive sources, whichever ranks they are.
+                groups = self.forwards.stacks[0].groups.ep_groups
+                sources = [sources[rank] for group in groups for rank in group]
             if self._is_main:
                 assert self.path is not None
                 self._file = self._file or TraceFile(self.path)

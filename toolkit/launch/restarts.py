@@ -14,8 +14,9 @@ RESTARTED = "TOOLKIT_RESTARTED"
 """JSON for ranks that are started again: the folder of the run, None where they had none yet, and `past_restarts`."""
 ELASTIC = "TOOLKIT_ELASTIC"
 """Set where the number of processes may be any, because it changes with the machines that there are."""
-FOLDER, CAUSE = "folder: ", "cause: "
-"""How lines on the pipe begin that are not for the user: where the run is, and what ended a rank."""
+FOLDER, CAUSE, FINISHED = "folder: ", "cause: ", "finished: "
+"""How lines on the pipe begin that are not for the user: where the run is, what ended a rank, and that the run in this
+folder has its results, summary and pictures."""
 
 
 def send(line: str) -> bool:

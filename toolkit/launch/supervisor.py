@@ -23,7 +23,7 @@ from toolkit.errors import (
 )
 from toolkit.launch.children import GRACE_S, Children
 from toolkit.launch.port import reserve_port, world_environment
-from toolkit.launch.restarts import CAUSE, FOLDER, REPORT_PIPE, restarted
+from toolkit.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, restarted
 from toolkit.launch.world import BLOCKED, launched_world
 
 PREEMPTED_GRACE_S = 60.0
@@ -42,6 +42,8 @@ class Attempt:
     """Why, in a sentence, where a restart may help: a rank crashed, was killed, hung or lacked memory. Else empty."""
     folder: Path | None
     """Of the run, where it got as far as having one."""
+    finished: bool
+    """Whether the run got as far as having its results, summary and pictures."""
 
 
 def must_start_processes(config: RunConfig) -> bool:
@@ -54,7 +56,8 @@ def start_processes(config: RunConfig) -> int:
     """Run this command as each of `config.num_processes` ranks of one world; returns the exit code for this process.
 
     Signals are forwarded to every rank. When a rank fails, the others get a few seconds and are then killed. After a
-    crash all are started again, up to `config.max_restarts` times; they continue from the newest checkpoint. After a
+    crash all are started again, up to `config.max_restarts` times; they continue from the newest checkpoint. A crash of
+    a run that has its results already ends with `EXIT_DONE` where it would be started again. After a
     step that ran out of memory they are started at once, and that does not count: each time micro-batches are smaller.
     """
     reasons: list[str] = []
@@ -62,6 +65,9 @@ def start_processes(config: RunConfig) -> int:
     environment: dict[str, str] = {}
     while True:
         attempt = _run_ranks(config, environment)
+        if attempt.finished and attempt.cause and config.max_restarts:
+            sys.stderr.write(f"the run in {attempt.folder} is finished, so it is not started again.\n")
+            return EXIT_DONE
         if attempt.cause and attempt.code == EXIT_SMALLER_BATCHES:
             sys.stderr.write(f"restart: {attempt.cause}\n")
         elif not attempt.cause or crashes == config.max_restarts:
@@ -102,7 +108,7 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
         reserved.close()
         os.close(outbox)
         lines = _drain(inbox)
-    shown = [line for line in lines if not line.startswith((FOLDER, CAUSE))]
+    shown = [line for line in lines if not line.startswith((FOLDER, CAUSE, FINISHED))]
     # Ranks that fail alike report the same line: it is shown once.
     for line in dict.fromkeys([*shown, *ended, *stopped]):
         sys.stderr.write(line + "\n")
@@ -110,7 +116,8 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     crashed = code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED) and not ranks.received
     causes = [*ended, *shown, *stopped, *(line for line in lines if line.startswith(CAUSE)), f"exit code {code}."]
     cause = causes[0].removeprefix("error: ").removeprefix(CAUSE) if crashed else ""
-    return Attempt(code, cause, Path(folders[-1]) if folders else None)
+    finished = any(line.startswith(FINISHED) for line in lines)
+    return Attempt(code, cause, Path(folders[-1]) if folders else None, finished)
 
 
 def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:

@@ -196,11 +196,15 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
-    """Facts for `Run.describe`: the size of an EP group, and which experts each of its ranks holds, by layer.
+    """Facts for `Run.describe`: the size of an EP group, the ranks of each where they are not neighbours, and which
+    experts each of its ranks holds, by layer.
 
     The latter is a function, because experts move and dynamic ones are added and removed while training.
     """
-    return {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+    if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):
+        facts["ep_groups"] = [list(group) for group in groups.ep_groups]
+    return facts
 
 
 def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:

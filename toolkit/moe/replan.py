@@ -179,11 +179,11 @@ class Replanner:
         """The planner's required arguments for each layer besides its load. A collective."""
         known: list[dict[str, Any]] = []
         for name, stack in self.stacks.items():
-            ranks = stack.groups.ep_size
             of_layer = dict[str, Any]()
             if "node_of_rank" in self.wanted:
-                per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-                of_layer["node_of_rank"] = [rank // per_node for rank in range(ranks)]
+                first = stack.groups.ep_groups[0]  # all groups take the same placement
+                per_node = int(os.environ.get("LOCAL_WORLD_SIZE", max(first) + 1))
+                of_layer["node_of_rank"] = [rank // per_node for rank in first]
             if "source_load_RE" in self.wanted:
                 of_layer["source_load_RE"] = self._cursors[name].new_source_load_RE().cpu().numpy()
             if "together_EE" in self.wanted:

@@ -117,9 +117,9 @@ def _is_part(stack: ExpertStack) -> bool:
 def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None:
     """(E, ...) by expert id, as in files, in main memory of rank 0; None elsewhere. A collective of its EP group."""
     groups, placement = stack.groups, stack.placement
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank >= groups.ep_size:
+    if not groups.is_in_first_group:
         return None
+    rank = groups.ep_rank
     owned = [
         [(slot, expert) for slot, expert in enumerate(row) if expert >= 0 and placement.owner(expert) == (peer, slot)]
         for peer, row in enumerate(placement.slots)

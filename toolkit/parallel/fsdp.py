@@ -1,4 +1,8 @@
-"""FSDP2 for the parameters that would otherwise be replicated; experts are not sharded and stay with their owners."""
+"""FSDP2 for the parameters that would otherwise be replicated; experts are not sharded and stay with their owners.
+
+Ranks may form several sets, each of which has all shards (HSDP): gradients are scattered within a set, and averaged
+between the ranks of all sets that have the same shard, once per optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,38 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from toolkit.compat import mark_as_prepared
 from toolkit.errors import UserError
+from toolkit.parallel.groups import divisors_text, new_group_of_each
+from toolkit.parallel.ownership import local_rows
 
 
 def fully_shard_dense(
-    model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, *, ignored: Iterable[Tensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    *,
+    fsdp_size: int | None = None,
+    ignored: Iterable[Tensor],
 ) -> None:
     """Shard all parameters of `model` but `ignored` over the ranks, in place. A collective.
+
+    `fsdp_size` neighbouring ranks have one set of shards, None for all. Sets begin with the weights of the first one,
+    as replicas do under DDP.
 
     Modules that repeat in a list are gathered one at a time, the rest together. `optimizer` is given the new
     parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
     DDP; so autocast is entered here. Does nothing on one process.
 
-    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately, and for an optimizer that
-    has state already.
+    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately, for an optimizer that has
+    state already, and for an `fsdp_size` that does not divide the number of processes.
     """
     if accelerator.num_processes == 1:
         return
@@ -37,7 +53,7 @@ def fully_shard_dense(
             "would not take over: use one such as AdamW that makes it later, or dense parameters under DDP."
         )
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    mesh = _make_mesh(accelerator, fsdp_size)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.
     options: dict[str, Any] = {
@@ -53,9 +69,48 @@ def fully_shard_dense(
     name_of = {was: name for name, was in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [after[name_of[id(parameter)]] for parameter in group["params"]]
+    if mesh.ndim > 1:
+        _replicate(model, mesh, accelerator)
     if accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     mark_as_prepared(model)
+
+
+def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:
+    """Of one dimension, or for several sets of shards of two: ranks with the same shard, and ranks of the same set."""
+    world = accelerator.num_processes
+    if fsdp_size in (None, world):
+        return init_device_mesh(accelerator.device.type, (world,))
+    if fsdp_size is None or fsdp_size < 2 or world % fsdp_size:
+        raise UserError(
+            f"--fsdp-size {fsdp_size} does not divide the {world} process(es) of this launch: use one of "
+            f"{divisors_text(world, least=2)}, or --dense-parallel ddp, which replicates all parameters."
+        )
+    ranks = torch.arange(world).view(-1, fsdp_size)
+    groups = [new_group_of_each(partition.tolist()) for partition in (ranks.T, ranks)]
+    return DeviceMesh.from_group(
+        [group for group in groups if group is not None],
+        accelerator.device.type,
+        mesh=ranks,
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _replicate(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator) -> None:
+    """Have all sets of shards begin with the weights of the first, and average gradients once per optimizer step."""
+    group = mesh.get_group(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                dist.broadcast(local_rows(parameter), group=group, group_src=0)
+
+    @torch.compiler.disable
+    def sum_within_sets(module: nn.Module, _: Any) -> None:
+        """Until the last micro-batch of a step, of which Accelerate tells before its forward."""
+        assert isinstance(module, FSDPModule)
+        module.set_requires_all_reduce(accelerator.sync_gradients)
+
+    model.register_forward_pre_hook(sum_within_sets)
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from toolkit.compat import divide_each_, flattened, multiply_each_, norm_of_each, unflattened
@@ -126,18 +125,18 @@ def clip_grad_norm_(
 ) -> Float[Tensor, ""]:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
 
-    Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over its mesh, so
-    every rank gets the same norm and applies the same factor. With `max_norm` None the norm is only measured.
+    Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over one set of
+    shards, so every rank gets the same norm and applies the same factor. With `max_norm` None it is only measured.
     `take_norms` is called with parameters and the norm of each one's gradient on this rank.
     """
     replicated: list[Tensor] = []
     rows: list[Tensor] = []
     shards: list[Tensor] = []
-    mesh: DeviceMesh | None = None
+    sharded_over: list[dist.ProcessGroup] = []
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
             shards.append(parameter)
-            mesh = parameter.grad.device_mesh
+            sharded_over = sharded_over or _sharded_over(parameter.grad)
         elif parameter.grad is not None:
             (rows if is_owned(parameter) else replicated).append(parameter)
     listed = replicated + rows + shards
@@ -149,14 +148,14 @@ def clip_grad_norm_(
     norms = norm_of_each(grads)
     if take_norms is not None:
         take_norms(listed, norms)
-    if rows or mesh is not None:
+    if rows or shards:
         of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
         squared_rows = of_rows.sum()
         squared_shards = of_shards.sum()
         if rows:
             dist.all_reduce(squared_rows, group=_ep_group(parameters))
-        if mesh is not None:
-            dist.all_reduce(squared_shards, group=mesh.get_group())
+        for group in sharded_over:
+            dist.all_reduce(squared_shards, group=group)
         norm = (of_replicated.sum() + squared_rows + squared_shards).sqrt()
     else:
         norm = torch.linalg.vector_norm(norms)
@@ -167,6 +166,11 @@ def clip_grad_norm_(
         elif factor < 1:  # a host sync elsewhere, but free on a CPU, where it saves a pass over the gradients
             multiply_each_(grads, factor)
     return norm
+
+
+def _sharded_over(tensor: DTensor) -> list[dist.ProcessGroup]:
+    """The groups that hold different parts of `tensor`, one for each such dimension of its mesh."""
+    return [tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard()]
 
 
 def _ep_group(parameters: Sequence[Tensor]) -> dist.ProcessGroup | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,22 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.compat import timeout_of_world
+from toolkit.compat import timeout_of
 from toolkit.errors import UserError
 from toolkit.parallel.waits import waits
+
+Partition = tuple[tuple[int, ...], ...]
+"""Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The world as EP groups of `ep_size` neighbouring ranks, each of which holds every expert.
+    """The world as EP groups of `ep_size` ranks, each of which holds every expert.
 
-    With 4 ranks and `ep_size` 2, {0, 1} and {2, 3} are EP groups, {0, 2} and {1, 3} expert data-parallel groups.
+    With 4 ranks and `ep_size` 2, {0, 1} and {2, 3} are EP groups, {0, 2} and {1, 3} expert data-parallel groups; or the
+    other way round, with a stride of 2. The experts of a rank are those of its place in its EP group.
     """
 
     ep_size: int = 1
@@ -30,11 +36,25 @@ class ExpertGroups:
     """The ranks of this EP group; None where there is only this one."""
     expert_dp_group: dist.ProcessGroup | None = None
     """The ranks that hold the same experts as this one; None where there is only this one."""
+    partition: Partition | None = None
+    """The ranks of each EP group; None for neighbours. See `ep_groups`."""
 
     @property
     def expert_dp_size(self) -> int:
         """Ranks that hold the same experts, this one included."""
         return 1 if self.expert_dp_group is None else dist.get_world_size(self.expert_dp_group)
+
+    @property
+    def ep_groups(self) -> Partition:
+        """The ranks of every EP group. All groups have the same placement; the first one, which has rank 0, stands for
+        them in checkpoints."""
+        world = dist.get_world_size() if dist.is_initialized() else self.ep_size
+        return self.partition or strided_partition(world, self.ep_size)
+
+    @property
+    def is_in_first_group(self) -> bool:
+        """Whether this rank is in the EP group of rank 0."""
+        return not dist.is_initialized() or dist.get_rank() in self.ep_groups[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroups:
         """Itself: a copied model is on the same ranks."""
@@ -49,37 +69,112 @@ class ExpertGroups:
         return ExpertGroups, (self.ep_size, self.ep_rank)
 
 
-def make_expert_groups(ep_size: int) -> ExpertGroups:
-    """Split the world into EP groups of `ep_size` neighbouring ranks. A collective: every rank calls it.
+def make_expert_groups(
+    ep_size: int | None = None, *, stride: int = 1, ranks: Sequence[Sequence[int]] | DeviceMesh | None = None
+) -> ExpertGroups:
+    """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
-    Raises UserError when `ep_size` does not divide the number of processes.
+    `ep_size` ranks that are `stride` apart are a group: neighbours by default. `ranks` says in their place which ranks
+    are a group each, in lists of equal length that together have every rank once, or as one dimension of a mesh, such
+    as `mesh["ep"]`. In each group experts are placed on the ranks in ascending order.
+
+    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`, or
+    `ranks` are no such groups.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
+    if (ep_size is None) == (ranks is None):
+        raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
+    if ranks is not None and stride != 1:
+        raise UserError(f"stride={stride}: ranks=... says which ranks share the experts: leave one of the two out.")
+    partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
+    if world == 1:
+        return ExpertGroups()
+    rank, size = dist.get_rank(), len(partition[0])
+    across = [[group[place] for group in partition] for place in range(size)]
+    return ExpertGroups(
+        size,
+        next(group.index(rank) for group in partition if rank in group),
+        new_group_of_each(partition),
+        new_group_of_each(across),
+        partition,
+    )
+
+
+def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
+    """The groups of `ep_size` ranks that are `stride` apart, out of `world`.
+
+    With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError where `world` is no
+    multiple of their product.
+    """
     if ep_size < 1 or world % ep_size:
         raise UserError(
             f"--ep-size {ep_size} does not divide the {world} process(es) of this launch: "
-            f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+            f"use one of {divisors_text(world)}."
         )
-    if world == 1:
-        return ExpertGroups()
-    rank = dist.get_rank()
-    ep_group = expert_dp_group = None
-    for first in range(0, world, ep_size):
-        ranks = list(range(first, first + ep_size))
-        group = new_group(ranks)
-        if rank in ranks and ep_size > 1:
-            ep_group = group
-    for place in range(ep_size):
-        ranks = list(range(place, world, ep_size))
-        group = new_group(ranks)
-        if rank in ranks and len(ranks) > 1:
-            expert_dp_group = group
-    return ExpertGroups(ep_size, rank % ep_size, ep_group, expert_dp_group)
+    if stride < 1 or world // ep_size % stride:
+        raise UserError(
+            f"--ep-stride {stride} does not divide the {world // ep_size} EP group(s) of {ep_size} among {world} "
+            f"process(es): use one of {divisors_text(world // ep_size)}, or another --ep-size."
+        )
+    blocks = range(0, world, ep_size * stride)
+    firsts = (first for block in blocks for first in range(block, block + stride))
+    return tuple(tuple(range(first, first + ep_size * stride, stride)) for first in firsts)
+
+
+def divisors_text(number: int, *, least: int = 1) -> str:
+    """Such as "1, 2, 4" for 4."""
+    return ", ".join(str(n) for n in range(least, number + 1) if number % n == 0)
+
+
+def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Partition:
+    """The groups that `ranks` names, on every rank. A collective: ranks may have been given different ones."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            raise UserError(f'ranks={ranks} has {ranks.ndim} dimensions: give one of them, such as mesh["ep"].')
+        groups = [sorted(ranks.mesh.tolist())] if ranks.get_coordinate() is not None else []
+    else:
+        groups = [sorted(group) for group in ranks or ()]
+    listed = [each for group in groups for each in group]
+    is_listed_once = listed.count(rank) == 1 and set(listed) <= set(range(world))
+    mine = next(group for group in groups if rank in group) if is_listed_once else []
+    everyones: list[list[int]] = [mine]
+    if world > 1:
+        everyones = [[] for _ in range(world)]
+        dist.all_gather_object(everyones, mine)
+    return partition_of(everyones)
+
+
+def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
+    """The groups, given that of each rank in ascending order, empty where it has none.
+
+    Raises UserError where ranks disagree, a rank is in no group, or groups differ in size.
+    """
+    partition = tuple(sorted({tuple(group) for group in group_of_rank}))
+    is_whole = sorted(rank for group in partition for rank in group) == list(range(len(group_of_rank)))
+    agrees = is_whole and all(rank in group for rank, group in enumerate(group_of_rank))
+    if not agrees or len({len(group) for group in partition}) > 1:
+        named = ", ".join(str(list(group)) for group in partition)
+        raise UserError(
+            f"ranks=... makes groups {named} of {len(group_of_rank)} process(es): give every rank the same groups, all "
+            "of one size, with each rank in one of them."
+        )
+    return partition
+
+
+def new_group_of_each(partition: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A process group for each group of ranks; returns that of this rank, None where it has no other. A collective."""
+    mine = None
+    for ranks in partition:
+        if len(ranks) > 1:
+            group = new_group(list(ranks))
+            mine = group if dist.get_rank() in ranks else mine
+    return mine
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
     """`dist.new_group` with the time-out of the world's group; torch's own default is 30 minutes. A collective."""
-    return dist.new_group(ranks, timeout=timeout_of_world(), backend=backend)
+    return dist.new_group(ranks, timeout=timeout_of(), backend=backend)
 
 
 def wait_for(work: dist.Work, device: torch.device) -> None:
@@ -88,7 +183,7 @@ def wait_for(work: dist.Work, device: torch.device) -> None:
     gloo's have none of their own and would wait for ever; NCCL's have, and the host does not wait for them.
     """
     if device.type == "cpu":
-        work.wait(timeout_of_world())
+        work.wait(timeout_of())
     else:
         work.wait()
 

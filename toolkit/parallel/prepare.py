@@ -28,11 +28,16 @@ def ddp_options(config: DDPConfig) -> DistributedDataParallelKwargs:
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, dense: str = "ddp"
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    dense: str = "ddp",
+    fsdp_size: int | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging.
 
-    `dense="fsdp2"` shards all other parameters over the ranks.
+    `dense="fsdp2"` shards all other parameters over the ranks, or with `fsdp_size` over each set of so many neighbours.
     Raises UserError for fp16 with owned parameters, for an optimizer whose statistics span their rows, and for FSDP2
     with experts that every rank replicates.
     Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
@@ -54,7 +59,8 @@ def prepare(
                 "--dense-parallel fsdp2 leaves experts with their owners, and with --ep-size 1 every process has all: "
                 "use a larger --ep-size, or --dense-parallel ddp."
             )
-        fully_shard_dense(model, optimizer, accelerator, ignored=owned(model.parameters()))
+        ignored = owned(model.parameters())
+        fully_shard_dense(model, optimizer, accelerator, fsdp_size=fsdp_size, ignored=ignored)
     elif names and accelerator.num_processes > 1:
         exclude_from_ddp(model, names)
         if not any(p.requires_grad for p in model.parameters() if not is_owned(p)):

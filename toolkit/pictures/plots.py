@@ -40,7 +40,10 @@ MOST_IDS = 32
 
 
 def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
-    """Write what `draw` puts on an empty figure as a PNG at `path`, in the toolkit's style. Makes its folder."""
+    """Write what `draw` puts on an empty figure as a PNG at `path`, in the toolkit's style. Makes its folder.
+
+    A kill leaves the picture that was there, or the new one.
+    """
     # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -50,7 +53,9 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
         figure = Figure(figsize=(10, 4))
         draw(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
-        FigureCanvasAgg(figure).print_png(path)
+        partial = path.with_name(f".{path.name}.partial")
+        FigureCanvasAgg(figure).print_png(partial)
+    partial.replace(path)
     return path
 
 

@@ -19,6 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ def is_finished(folder: Path) -> bool:
 
 
 def results_of(folder: Path) -> dict[str, Any] | None:
-    """The final numbers of the run in `folder`, or None while it is not finished."""
-    return json.loads((folder / "results.json").read_text(encoding="utf-8")) if is_finished(folder) else None
+    """The final numbers of the run in `folder`, or None while it is not finished. Raises UserError for damage."""
+    remedy = "delete it, and run the same command again to have it written anew"
+    return read_json(folder / "results.json", remedy) if is_finished(folder) else None
 
 
 def open_folder(
@@ -96,6 +98,29 @@ def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
         raise UserError(f"--storage {storage.uri}: cannot be read ({error}): choose another.") from None
     if config.resume == "yes" and not (folder / "config.json").exists():
         raise UserError(f"--resume yes: no run in {storage.uri}: leave --resume out to begin one.")
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in the file. Raises UserError with `remedy` where it holds something else, or cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): {remedy}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds {type(values).__name__} in place of an object: {remedy}.")
+    return values
+
+
+@contextmanager
+def finishing(what: str, folder: Path) -> Iterator[None]:
+    """Raise UserError for an OSError, which keeps `what` of a run from being written to its `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the {what} could not be written to {folder} ({error.strerror}): "
+            "make room, and run the same command again."
+        ) from None
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -29,10 +29,10 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.launch.restarts import ELASTIC, FOLDER, past_restarts, send
+from toolkit.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.console import print_nowhere
-from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text
+from toolkit.run.folder import DATA, FINISHING, finishing, open_folder, recorded_config, write_json, write_text
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
@@ -211,15 +211,17 @@ class Run:
         """Write results.json, summary.txt and pictures; returns the results. A collective. The run is then finished.
 
         One that is killed before its pictures are complete is not: the same command continues and completes it. Raises
-        UserError where the folder cannot be written.
+        UserError where the results cannot be written, and on the main process where the pictures cannot.
         """
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
             for draw in self._draws:
                 self._draw(draw, numbers)
-            (self.folder / FINISHING).unlink(missing_ok=True)
+            with finishing("pictures", self.folder):
+                (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self.storage.put_finished(self.folder, self.print)
+            send(f"{FINISHED}{self.folder}")
             self.print("\n" + (self.folder / "summary.txt").read_text(encoding="utf-8").rstrip())
         return numbers
 
@@ -234,7 +236,10 @@ class Run:
 
     def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
-            pictures = draw(self.folder, numbers)
+            with finishing("pictures", self.folder):
+                pictures = draw(self.folder, numbers)
+        except UserError:
+            raise
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
             return
@@ -255,16 +260,11 @@ class Run:
             **restarts_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        try:
+        with finishing("results", self.folder):
             self._restore_folder()
             (self.folder / FINISHING).touch()
             write_json(self.folder / "results.json", numbers)
             write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
-        except OSError as error:
-            raise UserError(
-                f"the results could not be written to {self.folder} ({error.strerror}): "
-                "make room, and run the same command again."
-            ) from None
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:

@@ -26,7 +26,7 @@ from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
 from toolkit.moe.stack import expert_stacks
-from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.groups import ExpertGroups, strided_partition
 from toolkit.run.run import Run
 from toolkit.task import Task
 from toolkit.tasks.classification import Classification
@@ -80,6 +80,9 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
     stacks = list(expert_stacks(model).values())
     if run.world_size == 1 and config.dense_parallel != "ddp":
         run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
+    if config.fsdp_size is not None and (run.world_size == 1 or config.dense_parallel == "ddp"):
+        where = "on one process" if run.world_size == 1 else "without --dense-parallel fsdp2"
+        run.print(f"--fsdp-size {config.fsdp_size}: no effect {where}.")
     for name, value in asdict(config.ddp).items():
         if value != getattr(DDPConfig(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
             where = "on one process" if run.world_size == 1 else f"with --dense-parallel {config.dense_parallel}"
@@ -87,19 +90,26 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
     if not isinstance(config, ExpertRunConfig) or not stacks:
         return []
     wanted = config.ep_size_in(run.world_size)
-    built = stacks[0].groups.ep_size
+    built, built_in = stacks[0].groups.ep_size, stacks[0].groups.ep_groups
     if built < wanted and run.world_size > 1:
         raise UserError(
             f"--parallel-strategy {config.parallel_strategy}: experts should be on {wanted} processes, and the model "
             f"was built for {built}: build it with groups=tk.make_expert_groups({wanted}), or use data_parallel."
+        )
+    is_spread = run.world_size > 1 and built > 1
+    if is_spread and config.ep_stride > 1 and built_in != strided_partition(run.world_size, built, config.ep_stride):
+        raise UserError(
+            f"--ep-stride {config.ep_stride}: the model was built for the EP groups "
+            f"{', '.join(map(str, built_in))}: build it with groups=tk.make_expert_groups({built}, "
+            f"stride={config.ep_stride}), or leave the flag out."
         )
     if built > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):
         raise UserError(
             f"--spare-slots {config.spare_slots}: the model has none: build it with tk.moe_from_config, or leave the "
             "flag out."
         )
-    for name in ("planner", "spare_slots"):
-        if built == 1 and getattr(config, name):
+    for name, usual in (("planner", None), ("spare_slots", 0), ("ep_stride", 1)):
+        if built == 1 and getattr(config, name) != usual:
             flag = "--" + name.replace("_", "-")
             run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")
     unbalanced = isinstance(config, MoERunConfig) and config.balance == "loss" and config.balance_weight > 0

@@ -173,8 +173,8 @@ class Profile(Callback):
         everyone = together(lambda: self._measured(profiler, run.device))
         self._meter.fold()
         imbalance = self._meter.read(trainer.state.step)[1].get("moe/rank_imbalance", 1.0)
-        groups = self._meter.stacks[0].groups.ep_size if self._meter.stacks else 1
-        shares, slowest = shares_of(everyone, ep_size=groups)
+        groups = self._meter.stacks[0].groups.ep_groups if self._meter.stacks else ()
+        shares, slowest = shares_of(everyone, groups)
         folder = run.folder / FOLDER
         together(lambda: _export(profiler, folder / f"trace-rank-{run.rank:05d}.json.gz"))
         cause, remedy = verdict(shares, everyone, run.config, slowest=slowest, imbalance=imbalance)
@@ -211,18 +211,18 @@ class Profile(Callback):
         )
 
 
-def shares_of(everyone: Sequence[Measured], *, ep_size: int = 1) -> tuple[Shares, int]:
-    """Shares of a step, and the rank that waits least, given what each rank measured. Experts travel in EP groups of
-    `ep_size` neighbours, everything else between all ranks."""
+def shares_of(everyone: Sequence[Measured], ep_groups: Sequence[Sequence[int]] = ()) -> tuple[Shares, int]:
+    """Shares of a step, and the rank that waits least, given what each rank measured. Experts travel between the ranks
+    of each of `ep_groups`, everything else between all."""
     world = len(everyone)
     total = sum(measured.total for measured in everyone)
     exchange: defaultdict[str, float] = defaultdict(float)
     waiting = [0.0] * world
     alike = len({tuple(kind for kind, _ in measured.collectives) for measured in everyone}) == 1
     for rank, measured in enumerate(everyone):
-        first = rank // ep_size * ep_size
+        peers = [everyone[peer] for group in ep_groups if rank in group for peer in group] or [measured]
         for place, (kind, seconds) in enumerate(measured.collectives):
-            group = everyone[first : first + ep_size] if kind == "experts" else everyone
+            group = peers if kind == "experts" else everyone
             least = min(peer.collectives[place][1] for peer in group) if alike else seconds
             exchange[kind] += least
             waiting[rank] += seconds - least

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from filelock import FileLock, Timeout
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.launch.children import POLL_S, Children
-from toolkit.run.folder import results_of
+from toolkit.run.folder import read_json, results_of
 from toolkit.run.summary import duration
 from toolkit.sweep.grid import Cell, Recipe
 
@@ -90,7 +89,8 @@ class CellRunner:
     def _check_defaults(self, cell: Cell) -> None:
         """Raise UserError where the folder of `cell` holds a run from before a default was changed."""
         path = self.folder / cell.digest / "config.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        remedy = f"delete {path.parent}, and run the same command again to have that run anew"
+        before = read_json(path, remedy) if path.exists() else {}
         for name, value in cell.config.items():
             if name not in NOT_OF_THE_TRAJECTORY and before.get(name, value) != value:
                 raise UserError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
-from toolkit.run.folder import write_text
+from toolkit.run.folder import read_json, write_text
 
 Row = dict[str, Any]
 
@@ -60,12 +60,16 @@ class Table:
 
 
 def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None = None) -> Table:
-    """The finished runs below `folder`; the axes are `axes` and whatever else differs. None takes all `test_...`."""
+    """The finished runs below `folder`; the axes are `axes` and whatever else differs. None takes all `test_...`.
+
+    Raises UserError for a run whose files are damaged.
+    """
     found = []
     for path in sorted(folder.glob("*/results.json")):
-        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        remedy = f"delete {path.parent}, and run the same command again to have that run anew"
+        config = read_json(path.parent / "config.json", remedy)
         settings = {name: value for name, value in leaves(config) if _decides_what_is_learned(name)}
-        found.append((path.parent.name, settings, json.loads(path.read_text(encoding="utf-8"))))
+        found.append((path.parent.name, settings, read_json(path, remedy)))
     return tabulate(found, axes, metrics)
 
 

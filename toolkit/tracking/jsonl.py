@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -52,20 +53,22 @@ class MetricsFile:
         self._cut_before_append = False
         end = place = 0
         damaged = []
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                place += len(line)
-                record = _parse(line)
-                if record is None:
-                    damaged.append(number)
-                elif record["step"] > step:
-                    break
-                else:
-                    end, last = place, number
+        # The open file: its name may be one that cannot be opened for writing any more.
+        self._file.seek(0)
+        content = self._file.read()
+        for number, line in enumerate(io.BytesIO(content), start=1):
+            place += len(line)
+            record = _parse(line)
+            if record is None:
+                damaged.append(number)
+            elif record["step"] > step:
+                break
+            else:
+                end, last = place, number
         if inside := [str(number) for number in damaged if end and number < last]:
             self._tell(f"warning: {self.path}: line {', '.join(inside)} cannot be read; tables and plots leave it out.")
-        os.truncate(self.path, end)
-        content = self.path.read_bytes()
+        self._file.truncate(end)
+        content = content[:end]
         self._content, self._bytes = hashlib.sha256(content), end
         if seal is None or inside:
             return

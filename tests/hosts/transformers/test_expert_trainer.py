@@ -246,6 +246,8 @@ def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(tmp_path: P
 def test_dense_is_refused():
     with pytest.raises(UserError, match="dense='fsdp2'"):
         expert_trainer(object, dense="fsdp2")
+    with pytest.raises(UserError, match="fsdp_size=2"):
+        expert_trainer(object, fsdp_size=2)
 
 
 def learn_from_rollouts(folder: Path) -> list[dict[str, Any]]:

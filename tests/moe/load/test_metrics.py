@@ -50,12 +50,13 @@ from toolkit.trainer import Trainer
 DIM, EXPERTS, BATCH, STEPS, LINE, PLAN = 8, 6, 32, 9, 3, 4
 RANKS_PER_NODE = 2
 
-# (processes, ep_size, accumulation, placement, planner, recompute)
+# (processes, ep_size, stride of its ranks, accumulation, placement, planner, recompute)
 CASES = [
-    (2, 2, 1, "uneven", "lpt", False),
-    (2, 2, 4, "spare", "replicate", True),
-    (4, 4, 1, "replicas", "replicate", False),
-    (4, 2, 4, "replicas", "replicate", True),
+    (2, 2, 1, 1, "uneven", "lpt", False),
+    (2, 2, 1, 4, "spare", "replicate", True),
+    (4, 4, 1, 1, "replicas", "replicate", False),
+    (4, 2, 1, 4, "replicas", "replicate", True),
+    (4, 2, 2, 1, "uneven", "lpt", False),
 ]
 
 
@@ -102,10 +103,10 @@ class Meter(Callback):
 
         def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
             slots_TK = slots_of(dispatcher, ids_TK, kept_TK)
-            first = dist.get_rank() - dispatcher.groups.ep_rank
+            ranks = dist.get_process_group_ranks(dispatcher.groups.ep_group)
             here = dist.get_rank() // RANKS_PER_NODE
             for slots in slots_TK.tolist():
-                nodes = {(first + slot // dispatcher.stride) // RANKS_PER_NODE for slot in slots}
+                nodes = {ranks[slot // dispatcher.stride] // RANKS_PER_NODE for slot in slots}
                 self.visits += len(nodes - {here})
             return slots_TK
 
@@ -116,7 +117,9 @@ class Meter(Callback):
         dispatch.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
 
 
-def train(folder: Path, ep_size: int, accumulation: int, placement: str, planner: str, recompute: bool) -> Any:
+def train(
+    folder: Path, ep_size: int, stride: int, accumulation: int, placement: str, planner: str, recompute: bool
+) -> Any:
     config = RunConfig(
         run_dir=folder,
         cpu=True,
@@ -125,7 +128,7 @@ def train(folder: Path, ep_size: int, accumulation: int, placement: str, planner
         gradient_accumulation_steps=accumulation,
     )
     with start_run("metered", config) as run:
-        groups = make_expert_groups(ep_size)
+        groups = make_expert_groups(ep_size, stride=stride)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -171,7 +174,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
     folder, by_case = runs
     for index, ranks in by_case.items():
-        world, ep_size, accumulation, *_, recompute = CASES[index]
+        world, ep_size, stride, accumulation, *_, recompute = CASES[index]
+        # Of the EP groups one after the other: {0, 2} and {1, 3} where their ranks are two apart.
+        order = [0, 2, 1, 3] if stride == 2 else list(range(world))
         trace = read_trace(folder / str(index) / "traces.npz")
         forwards = STEPS * accumulation
         assert trace.load_FLSE.shape == (forwards, 2, world, EXPERTS)
@@ -196,7 +201,8 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         # Rows: dispatch, combine and their backwards, and the dispatch that is computed again, of each forward.
         row_bytes = 4 * DIM
         assert trace.row_bytes == [RowBytes(row_bytes, row_bytes)] * 2
-        for rank, (sent, received, *_) in enumerate(ranks):
+        for rank, process in enumerate(order):
+            sent, received, *_ = ranks[process]
             mine = counts.received_FLW[:, :, rank]
             if not recompute:
                 assert sum(received) == 2 * (mine.sum() + counts.sent_LWR[:, rank].sum())
@@ -213,7 +219,7 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             part = window.imbalance_FL[number * per_line : (number + 1) * per_line]
             assert line["moe/rank_imbalance"] == part.mean(1).mean()
             assert line["moe/rank_imbalance_worst_layer"] == part.mean(0).max()
-        sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in range(world)])
+        sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in order])
         for name in ("moe/all_to_all_bytes_per_step", "moe/local_bytes_per_step"):
             assert round(sum(line[name] for line in live) * LINE) == sums[name]
         if not recompute:
@@ -223,7 +229,8 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         visits = sum(visits for *_, visits in ranks)
         assert sum(round(fraction * assignments_of_line) for fraction in deduplicated) == visits
         every_assignment = [line["moe/cross_node_fraction"] for line in live]
-        if ep_size > RANKS_PER_NODE:
+        assert sum(every_assignment) == pytest.approx(sums["moe/cross_node_fraction"] * len(live))
+        if ep_size * stride > RANKS_PER_NODE:
             assert all(0 < once < each for once, each in zip(deduplicated, every_assignment, strict=True))
         else:
             assert deduplicated == every_assignment == [0.0] * len(live)

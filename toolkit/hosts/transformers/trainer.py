@@ -38,19 +38,19 @@ def expert_trainer(
     """A subclass of `trainer`, which is transformers' Trainer or derived from it, that spreads the model's experts.
 
     It is called as `trainer` is. Experts are spread when `train` begins, with any adapters that were added before, and
-    stay spread. `options` are those of `ExpertParallel` but `dense`; its instance is the trainer's `experts`. Load
-    metrics are among the training logs. `balance_weight` and `z_weight` add a `RouterPenalty` to the loss. Text is
-    generated within `ExpertParallel.join`, so that it may have unequal lengths on the ranks. `replay_routes` has
-    generated text learnt from with the experts that generated it: see `RolloutRoutes`, the trainer's `routes`. Call
-    `save_model` on every rank.
+    stay spread. `options` are those of `ExpertParallel` but `dense` and `fsdp_size`; its instance is the trainer's
+    `experts`. Load metrics are among the training logs. `balance_weight` and `z_weight` add a `RouterPenalty` to the
+    loss. Text is generated within `ExpertParallel.join`, so that it may have unequal lengths on the ranks.
+    `replay_routes` has generated text learnt from with the experts that generated it: see `RolloutRoutes`, the
+    trainer's `routes`. Call `save_model` on every rank.
 
     Raises UserError, when the trainer is made, for what would train, save or generate with a part of the experts.
     """
     from transformers import TrainerCallback
 
-    if "dense" in options:
+    for option in {"dense", "fsdp_size"} & options.keys():
         raise UserError(
-            f"dense={options['dense']!r}: under a Trainer the other parameters are replicated: leave it out."
+            f"{option}={options[option]!r}: under a Trainer the other parameters are replicated: leave it out."
         )
     base: Any = trainer
 

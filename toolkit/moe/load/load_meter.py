@@ -38,12 +38,14 @@ class LoadMeter:
         self.forwards = ModelForwards(model)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.rank, self.world_size = rank, world
+        # Counts are in the order of EP groups: the first ranks are those of the first group, and so on.
+        order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank]
+        self.place, self.world_size = order.index(rank), world
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        self.node_of_rank = [r // per_node for r in range(world)]
+        self.node_of_place = [r // per_node for r in order]
         for stack in self.stacks:
-            first = rank - stack.groups.ep_rank
-            nodes = self.node_of_rank[first : first + stack.groups.ep_size]
+            first = self.place - stack.groups.ep_rank
+            nodes = self.node_of_place[first : first + stack.groups.ep_size]
             if len(set(nodes)) > 1:
                 stack.count_crossings(nodes)
         self.window = self.empty()
@@ -62,7 +64,7 @@ class LoadMeter:
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,
-                sources=[self.rank],
+                sources=[self.place],
                 world_size=self.world_size,
                 dropped_LE=dropped_FLE.sum(0).cpu().numpy(),
                 crossings_L=crossings_FL.sum(0).cpu().numpy(),
@@ -97,7 +99,7 @@ class LoadMeter:
             placements = [stack.placement for stack in self.stacks]
             metrics |= balance_metrics(window, placements)
             metrics |= traffic_metrics(
-                window, self.forwards.row_bytes, steps=max(1, steps), node_of_rank=self.node_of_rank
+                window, self.forwards.row_bytes, steps=max(1, steps), node_of_rank=self.node_of_place
             )
             metrics |= deduplicated_metrics(window)
             metrics |= replica_metrics(placements, [weight_bytes(stack) for stack in self.stacks])

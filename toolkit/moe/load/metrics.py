@@ -1,8 +1,8 @@
 """Balance and traffic metrics of a window of steps, the same from live counts and from recorded traces.
 
-Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, in EP groups of `R` consecutive
-ranks, `S` source ranks that were counted, `E` experts. Imbalance is taken per forward and layer, because ranks wait for
-each other there; means over layers are taken last.
+Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, ordered by EP group, so that each
+`R` consecutive ones are one, `S` source ranks that were counted, `E` experts. Imbalance is taken per forward and layer,
+because ranks wait for each other there; means over layers are taken last.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -181,13 +180,13 @@ class Cursor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
         self.advance()
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        groups = self.log.groups
         load_RE = torch.tensor(state["load"], device=self._read_E.device)
-        if len(load_RE) != self.log.groups.ep_size:  # other ranks than now: only the sum is of use
+        if len(load_RE) != groups.ep_size:  # other ranks than now: only the sum is of use
             load_RE = load_RE.sum(0, keepdim=True)
-        if rank < len(load_RE):
-            self._read_E = self._read_E - load_RE[rank]
-        if rank == 0 and self._read_EE is not None and "pairs" in state:
+        if groups.is_in_first_group and groups.ep_rank < len(load_RE):
+            self._read_E = self._read_E - load_RE[groups.ep_rank]
+        if groups.is_in_first_group and groups.ep_rank == 0 and self._read_EE is not None and "pairs" in state:
             self._read_EE = self._read_EE - torch.tensor(state["pairs"], device=self._read_EE.device)
 
 
