@@ -70,17 +70,20 @@ class GroupedFeedForward(torch.autograd.Function):
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)
         grad_ND = grads[0].contiguous()  # `grouped_mm` refuses expanded gradients, such as that of `.sum()`
         needs_x, needs_up, needs_down = ctx.needs_input_grad[:3]
+
+        def of_down() -> Tensor | None:
+            return grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S) if needs_down else None
+
+        def of_up() -> Tensor | None:
+            return grouped_mm(grad_NH.t(), x_ND, offs=ends_S) if needs_up else None
+
+        grad_down = of_down() if ctx.later is None else None
         grad_NF = grouped_mm(grad_ND, down_SFD.transpose(1, 2), offs=ends_S)
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
         grad_x = grouped_mm(grad_NH, up_SHD, offs=ends_S) if needs_x else None
-
-        def of_weights() -> tuple[Tensor | None, Tensor | None]:
-            grad_down = grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S) if needs_down else None
-            return grouped_mm(grad_NH.t(), x_ND, offs=ends_S) if needs_up else None, grad_down
-
         if ctx.later is None:
-            return grad_x, *of_weights(), None, None, None
-        ctx.later.compute = of_weights
+            return grad_x, of_up(), grad_down, None, None, None
+        ctx.later.compute = lambda: (of_up(), of_down())
         return grad_x, None, None, None, None, None
 
 

@@ -12,7 +12,7 @@ from toolkit.compat import embedding_bag_weights_grad
 from toolkit.moe.rows.order import SlotOrder
 
 
-def _sum_rows(rows: Tensor, places_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"] | None = None) -> Tensor:
+def sum_rows(rows: Tensor, places_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"] | None = None) -> Tensor:
     """For each token the (weighted) sum of the rows at its K places, in one pass over them."""
     if not len(rows):  # no tokens, or all assignments were dropped
         return rows.new_zeros(len(places_TK), rows.shape[1])
@@ -22,7 +22,7 @@ def _sum_rows(rows: Tensor, places_TK: Int[Tensor, "T K"], weights_TK: Float[Ten
     return torch.embedding_bag(rows.detach(), places_TK.flatten(), first_T, False, 0, False, weights_N)[0]
 
 
-def _dot_rows(grad_TD: Float[Tensor, "T D"], rows_ND: Float[Tensor, "N D"], token_N: Int[Tensor, " N"]) -> Tensor:
+def dot_rows(grad_TD: Float[Tensor, "T D"], rows_ND: Float[Tensor, "N D"], token_N: Int[Tensor, " N"]) -> Tensor:
     """(N): the dot product of each row with the gradient of its token, without gathering gradients.
 
     The gradient of `embedding_bag` by its weights. Autograd computes it only along with that by the table.
@@ -43,7 +43,7 @@ class Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         place_TK, kept_TK = ctx.saved_tensors
         grad_ND = grads[0].contiguous()
-        return _sum_rows(grad_ND, place_TK, None if kept_TK is None else kept_TK.to(grad_ND.dtype)), None
+        return sum_rows(grad_ND, place_TK, None if kept_TK is None else kept_TK.to(grad_ND.dtype)), None
 
 
 class Sum(torch.autograd.Function):
@@ -69,7 +69,7 @@ class WeightedSum(torch.autograd.Function):
         ctx.save_for_backward(rows_ND, weights_TK, order.assignment_N, order.token_N, order.place_TK, order.kept_TK)
         if order.kept_TK is not None:
             weights_TK = weights_TK * order.kept_TK
-        return _sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
+        return sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,8 +79,8 @@ class WeightedSum(torch.autograd.Function):
         if not len(rows_ND):
             return rows_ND, torch.zeros_like(weights_TK), None
         if rows_ND.dtype == weights_TK.dtype:
-            grad_ND = _sum_rows(grad_TD, token_N.unsqueeze(1), weights_N.unsqueeze(1))
-            grad_weights_N = _dot_rows(grad_TD, rows_ND, token_N)
+            grad_ND = sum_rows(grad_TD, token_N.unsqueeze(1), weights_N.unsqueeze(1))
+            grad_weights_N = dot_rows(grad_TD, rows_ND, token_N)
         else:  # half precision: sum in the precision of the weights
             grad_ND = grad_TD.index_select(0, token_N)
             grad_weights_N = (grad_ND * rows_ND).sum(dim=1, dtype=weights_TK.dtype)
