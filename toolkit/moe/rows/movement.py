@@ -53,7 +53,7 @@ class Sum(torch.autograd.Function):
     def forward(ctx: Any, rows_ND: Float[Tensor, "N D"], order: SlotOrder) -> Tensor:
         ctx.save_for_backward(order.token_N)
         assert order.kept_TK is not None
-        return _sum_rows(rows_ND, order.place_TK, order.kept_TK.to(rows_ND.dtype))
+        return sum_rows(rows_ND, order.place_TK, order.kept_TK.to(rows_ND.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
