@@ -10,11 +10,13 @@ from toolkit.checkpoint.background import BackgroundSave
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import go_back
 from toolkit.errors import UserError
+from toolkit.launch.children import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from toolkit.task import Batch
     from toolkit.trainer import Trainer
 
+STOP_NAMES = {number.name for number in STOP_SIGNALS}
 LONGEST_WAIT_S = 30.0
 """For a checkpoint that is being written, where training ends with an error."""
 
@@ -75,7 +77,8 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._background is not None:
             self._finish(trainer, self._background)
-        if trainer.state.step > self._started_at and trainer.save(self.keep) is None:
+        saved = trainer.state.step == self._started_at or trainer.save(self.keep) is not None
+        if not saved and not is_preempted(trainer):  # else `Preemption` says where the run will continue
             raise UserError(
                 f"the last checkpoint, of step {trainer.state.step:,}, could not be written to "
                 f"{trainer.run.checkpoints}: make room, and run the same command again, which continues from the "
@@ -88,6 +91,11 @@ class Checkpointing(Callback):
         folder = background.wait()
         if folder is not None:
             trainer.hooks("on_save", folder)
+
+
+def is_preempted(trainer: Trainer) -> bool:
+    """Whether a signal has ended training before its last step."""
+    return trainer.stop_reason in STOP_NAMES and trainer.state.step < trainer.max_steps
 
 
 def _describe_extension(trainer: Trainer) -> None:

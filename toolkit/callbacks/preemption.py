@@ -11,17 +11,15 @@ import torch
 import torch.distributed as dist
 
 from toolkit.callbacks.base import Callback
-from toolkit.callbacks.checkpointing import Checkpointing
+from toolkit.callbacks.checkpointing import Checkpointing, is_preempted
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import step_of
 from toolkit.errors import Preempted, UserError
-from toolkit.launch.children import STOP_SIGNALS, handle_signals
+from toolkit.launch.children import handle_signals
 from toolkit.parallel.groups import new_group
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
-
-STOP_NAMES = {number.name for number in STOP_SIGNALS}
 
 
 class Preemption(Callback):
@@ -64,7 +62,7 @@ class Preemption(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         self._read()  # so that no reduction is left unfinished
         step, run, reason = trainer.state.step, trainer.run, trainer.stop_reason
-        if reason not in STOP_NAMES or step >= trainer.max_steps:
+        if not is_preempted(trainer):
             self._restore_handlers()
             return
         newest = find_checkpoint(run.checkpoints, run)
