@@ -90,15 +90,20 @@ def test_an_exception_leaves_the_checkpoint_that_was_being_written(tmp_path: Pat
     assert manifest.find_damage(tmp_path / "run" / "checkpoints" / "step-00000008") is None
 
 
-def test_a_disk_without_room_is_one_warning_and_training_goes_on(tmp_path: Path, monkeypatch, capsys):
+def fill_disk(monkeypatch: pytest.MonkeyPatch, *, at_step: int) -> None:
+    """The checkpoint of that step finds no room."""
     write = checkpoint.save_file
 
     def full(*args: Any) -> None:
-        if "step-00000008" in str(args[1]):
+        if f"step-{at_step:08d}" in str(args[1]):
             raise OSError(28, "No space left on device")
         write(*args)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
+
+
+def test_a_disk_without_room_is_one_warning_and_training_goes_on(tmp_path: Path, monkeypatch, capsys):
+    fill_disk(monkeypatch, at_step=8)
     train(in_background(tmp_path / "run"))
     said = capsys.readouterr()
     assert (said.out + said.err).count("warning: no checkpoint at step 8: ") == 1
@@ -106,18 +111,11 @@ def test_a_disk_without_room_is_one_warning_and_training_goes_on(tmp_path: Path,
 
 
 def test_a_run_whose_last_checkpoint_finds_no_room_is_not_finished_but_continued(tmp_path: Path, monkeypatch):
-    write = checkpoint.save_file
-
-    def full(*args: Any) -> None:
-        if "step-00000020" in str(args[1]):
-            raise OSError(28, "No space left on device")
-        write(*args)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    fill_disk(monkeypatch, at_step=20)
     with pytest.raises(tk.UserError, match=r"the last checkpoint, of step 20, could not be written to .*: make room, "):
         train(in_background(tmp_path / "run"))
     assert not (tmp_path / "run" / "results.json").exists()
-    monkeypatch.setattr(checkpoint, "save_file", write)
+    monkeypatch.undo()
     train(in_background(tmp_path / "run"))
     assert manifest.find_damage(tmp_path / "run" / "checkpoints" / "step-00000020") is None
 

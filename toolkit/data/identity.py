@@ -39,11 +39,10 @@ def identity(table: TensorTable) -> dict[str, Any]:
         line = torch.linspace(-1, 1, len(table), dtype=torch.float64)[rows] if len(table) > 1 else torch.ones(1)
         for name, column in sorted(table[rows].items()):
             digest.update(f"{name} {column.dtype} {tuple(column.shape)}\n".encode())
-            if column.ndim <= 2 and not column.is_floating_point():
-                digest.update(column.cpu().contiguous().numpy().tobytes())
-            else:
-                if not column.is_floating_point():
-                    pixels.update(column.cpu().contiguous().numpy().tobytes())
+            if not column.is_floating_point():
+                exact = digest if column.ndim <= 2 else pixels
+                exact.update(column.cpu().contiguous().numpy().tobytes())
+            if column.is_floating_point() or column.ndim > 2:
                 value = column[:, None].flatten(1).cpu().float().nan_to_num(0, 0, 0)
                 mean = value.mean(1).double()
                 square = value.square().mean(1).double()

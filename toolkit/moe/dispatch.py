@@ -136,6 +136,8 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
         self.groups = groups
+        self.peers = groups.ep_group
+        """The ranks between which rows are exchanged by slot."""
         self.announce: Callable[[Tensor, Tensor], None] | None = None
         """Called with (T, D) and expert ids before each dispatch: see `toolkit.hosts.join`."""
         self.place(placement)
@@ -181,11 +183,16 @@ class AllToAllDispatcher:
         if self.announce is not None:
             self.announce(x_TD, expert_ids_TK)
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
+        return self._to_slots(x_TD, plan, meanwhile), plan
+
+    def _to_slots(
+        self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, meanwhile: Meanwhile | None
+    ) -> Float[Tensor, "N D"]:
         exchange = plan.exchange
         assert exchange is not None
         rows = Spread.apply(x_TD, plan.order)
-        rows = exchange_rows(rows, exchange.sent, exchange.received, self.groups.ep_group, meanwhile)
-        return Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten()), plan
+        rows = exchange_rows(rows, exchange.sent, exchange.received, self.peers, meanwhile)
+        return Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten())
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         """Exchange row counts with the peers. A collective of the EP group."""
@@ -224,5 +231,5 @@ class AllToAllDispatcher:
         exchange = plan.exchange
         assert exchange is not None
         rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
-        rows = AllToAll.apply(rows, exchange.received, exchange.sent, self.groups.ep_group)
+        rows = AllToAll.apply(rows, exchange.received, exchange.sent, self.peers)
         return WeightedSum.apply(rows, weights_TK, plan.order)

@@ -23,9 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, Meanwhile
-from toolkit.moe.recompute import decide
 from toolkit.moe.rows.exchange import AllToAll, exchange, exchange_rows
-from toolkit.moe.rows.movement import Permute, Spread, Sum, WeightedSum
+from toolkit.moe.rows.movement import Spread, Sum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import ExpertGroups, NodeGroups
 from toolkit.parallel.waits import waits
@@ -56,22 +55,12 @@ class HierarchicalDispatcher(AllToAllDispatcher):
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups, nodes: NodeGroups):
         self.nodes = nodes
         super().__init__(placement, groups)
+        self.peers = nodes.inside
 
-    def dispatch(
-        self,
-        x_TD: Float[Tensor, "T D"],
-        expert_ids_TK: Int[Tensor, "T K"],
-        kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
-        if self.announce is not None:
-            self.announce(x_TD, expert_ids_TK)
-        plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
-        inside = plan.exchange
-        assert inside is not None
-        rows_RD = self._to_nodes(x_TD, plan, meanwhile)
-        rows = AllToAll.apply(Spread.apply(rows_RD, plan.order), inside.sent, inside.received, self.nodes.inside)
-        return Permute.apply(rows, inside.order.assignment_N, inside.order.place_TK.flatten()), plan
+    def _to_slots(
+        self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, meanwhile: Meanwhile | None
+    ) -> Float[Tensor, "N D"]:
+        return super()._to_slots(self._to_nodes(x_TD, plan, meanwhile), plan, None)
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> HierarchicalPlan:
         """Exchange counts, then the slots of each row. A collective of the EP group, with one host sync."""
@@ -122,9 +111,10 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         )
 
     def _to_nodes(
-        self, values_TX: Float[Tensor, "T X"], plan: HierarchicalPlan, meanwhile: Meanwhile | None = None
+        self, values_TX: Float[Tensor, "T X"], plan: DispatchPlan, meanwhile: Meanwhile | None = None
     ) -> Float[Tensor, "R X"]:
         """Values of tokens, on the ranks to which their rows went."""
+        assert isinstance(plan, HierarchicalPlan)
         values_VX = Spread.apply(values_TX, plan.visits)
         return exchange_rows(values_VX, plan.sent, plan.received, self.nodes.between, meanwhile)
 
@@ -132,10 +122,5 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         assert isinstance(plan, HierarchicalPlan)
-        inside = plan.exchange
-        assert inside is not None
-        weights_RK = self._to_nodes(weights_TK, plan)
-        rows = Permute.apply(rows, inside.order.place_TK.flatten(), inside.order.assignment_N)
-        rows = AllToAll.apply(rows, inside.received, inside.sent, self.nodes.inside)
-        sums_RD = WeightedSum.apply(rows, weights_RK, plan.order)
+        sums_RD = super().combine(rows, plan, self._to_nodes(weights_TK, plan))
         return Sum.apply(AllToAll.apply(sums_RD, plan.received, plan.sent, self.nodes.between), plan.visits)

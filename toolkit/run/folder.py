@@ -112,7 +112,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 @contextmanager
-def finishing(what: str, folder: Path) -> Iterator[None]:
+def writing(what: str, folder: Path) -> Iterator[None]:
     """Raise UserError for an OSError, which keeps `what` of a run from being written to its `folder`."""
     try:
         yield

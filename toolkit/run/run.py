@@ -32,7 +32,7 @@ from toolkit.errors import Preempted, UserError
 from toolkit.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.console import print_nowhere
-from toolkit.run.folder import DATA, FINISHING, finishing, open_folder, recorded_config, write_json, write_text
+from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text, writing
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
@@ -217,7 +217,7 @@ class Run:
         if self.is_main:
             for draw in self._draws:
                 self._draw(draw, numbers)
-            with finishing("pictures", self.folder):
+            with writing("pictures", self.folder):
                 (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self.storage.put_finished(self.folder, self.print)
@@ -236,7 +236,7 @@ class Run:
 
     def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
-            with finishing("pictures", self.folder):
+            with writing("pictures", self.folder):
                 pictures = draw(self.folder, numbers)
         except UserError:
             raise
@@ -260,7 +260,7 @@ class Run:
             **restarts_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        with finishing("results", self.folder):
+        with writing("results", self.folder):
             self._restore_folder()
             (self.folder / FINISHING).touch()
             write_json(self.folder / "results.json", numbers)
