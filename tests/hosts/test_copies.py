@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +23,14 @@ from tests.helpers import run_distributed
 from tests.hosts.peft.models import adapted, base, rows
 from tests.hosts.test_engine import BATCH, MIGRATING, Model, by_id, place, shares, together
 from tests.hosts.transformers.families import tokens
+from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.hosts.transformers import save_pretrained
 from toolkit.moe.layer import make_moe
 from toolkit.moe.lifecycle.layer import make_dynamic_moe
 from toolkit.moe.migrate import place_experts
+from toolkit.parallel.groups import make_expert_groups
 
 X = torch.randn(BATCH, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -43,10 +47,12 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def reference_and_average(kind: str) -> tuple[dict[str, Tensor], ...]:
+def reference_and_average(kind: str, exchange: ExpertExchange = "flat") -> tuple[dict[str, Tensor], ...]:
     """Of copies made after a training forward, while the original goes on: what they compute, their weights, and the
     gradients of one that is trained itself."""
-    accelerator, model, optimizer, _ = prepared(placement=place(kind), spare_slots=1)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # each rank is a node
+        groups = make_expert_groups(exchange=exchange)
+    accelerator, model, optimizer, _ = prepared(placement=place(kind), spare_slots=1, groups=groups)
     raw = accelerator.unwrap_model(model)
     model(X[shares(1)[0]])
     reference, wrapped = copy.deepcopy(raw), copy.deepcopy(model)
@@ -65,10 +71,10 @@ def reference_and_average(kind: str) -> tuple[dict[str, Tensor], ...]:
     return averaged, by_id(reference, lambda p: p.detach()), by_id(trained, lambda p: p.grad)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "shuffled"])
-def test_copies_are_those_of_one_process(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "exchange"), [("blocks", "flat"), ("shuffled", "flat"), ("shuffled", "hierarchical")])
+def test_copies_are_those_of_one_process(kind: str, exchange: ExpertExchange) -> None:
     (expected,) = run_distributed(reference_and_average, 1, kind)
-    for wanted, *ranks in zip(expected, *run_distributed(reference_and_average, 2, kind), strict=True):
+    for wanted, *ranks in zip(expected, *run_distributed(reference_and_average, 2, kind, exchange), strict=True):
         assert_equal_rows(together(ranks), wanted, 1e-10)
 
 

@@ -136,11 +136,14 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
         self.groups = groups
-        self.peers = groups.ep_group
-        """The ranks between which rows are exchanged by slot."""
         self.announce: Callable[[Tensor, Tensor], None] | None = None
         """Called with (T, D) and expert ids before each dispatch: see `toolkit.hosts.join`."""
         self.place(placement)
+
+    @property
+    def peers(self) -> dist.ProcessGroup | None:
+        """The ranks between which rows are exchanged by slot."""
+        return self.groups.ep_group
 
     def place(self, placement: ExpertPlacement) -> None:
         """Dispatch by `placement` from now on. To be called on all ranks between the same two forwards."""

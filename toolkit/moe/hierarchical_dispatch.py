@@ -26,9 +26,8 @@ from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, Mea
 from toolkit.moe.rows.exchange import AllToAll, exchange, exchange_rows
 from toolkit.moe.rows.movement import Spread, Sum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
-from toolkit.parallel.groups import ExpertGroups, NodeGroups
+from toolkit.parallel.groups import NodeGroups
 from toolkit.parallel.waits import waits
-from toolkit.placement.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +51,15 @@ class HierarchicalDispatcher(AllToAllDispatcher):
     """For an EP group on several nodes. Slots of assignments are those of `AllToAllDispatcher`, and so are results, up
     to rounding: a token's rows are added up node by node."""
 
-    def __init__(self, placement: ExpertPlacement, groups: ExpertGroups, nodes: NodeGroups):
-        self.nodes = nodes
-        super().__init__(placement, groups)
-        self.peers = nodes.inside
+    @property
+    def nodes(self) -> NodeGroups:
+        """Those of the EP group; groups of the flat exchange have none."""
+        assert self.groups.nodes is not None
+        return self.groups.nodes
+
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        return self.nodes.inside
 
     def _to_slots(
         self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, meanwhile: Meanwhile | None

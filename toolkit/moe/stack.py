@@ -28,7 +28,7 @@ def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDi
     if groups.ep_size == 1:
         return LocalDispatcher(placement)
     if groups.nodes is not None:
-        return HierarchicalDispatcher(placement, groups, groups.nodes)
+        return HierarchicalDispatcher(placement, groups)
     return AllToAllDispatcher(placement, groups)
 
 
