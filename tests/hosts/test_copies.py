@@ -47,11 +47,11 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def reference_and_average(kind: str, exchange: ExpertExchange = "flat") -> tuple[dict[str, Tensor], ...]:
+def reference_and_average(kind: str, ranks: int, exchange: ExpertExchange = "flat") -> tuple[dict[str, Tensor], ...]:
     """Of copies made after a training forward, while the original goes on: what they compute, their weights, and the
     gradients of one that is trained itself."""
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):  # each rank is a node
-        groups = make_expert_groups(exchange=exchange)
+        groups = make_expert_groups(ranks, exchange=exchange)
     accelerator, model, optimizer, _ = prepared(placement=place(kind), spare_slots=1, groups=groups)
     raw = accelerator.unwrap_model(model)
     model(X[shares(1)[0]])
@@ -73,8 +73,8 @@ def reference_and_average(kind: str, exchange: ExpertExchange = "flat") -> tuple
 
 @pytest.mark.parametrize(("kind", "exchange"), [("blocks", "flat"), ("shuffled", "flat"), ("shuffled", "hierarchical")])
 def test_copies_are_those_of_one_process(kind: str, exchange: ExpertExchange) -> None:
-    (expected,) = run_distributed(reference_and_average, 1, kind)
-    for wanted, *ranks in zip(expected, *run_distributed(reference_and_average, 2, kind, exchange), strict=True):
+    (expected,) = run_distributed(reference_and_average, 1, kind, 1)
+    for wanted, *ranks in zip(expected, *run_distributed(reference_and_average, 2, kind, 2, exchange), strict=True):
         assert_equal_rows(together(ranks), wanted, 1e-10)
 
 
