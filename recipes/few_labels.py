@@ -64,7 +64,7 @@ class Config(tk.RunConfig):
 def fixmatch_vat() -> Config:
     """FixMatch and virtual adversarial training together, 100 labels of MNIST."""
     schedule = tk.ScheduleConfig(name="stable_decay")
-    return Config(epochs=3, batch_size=64, lr=2e-3, schedule=schedule)
+    return Config(epochs=3, batch_size=64, lr=2e-3, schedule=schedule, smoothness_radius=1.5)
 
 
 def debug() -> Config:
@@ -74,12 +74,12 @@ def debug() -> Config:
 
 def vat() -> Config:
     """The control: virtual adversarial training alone, the same network and steps."""
-    return replace(fixmatch_vat(), method="vat")
+    return replace(fixmatch_vat(), method="vat", smoothness_radius=2.0)
 
 
 def supervised() -> Config:
     """The control: labelled images alone, the same network, augmentation and steps."""
-    return replace(fixmatch_vat(), method="supervised")
+    return replace(fixmatch_vat(), method="supervised", lr=1e-3, labelled_augment=1.0)
 
 
 def build(config: Config, num_classes: int) -> tuple[fl.ConvolutionalClassifier, tk.Task]:

@@ -44,7 +44,7 @@ Case = tuple[int, int, int, str, str]
 """(processes, ep_size, accumulation, placement, layout); ep_size 1 copies the experts, 2 on 4 processes makes two
 groups. Layouts: ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all
 shards of them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards; by
-node: rows go once to each of two nodes."""
+node: rows go once to each of two nodes; in chunks: tokens are sent in three parts, some of them empty."""
 REFERENCE: Case = (1, 1, 1, "blocks", "ddp")
 SPREADS = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
 SPREADS += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
@@ -54,6 +54,7 @@ SPREADS += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4,
 CASES: list[Case] = [(*spread, "ddp") for spread in SPREADS]
 CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 2, "copies", "strided hsdp"), (4, 4, 1, "uneven", "hsdp")]
 CASES += [(4, 4, 1, "copies", "by node"), (4, 4, 4, "uneven", "by node"), (8, 4, 1, "copies", "strided by node")]
+CASES += [(4, 4, 1, "copies", "in chunks"), (4, 2, 4, "uneven", "in chunks"), (4, 4, 1, "uneven", "by node in chunks")]
 CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 1, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
 
 
@@ -85,16 +86,17 @@ def make_groups(ep_size: int, layout: str) -> ExpertGroups:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "crossed":
         return make_expert_groups(ranks=[[rank, world - 1 - rank] for rank in range(world // 2)])
-    stride = world // ep_size if "strided" in layout else 1
+    options: dict[str, Any] = {"stride": world // ep_size if "strided" in layout else 1}
+    options["chunks"] = 3 if "in chunks" in layout else 1
     if "by node" not in layout:
-        return make_expert_groups(ep_size, stride=stride)
+        return make_expert_groups(ep_size, **options)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world // 2)):
-        return make_expert_groups(ep_size, stride=stride, exchange="hierarchical")
+        return make_expert_groups(ep_size, **options, exchange="hierarchical")
 
 
 def place_in_group(rank: int, world: int, ep_size: int, layout: str) -> int:
     """The index in its EP group of `rank`."""
-    return rank % ep_size if layout in ("ddp", "hsdp", "by node") else rank * ep_size // world
+    return rank * ep_size // world if "strided" in layout or layout == "crossed" else rank % ep_size
 
 
 class TwoLayers(nn.Module):

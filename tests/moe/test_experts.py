@@ -137,10 +137,10 @@ def test_initial_weights_depend_on_the_expert_and_not_on_its_placement() -> None
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_compiled_layer_computes_what_the_layer_computes() -> None:
-    layer = make_moe(8, 12, 4, 2, activation="swiglu")
+    layer = make_moe(8, 12, 4, 2, activation="swiglu").double()
     compiled = torch.compile(layer, backend="eager")
     for tokens in (6, 9):
-        x_TD = torch.randn(tokens, 8)
+        x_TD = torch.randn(tokens, 8, dtype=torch.float64)
         gradients = []
         for module in (compiled, layer):
             y_TD = module(x_TD)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.helpers import run_distributed
 from toolkit.models.mlp import MLP
+from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.parallel.groups import make_expert_groups
 
@@ -68,7 +69,9 @@ def noted_exchanges() -> Iterator[None]:
 def step(layer: MoE) -> dict[str, Any]:
     """Output, gradients, and the events of forward and backward, of a step whose input has a gradient."""
     rank = dist.get_rank()
-    x_TD = torch.randn(20 + 7 * rank, DIM, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    x_TD = torch.randn(
+        20 + 7 * rank, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    ).requires_grad_()
     layer.zero_grad()
     with noted_exchanges():
         events.clear()
@@ -81,41 +84,74 @@ def step(layer: MoE) -> dict[str, Any]:
     return {"y": y_TD.detach(), "x": x_TD.grad, **grads, "events": (forward, backward)}
 
 
-def with_and_without_overlap(activation: Any, recompute: Any) -> tuple[dict[str, Any], ...]:
+class Deaf:
+    """Begins to compute nothing before rows have arrived, and sends tokens as one chunk."""
+
+    def __init__(self, dispatcher: AllToAllDispatcher):
+        self.dispatcher, self.placement = dispatcher, dispatcher.placement
+
+    def mix(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Any, *, kept_TK: Any, meanwhile: Any
+    ) -> tuple[Tensor, Any]:
+        rows, plan = self.dispatcher.dispatch(x_TD, ids_TK, kept_TK)
+        y_TD = self.dispatcher.combine(experts()(rows, plan.rows_per_slot), plan, weights_TK)
+        meanwhile()
+        return y_TD, [plan]
+
+
+def with_and_without_overlap(
+    activation: Any, recompute: Any, chunks: int, capacity: float | None
+) -> tuple[dict[str, Any], ...]:
     """A step of a layer with a shared expert; the same where autograd looks for NaN; and where nothing is computed
-    before rows have arrived."""
+    while rows travel."""
     torch.manual_seed(0)
     shared = Noted(MLP(DIM, 8, DIM))
     options: dict[str, Any] = {"activation": activation, "recompute": recompute, "shared_expert": shared}
-    layer = make_moe(DIM, 24, 8, 2, groups=make_expert_groups(dist.get_world_size()), **options)
+    options["capacity_factor"] = capacity
+    layer = make_moe(DIM, 24, 8, 2, groups=make_expert_groups(dist.get_world_size(), chunks=chunks), **options).double()
     nn.init.normal_(layer.router.weight)
+    layer.experts.register_forward_pre_hook(lambda *_: events.append("experts"))
     layer.experts.up.register_hook(lambda _: events.append("gradient of experts"))
     together = step(layer)
     with torch.autograd.detect_anomaly():
         watched = step(layer)
-    dispatcher: Any = layer.expert_stack.dispatcher
-    dispatch = dispatcher.dispatch
-
-    def then_compute(x_TD: Tensor, ids_TK: Tensor, kept_TK: Tensor | None, meanwhile: Any) -> Any:
-        arrived = dispatch(x_TD, ids_TK, kept_TK)
-        meanwhile()
-        return arrived
-
-    dispatcher.dispatch = then_compute
+    dispatcher: Any = Deaf(layer.expert_stack.dispatcher)
+    layer.expert_stack.dispatcher = dispatcher
     return together, watched, step(layer)
 
 
+ONE_CHUNK = (
+    "departed, shared expert, arrived, experts, departed",
+    "departed, departed, gradient of experts, shared expert, arrived",
+)
+TWO_CHUNKS = (
+    # The rows of both chunks depart; those of the first return while the experts compute the second.
+    "departed, departed, shared expert, arrived, experts, departed, arrived, experts, departed, arrived, arrived",
+    "departed, departed, arrived, departed, arrived, departed, gradient of experts, shared expert, arrived, arrived",
+)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
-@pytest.mark.parametrize(("activation", "recompute"), [("relu", "none"), ("swiglu", "selective"), ("relu", "full")])
-def test_the_shared_expert_and_gradients_of_experts_are_computed_while_rows_travel(
-    activation: str, recompute: str
+@pytest.mark.parametrize(
+    ("activation", "recompute", "chunks", "capacity", "expected"),
+    [
+        ("relu", "none", 1, None, ONE_CHUNK),
+        ("swiglu", "selective", 1, None, ONE_CHUNK),
+        ("relu", "full", 1, None, ONE_CHUNK),
+        ("relu", "none", 2, None, TWO_CHUNKS),
+        ("relu", "none", 2, 0.8, TWO_CHUNKS),
+        ("swiglu", "full", 2, 0.8, TWO_CHUNKS),
+    ],
+)
+def test_experts_the_shared_expert_and_gradients_are_computed_while_rows_travel(
+    activation: str, recompute: str, chunks: int, capacity: float | None, expected: tuple[str, str]
 ) -> None:
-    for together, *others in run_distributed(with_and_without_overlap, 2, activation, recompute):
+    for together, *others in run_distributed(with_and_without_overlap, 2, activation, recompute, chunks, capacity):
         forward, backward = together["events"]
-        assert forward == ["departed", "shared expert", "arrived", "departed"]
-        again = [*forward] if recompute == "full" else []
-        assert backward == [*again, "departed", "departed", "shared expert", "gradient of experts", "arrived"]
+        assert ", ".join(forward) == expected[0]
+        again = [expected[0]] if recompute == "full" else []
+        assert ", ".join(backward) == ", ".join([*again, expected[1]])
         for other in others:
             assert together.keys() == other.keys()
             for name in together.keys() - {"events"}:
-                assert torch.equal(together[name], other[name]), name
+                torch.testing.assert_close(together[name], other[name], rtol=1e-12, atol=1e-12, msg=name)

@@ -117,7 +117,7 @@ class UnsteadyRouter(TopKRouter):
         self.calls += 1
         noise_E = 1e-6 * (torch.arange(self.num_experts) + self.calls) % 2e-6
         logits_TE, scores_TE = super().scores(x_TD)
-        return logits_TE, scores_TE + noise_E
+        return logits_TE + noise_E, scores_TE + noise_E
 
 
 def unsteady_layer(**options: Any) -> MoE:

@@ -43,6 +43,7 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
         (2, False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
         (2, True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
         (2, True, {"exchange": "hierarchical"}, "--exchange hierarchical: the model was built for flat"),
+        (2, True, {"dispatch_chunks": 2}, "--dispatch-chunks 2: the model was built for 1"),
         (4, True, {"ep_size": 2, "ep_stride": 2}, "--ep-stride 2: the model was built for the EP groups (0, 1), "),
     ],
 )
@@ -54,11 +55,12 @@ def test_a_model_that_was_built_otherwise_is_refused(
 
 
 def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2})
+    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2, "dispatch_chunks": 2})
     lines = capsys.readouterr().out
     for notice in (
         "--planner swap: no effect",
         "--spare-slots 1: no effect",
+        "--dispatch-chunks 2: no effect, because every process has all experts",
         "--dense-parallel fsdp2: no effect on one process",
         "--fsdp-size 2: no effect on one process",
         "--balance-weight 0.007: no effect, because the task has no tk.RouterPenalty",

@@ -33,6 +33,8 @@ class ExpertRunConfig(RunConfig):
     """How far apart the processes of an expert-parallel group are; 1: neighbours."""
     exchange: ExpertExchange = "flat"
     """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
+    dispatch_chunks: int = 1
+    """Send tokens to experts in this many parts, so that experts compute one while the rows of others travel."""
     planner: str | None = None
     """Move experts between processes: swap, lpt, replicate, ..."""
     replan_every: int = 200
@@ -78,9 +80,12 @@ class ExpertRunConfig(RunConfig):
         if self.ep_stride > 1:
             spread = self.parallel_strategy == "expert_parallel"
             require(spread, "ep_stride", self.ep_stride, "leave it out, or use --parallel-strategy expert_parallel")
-        if self.exchange == "hierarchical":
-            exchanged = self.experts > 0 and self.parallel_strategy == "expert_parallel" and self.ep_size != 1
-            require(exchanged, "exchange", self.exchange, "use flat, because no experts are spread over processes")
+        require(self.dispatch_chunks >= 1, "dispatch_chunks", self.dispatch_chunks, "take one or more")
+        exchanged = self.experts > 0 and self.parallel_strategy == "expert_parallel" and self.ep_size != 1
+        for name, usual in (("exchange", "flat"), ("dispatch_chunks", 1)):
+            value = getattr(self, name)
+            spread = exchanged or value == usual
+            require(spread, name, value, f"use {usual}, because no experts are spread over processes")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             replicated = self.parallel_strategy == "data_parallel" and self.ep_size > 1
@@ -107,7 +112,12 @@ class ExpertRunConfig(RunConfig):
 
     def group_options(self, world_size: int) -> dict[str, Any]:
         """The arguments of `make_expert_groups`, on `world_size` processes."""
-        return {"ep_size": self.ep_size_in(world_size), "stride": self.ep_stride, "exchange": self.exchange}
+        return {
+            "ep_size": self.ep_size_in(world_size),
+            "stride": self.ep_stride,
+            "exchange": self.exchange,
+            "chunks": self.dispatch_chunks,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

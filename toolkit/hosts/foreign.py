@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,11 +81,10 @@ def run_experts(
 
     `forward` is that of the foreign `module`, which computes this rank's slots.
     """
-    rows, plan = stack.dispatcher.dispatch(x_TD, ids_TK)
-    y_TD = stack.dispatcher.combine(compute_rows(forward, rows, plan.rows_per_slot), plan, weights_TK)
+    y_TD, plans = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
     if not recomputing():
         training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
-        stack.record(plan, Choices(ids_TK, None), x_TD, y_TD, training=training)
+        stack.record(plans, Choices(ids_TK, None), x_TD, y_TD, training=training)
     return y_TD
 
 

@@ -1,8 +1,9 @@
 """Token dispatch: rows are permuted to their experts' slots (dispatch), and back into tokens (combine).
 
-The layer calls `dispatch`, then `combine`, of a dispatcher: a sort on one rank; a sort and an all-to-all over an EP
-group; or one between nodes and one inside them (`toolkit.moe.hierarchical_dispatch`). All give the experts rows in slot
-order: slot 0's rows first, on one rank each slot's rows in token order.
+The layer calls `mix` of a dispatcher, which is `dispatch`, the experts, and `combine`. To dispatch is a sort on one
+rank; a sort and an all-to-all over an EP group; or one between nodes and one inside them
+(`toolkit.moe.hierarchical_dispatch`). All give the experts rows in slot order: slot 0's rows first, on one rank each
+slot's rows in token order.
 
     tokens  t0 -> experts 1, 0     assignments in token order:  t0e1 t0e0 t1e1 t1e2
             t1 -> experts 1, 2     the same in slot order:      t0e0 t0e1 t1e1 t1e2
@@ -20,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.moe.recompute import decide
-from toolkit.moe.rows.exchange import AllToAll, exchange_rows
+from toolkit.moe.rows.exchange import Travelling, arrive, depart
 from toolkit.moe.rows.movement import Permute, Spread, WeightedSum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import ExpertGroups
@@ -51,8 +52,8 @@ class DispatchPlan:
     """None on one rank."""
 
 
-Meanwhile = Callable[[], None]
-"""What needs no rows of others, to be computed while they travel."""
+ComputeRows = Callable[[Tensor, Tensor], Tensor]
+"""The outputs (N, D) of this rank's experts for rows (N, D) in slot order, given the rows of each slot, int64 (S)."""
 
 
 class TokenDispatcher(Protocol):
@@ -63,16 +64,12 @@ class TokenDispatcher(Protocol):
         ...
 
     def dispatch(
-        self,
-        x_TD: Float[Tensor, "T D"],
-        expert_ids_TK: Int[Tensor, "T K"],
-        kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Meanwhile | None = None,
+        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         """The rows for this rank's slots in slot order, and the plan to undo it.
 
         Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
-        a region, the plan of its forward is used again (see `toolkit.moe.recompute`). `meanwhile` is called once.
+        a region, the plan of its forward is used again (see `toolkit.moe.recompute`).
         """
         ...
 
@@ -80,6 +77,23 @@ class TokenDispatcher(Protocol):
         self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         """(T, D): for each token the weighted sum of its experts' rows."""
+        ...
+
+    def mix(
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        experts: Callable[[], ComputeRows],
+        *,
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
+        """Each token's weighted sum of its experts' outputs, and the plan of each chunk of tokens.
+
+        `meanwhile` is called once, while rows travel. `experts` is called for each chunk before its rows arrive, and
+        what it returns when they are there, while rows of other chunks travel.
+        """
         ...
 
 
@@ -98,17 +112,10 @@ class LocalDispatcher:
         self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
 
     def dispatch(
-        self,
-        x_TD: Float[Tensor, "T D"],
-        expert_ids_TK: Int[Tensor, "T K"],
-        kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Meanwhile | None = None,
+        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
         plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
-        rows = Spread.apply(x_TD, plan.order)
-        if meanwhile is not None:
-            meanwhile()
-        return rows, plan
+        return Spread.apply(x_TD, plan.order), plan
 
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         slots_TK = expert_ids_TK
@@ -126,9 +133,27 @@ class LocalDispatcher:
     ) -> Float[Tensor, "T D"]:
         return WeightedSum.apply(rows, weights_TK, plan.order)
 
+    def mix(
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        experts: Callable[[], ComputeRows],
+        *,
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
+        rows, plan = self.dispatch(x_TD, expert_ids_TK, kept_TK)
+        if meanwhile is not None:
+            meanwhile()
+        return self.combine(experts()(rows, plan.rows_per_slot), plan, weights_TK), [plan]
+
 
 class AllToAllDispatcher:
     """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas.
+
+    Tokens are dispatched in `groups.chunks` chunks of equal size, as far as they are divisible: the rows of all chunks
+    depart; then, chunk by chunk, rows arrive, pass the experts and depart for their tokens.
 
     A rank sends to its local replica of an expert if it has one. Otherwise its i-th assignment for an expert with n
     replicas goes to replica (rank + i) mod n: round-robin, and deterministic.
@@ -139,11 +164,6 @@ class AllToAllDispatcher:
         self.announce: Callable[[Tensor, Tensor], None] | None = None
         """Called with (T, D) and expert ids before each dispatch: see `toolkit.hosts.join`."""
         self.place(placement)
-
-    @property
-    def peers(self) -> dist.ProcessGroup | None:
-        """The ranks between which rows are exchanged by slot."""
-        return self.groups.ep_group
 
     def place(self, placement: ExpertPlacement) -> None:
         """Dispatch by `placement` from now on. To be called on all ranks between the same two forwards."""
@@ -177,46 +197,113 @@ class AllToAllDispatcher:
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
     def dispatch(
+        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
+    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
+        """All tokens as one chunk."""
+        if self.announce is not None:
+            self.announce(x_TD, expert_ids_TK)
+        (plan,) = decide(lambda: self.plans(expert_ids_TK, kept_TK, 1))
+        return self.arrive(self.depart(x_TD, plan), plan), plan
+
+    def combine(
+        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
+        return self.settle(self.return_rows(rows, plan, weights_TK), plan, weights_TK)
+
+    def mix(
         self,
         x_TD: Float[Tensor, "T D"],
         expert_ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        experts: Callable[[], ComputeRows],
+        *,
         kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
         if self.announce is not None:
             self.announce(x_TD, expert_ids_TK)
-        plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
-        return self._to_slots(x_TD, plan, meanwhile), plan
+        chunks = self.groups.chunks
+        plans = decide(lambda: self.plans(expert_ids_TK, kept_TK, chunks))
+        if chunks > 1:
+            sizes = equal_parts(len(x_TD), chunks)
+            xs, weights = x_TD.split(sizes), weights_TK.split(sizes)
+        else:
+            xs, weights = (x_TD,), (weights_TK,)
+        overlaps = chunks > 1 or meanwhile is not None
+        departed = [self.depart(x, plan, overlaps=overlaps) for x, plan in zip(xs, plans, strict=True)]
+        if meanwhile is not None:
+            meanwhile()
+        returned = []
+        for travelling, plan, weight in zip(departed, plans, weights, strict=True):
+            compute = experts()
+            rows = compute(self.arrive(travelling, plan), plan.rows_per_slot)
+            returned.append(self.return_rows(rows, plan, weight, overlaps=chunks > 1))
+        ys = [self.settle(*each) for each in zip(returned, plans, weights, strict=True)]
+        return torch.cat(ys) if chunks > 1 else ys[0], plans
 
-    def _to_slots(
-        self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, meanwhile: Meanwhile | None
-    ) -> Float[Tensor, "N D"]:
-        exchange = plan.exchange
-        assert exchange is not None
-        rows = Spread.apply(x_TD, plan.order)
-        rows = exchange_rows(rows, exchange.sent, exchange.received, self.peers, meanwhile)
-        return Permute.apply(rows, exchange.order.assignment_N, exchange.order.place_TK.flatten())
+    # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens ------
 
-    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
-        """Exchange row counts with the peers. A collective of the EP group."""
+    def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
+        exchange = _exchange_of(plan)
+        return depart(
+            Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.ep_group, overlaps=overlaps
+        )
+
+    def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:
+        order = _exchange_of(plan).order
+        return Permute.apply(arrive(rows), order.assignment_N, order.place_TK.flatten())
+
+    def return_rows(
+        self,
+        rows: Float[Tensor, "N D"],
+        plan: DispatchPlan,
+        weights_TK: Float[Tensor, "T K"],  # noqa: ARG002
+        *,
+        overlaps: bool = False,
+    ) -> Travelling:
+        exchange = _exchange_of(plan)
+        rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
+        return depart(rows, exchange.received, exchange.sent, self.groups.ep_group, overlaps=overlaps)
+
+    def settle(self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]) -> Float[Tensor, "T D"]:
+        return WeightedSum.apply(arrive(rows), weights_TK, plan.order)
+
+    def plans(
+        self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int
+    ) -> list[DispatchPlan]:
+        """Exchange the row counts of all chunks with the peers. A collective of the EP group."""
         peers, group, device = self.groups.ep_size, self.groups.ep_group, expert_ids_TK.device
         self._to_device(device)
         # `stride` is the largest number of slots of any rank, so that all exchange equally many counts.
-        order = sort_by_slot(self.slots_of(expert_ids_TK, kept_TK), peers * self.stride, kept_TK)
-        to_peers_PS = order.rows_per_slot.view(peers, self.stride)
-        from_peers_PS = torch.empty_like(to_peers_PS)
-        waits.timed("experts", device, dist.all_to_all_single, from_peers_PS, to_peers_PS, group=group)
+        slots = peers * self.stride
+        slots_TK = self.slots_of(expert_ids_TK, kept_TK)
+        tokens = equal_parts(len(slots_TK), chunks)
+        if chunks > 1:
+            chunk_T = torch.repeat_interleave(
+                torch.arange(chunks, device=device), torch.tensor(tokens, device=device), output_size=len(slots_TK)
+            )
+            slots_TK = slots_TK + slots * chunk_T[:, None]
+        order = sort_by_slot(slots_TK, chunks * slots, kept_TK)
+        to_peers_PCS = order.rows_per_slot.view(chunks, peers, self.stride).transpose(0, 1).contiguous()
+        from_peers_PCS = torch.empty_like(to_peers_PCS)
+        waits.timed("experts", device, dist.all_to_all_single, from_peers_PCS, to_peers_PCS, group=group)
         # The one host sync of the layer: an all-to-all takes its sizes from the host.
-        sent, received = torch.stack([to_peers_PS.sum(1), from_peers_PS.sum(1)]).tolist()
+        sent_CP, received_CP = torch.stack([to_peers_PCS.sum(2).t(), from_peers_PCS.sum(2).t()]).tolist()
         if kept_TK is not None:
-            order = order.without_dropped(sum(sent))
-        received_order = order_of_arrivals(from_peers_PS[:, : self.slots], sum(received))
-        return DispatchPlan(
-            received_order.rows_per_slot,
-            self._load(order.rows_per_slot),
-            order,
-            Exchange(sent, received, received_order),
-        )
+            order = order.without_dropped(sum(map(sum, sent_CP)))
+        orders = order.split(tokens, [sum(sent) for sent in sent_CP]) if chunks > 1 else [order]
+        plans = []
+        for chunk, (part, sent, received) in enumerate(zip(orders, sent_CP, received_CP, strict=True)):
+            received_order = order_of_arrivals(from_peers_PCS[:, chunk, : self.slots], sum(received))
+            plans.append(
+                DispatchPlan(
+                    received_order.rows_per_slot,
+                    self._load(part.rows_per_slot),
+                    part,
+                    Exchange(sent, received, received_order),
+                )
+            )
+        return plans
 
     def _to_device(self, device: torch.device) -> None:
         if self.expert_of_slot.device != device:
@@ -228,11 +315,12 @@ class AllToAllDispatcher:
             return rows_per_slot
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
-    def combine(
-        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        exchange = plan.exchange
-        assert exchange is not None
-        rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
-        rows = AllToAll.apply(rows, exchange.received, exchange.sent, self.peers)
-        return WeightedSum.apply(rows, weights_TK, plan.order)
+
+def equal_parts(total: int, parts: int) -> list[int]:
+    """`total` divided into `parts`; where that leaves a rest, the first ones are larger by one."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def _exchange_of(plan: DispatchPlan) -> Exchange:
+    assert plan.exchange is not None
+    return plan.exchange

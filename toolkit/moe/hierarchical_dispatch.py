@@ -22,9 +22,9 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, Meanwhile
-from toolkit.moe.rows.exchange import AllToAll, exchange, exchange_rows
-from toolkit.moe.rows.movement import Spread, Sum
+from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, equal_parts
+from toolkit.moe.rows.exchange import AllToAll, Travelling, arrive, depart, exchange
+from toolkit.moe.rows.movement import Permute, Spread, Sum, WeightedSum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import NodeGroups
 from toolkit.parallel.waits import waits
@@ -57,21 +57,61 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         assert self.groups.nodes is not None
         return self.groups.nodes
 
-    @property
-    def peers(self) -> dist.ProcessGroup:
-        return self.nodes.inside
+    def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
+        plan = _of_nodes(plan)
+        rows_VD = Spread.apply(x_TD, plan.visits)
+        return depart(rows_VD, plan.sent, plan.received, self.nodes.between, overlaps=overlaps)
 
-    def _to_slots(
-        self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, meanwhile: Meanwhile | None
-    ) -> Float[Tensor, "N D"]:
-        return super()._to_slots(self._to_nodes(x_TD, plan, meanwhile), plan, None)
+    def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:
+        inside = _of_nodes(plan).exchange
+        assert inside is not None
+        rows_ND = AllToAll.apply(
+            Spread.apply(arrive(rows), plan.order), inside.sent, inside.received, self.nodes.inside
+        )
+        return Permute.apply(rows_ND, inside.order.assignment_N, inside.order.place_TK.flatten())
 
-    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> HierarchicalPlan:
-        """Exchange counts, then the slots of each row. A collective of the EP group, with one host sync."""
-        device, nodes = expert_ids_TK.device, self.nodes
-        self._to_device(device)
-        slots_per_node = nodes.size * self.stride
+    def return_rows(
+        self,
+        rows: Float[Tensor, "N D"],
+        plan: DispatchPlan,
+        weights_TK: Float[Tensor, "T K"],
+        *,
+        overlaps: bool = False,
+    ) -> Travelling:
+        plan = _of_nodes(plan)
+        inside = plan.exchange
+        assert inside is not None
+        weights_VK = Spread.apply(weights_TK, plan.visits)
+        weights_RK = AllToAll.apply(weights_VK, plan.sent, plan.received, self.nodes.between)
+        rows = Permute.apply(rows, inside.order.place_TK.flatten(), inside.order.assignment_N)
+        rows = AllToAll.apply(rows, inside.received, inside.sent, self.nodes.inside)
+        sums_RD = WeightedSum.apply(rows, weights_RK, plan.order)
+        return depart(sums_RD, plan.received, plan.sent, self.nodes.between, overlaps=overlaps)
+
+    def settle(
+        self,
+        rows: Travelling,
+        plan: DispatchPlan,
+        weights_TK: Float[Tensor, "T K"],  # noqa: ARG002
+    ) -> Float[Tensor, "T D"]:
+        return Sum.apply(arrive(rows), _of_nodes(plan).visits)
+
+    def plans(
+        self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int
+    ) -> list[DispatchPlan]:
+        """Exchange the counts of each chunk, with a host sync each: before rows depart there is nothing to wait for."""
+        self._to_device(expert_ids_TK.device)
         slots_TK = self.slots_of(expert_ids_TK, kept_TK)
+        if chunks == 1:
+            return [self._plan(slots_TK, kept_TK)]
+        sizes = equal_parts(len(slots_TK), chunks)
+        kept = [None] * chunks if kept_TK is None else kept_TK.split(sizes)
+        return [self._plan(*each) for each in zip(slots_TK.split(sizes), kept, strict=True)]
+
+    def _plan(self, slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> HierarchicalPlan:
+        """Exchange counts, then the slots of each row. A collective of the EP group, with one host sync."""
+        device, nodes = slots_TK.device, self.nodes
+        slots_per_node = nodes.size * self.stride
         node_TK = slots_TK // slots_per_node
         if kept_TK is not None:
             slots_TK = slots_TK.where(kept_TK, nodes.count * slots_per_node)
@@ -114,17 +154,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
             received=received,
         )
 
-    def _to_nodes(
-        self, values_TX: Float[Tensor, "T X"], plan: DispatchPlan, meanwhile: Meanwhile | None = None
-    ) -> Float[Tensor, "R X"]:
-        """Values of tokens, on the ranks to which their rows went."""
-        assert isinstance(plan, HierarchicalPlan)
-        values_VX = Spread.apply(values_TX, plan.visits)
-        return exchange_rows(values_VX, plan.sent, plan.received, self.nodes.between, meanwhile)
 
-    def combine(
-        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        assert isinstance(plan, HierarchicalPlan)
-        sums_RD = super().combine(rows, plan, self._to_nodes(weights_TK, plan))
-        return Sum.apply(AllToAll.apply(sums_RD, plan.received, plan.sent, self.nodes.between), plan.visits)
+def _of_nodes(plan: DispatchPlan) -> HierarchicalPlan:
+    assert isinstance(plan, HierarchicalPlan)
+    return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
-from toolkit.moe.dispatch import DispatchPlan
-from toolkit.moe.experts import Activation, GroupedExperts, Weights
+from toolkit.moe.dispatch import ComputeRows, DispatchPlan
+from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.load.model_inputs import counted_tokens
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import Recompute, checkpoint, decide, replaying
@@ -94,25 +94,27 @@ class MoE(nn.Module):
         kept_TK = routing.kept_TK
         if self.capacity is not None and self.training:
             kept_TK = self._within(self.capacity, routing)
-        weights: tuple[Weights, ...] = ()
         shared_TD: Tensor | None = None
+        travels = self.expert_stack.groups.ep_size > 1
+        # Others than `GroupedExperts` have weights of their own.
+        later = travels and torch.is_grad_enabled() and type(self.experts) is GroupedExperts
+
+        def experts() -> ComputeRows:
+            return partial(self.experts, weights=self.experts.weights()) if later else self.experts
 
         def meanwhile() -> None:
-            nonlocal weights, shared_TD
-            travels = self.expert_stack.groups.ep_size > 1 and torch.is_grad_enabled()
-            if travels and type(self.experts) is GroupedExperts:  # others have weights of their own
-                weights = (self.experts.weights(),)
+            nonlocal shared_TD
             if self.shared_expert is not None:
                 shared_TD = self.shared_expert(x_TD)
 
-        rows, plan = self.expert_stack.dispatcher.dispatch(x_TD, routing.expert_ids_TK, kept_TK, meanwhile)
-        rows = self.experts(rows, plan.rows_per_slot, *weights)
-        y_TD = self.expert_stack.dispatcher.combine(rows, plan, routing.weights_TK)
+        y_TD, plans = self.expert_stack.dispatcher.mix(
+            x_TD, routing.expert_ids_TK, routing.weights_TK, experts, kept_TK=kept_TK, meanwhile=meanwhile
+        )
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plan, kept_TK, x_TD, y_TD)
+            self.record(routing, plans, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
     def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
@@ -121,7 +123,7 @@ class MoE(nn.Module):
     def record(
         self,
         routing: Routing,
-        plan: DispatchPlan,
+        plans: Sequence[DispatchPlan],
         kept_TK: Bool[Tensor, "T K"] | None,
         x_TD: Float[Tensor, "T D"],
         y_TD: Float[Tensor, "T D"],
@@ -132,10 +134,10 @@ class MoE(nn.Module):
         dropped_E = None
         if self.capacity is not None and kept_TK is not None:
             dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
-            dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(len(plan.load_E))
+            dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
         choices = Choices(routing.expert_ids_TK, routing.kept_TK)
         training = self.training and torch.is_grad_enabled()
-        self.expert_stack.record(plan, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)
+        self.expert_stack.record(plans, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(

@@ -89,13 +89,18 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
+        # The scores of a softmax that are divided by their sum are the softmax of their logits alone.
+        by_logits = self.uses_softmax and self.options.router_normalize
+        values_TE = logits_TE if by_logits else scores_TE
         if self.chooses_by_score and self.route_hook is None and not in_region():  # one operation instead of two
-            weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
+            weights_TK, ids_TK = values_TE.topk(self.top_k, dim=-1)
         else:
             # `choose` is outside of autograd, so a recomputation, which skips it, saves the same tensors.
             ids_TK = decide(lambda: self.chosen(scores_TE.detach()))
-            weights_TK = scores_TE.gather(-1, ids_TK)
-        if self.options.router_normalize:
+            weights_TK = values_TE.gather(-1, ids_TK)
+        if by_logits:
+            weights_TK = weights_TK.softmax(dim=-1)
+        elif self.options.router_normalize:
             weights_TK = self.normalized(weights_TK)
         if self.options.routed_scaling != 1:
             weights_TK = weights_TK * self.options.routed_scaling

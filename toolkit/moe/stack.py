@@ -119,7 +119,7 @@ class ExpertStack:
 
     def record(
         self,
-        plan: DispatchPlan,
+        plans: Sequence[DispatchPlan],
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
         outputs: Float[Tensor, "*batch D"],
@@ -127,14 +127,16 @@ class ExpertStack:
         training: bool,
         dropped_E: Int[Tensor, " E"] | None = None,
     ) -> None:
-        """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
+        """Write the forward that `plans` dispatched into the log; one that is not `training` only as `last_load_E`.
 
         `inputs` (..., D) were dispatched, `outputs` (..., D) are what came of them. `dropped_E`: assignments that a
-        capacity dropped, which are not in `plan.load_E`. Assignments of padding are left out.
+        capacity dropped, which are in no plan's `load_E`. Assignments of padding are left out.
         """
         counted_T = counted_tokens(len(choices.expert_ids_TK))
         if counted_T is None:
-            load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
+            load_E = plans[0].load_E
+            for more_E in (*(plan.load_E for plan in plans[1:]), dropped_E):
+                load_E = load_E if more_E is None else load_E + more_E
         else:
             choices = choices._replace(kept_TK=choices.kept() & counted_T[:, None])
             load_E = choices.load(self.num_experts)
@@ -144,13 +146,14 @@ class ExpertStack:
         crossed = None
         if self.node_of_peer is not None:
             self.node_of_peer = self.node_of_peer.to(load_E.device)
-            if isinstance(plan, HierarchicalPlan):
-                visits_TM = plan.visits_TM
-            else:
-                visits_TM = visited_nodes(plan.order, self.node_of_peer)
+            visits_TM = torch.cat([self._visits_TM(plan, self.node_of_peer) for plan in plans])
             crossed = crossings(visits_TM, self.node_of_peer[self.groups.ep_rank], counted_T)
         row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
+
+    @staticmethod
+    def _visits_TM(plan: DispatchPlan, node_of_peer: Tensor) -> Bool[Tensor, "T M"]:
+        return plan.visits_TM if isinstance(plan, HierarchicalPlan) else visited_nodes(plan.order, node_of_peer)
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""

@@ -56,6 +56,8 @@ class ExpertGroups:
     """The ranks of each EP group; None for neighbours. See `ep_groups`."""
     nodes: NodeGroups | None = None
     """None where ranks exchange rows with each other, whichever node they are on."""
+    chunks: int = 1
+    """In how many parts tokens are dispatched, so that experts compute one while the rows of others travel."""
 
     @property
     def expert_dp_size(self) -> int:
@@ -93,17 +95,19 @@ def make_expert_groups(
     stride: int = 1,
     ranks: Sequence[Sequence[int]] | DeviceMesh | None = None,
     exchange: ExpertExchange = "flat",
+    chunks: int = 1,
 ) -> ExpertGroups:
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
     `ep_size` ranks that are `stride` apart are a group: neighbours by default. `ranks` says in their place which ranks
     are a group each, in lists of equal length that together have every rank once, or as one dimension of a mesh, such
     as `mesh["ep"]`. In each group experts are placed on the ranks in ascending order. `exchange`: whether a token is
-    sent to each rank that has experts of it, or once to each node and spread there.
+    sent to each rank that has experts of it, or once to each node and spread there. `chunks`: see `ExpertGroups`; each
+    layer's experts then take as many smaller products, so it pays where rows travel for long.
 
     Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`,
-    `ranks` are no such groups, or groups are on one node or have unequal parts of several and the exchange is
-    hierarchical.
+    `ranks` are no such groups, groups are on one node or have unequal parts of several and the exchange is
+    hierarchical, or there are fewer chunks than one.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if (ep_size is None) == (ranks is None):
@@ -113,6 +117,8 @@ def make_expert_groups(
     partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
     if exchange not in get_args(ExpertExchange):
         raise UserError(f"exchange={exchange!r}: take one of {', '.join(get_args(ExpertExchange))}.")
+    if chunks < 1:
+        raise UserError(f"--dispatch-chunks {chunks}: take one or more.")
     if exchange == "hierarchical" and len(partition[0]) == 1:
         raise UserError("--exchange hierarchical: each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
@@ -126,6 +132,7 @@ def make_expert_groups(
         new_group_of_each(across),
         partition,
         None if exchange == "flat" else _node_groups(partition),
+        chunks,
     )
 
 

@@ -102,6 +102,11 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
             "exchange=config.exchange)."
         )
     is_spread = run.world_size > 1 and built > 1
+    if is_spread and config.dispatch_chunks != stacks[0].groups.chunks:
+        raise UserError(
+            f"--dispatch-chunks {config.dispatch_chunks}: the model was built for {stacks[0].groups.chunks}: build it "
+            "with groups=tk.make_expert_groups(..., chunks=config.dispatch_chunks)."
+        )
     if is_spread and config.ep_stride > 1 and built_in != strided_partition(run.world_size, built, config.ep_stride):
         raise UserError(
             f"--ep-stride {config.ep_stride}: the model was built for the EP groups "
@@ -113,7 +118,7 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
             f"--spare-slots {config.spare_slots}: the model has none: build it with tk.moe_from_config, or leave the "
             "flag out."
         )
-    for name, usual in (("planner", None), ("spare_slots", 0), ("ep_stride", 1)):
+    for name, usual in (("planner", None), ("spare_slots", 0), ("ep_stride", 1), ("dispatch_chunks", 1)):
         if built == 1 and getattr(config, name) != usual:
             flag = "--" + name.replace("_", "-")
             run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")

@@ -138,6 +138,7 @@ def train(
     *,
     ranks_per_node: int = RANKS_PER_NODE,
     exchange: ExpertExchange = "flat",
+    chunks: int = 1,
 ) -> Any:
     config = RunConfig(
         run_dir=folder,
@@ -148,7 +149,7 @@ def train(
     )
     with start_run("metered", config) as run:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange)
+            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange, chunks=chunks)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -179,11 +180,12 @@ def train(
 
 
 def run_cases(folder: Path) -> dict[int, Any]:
-    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes."""
+    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes, in two
+    chunks."""
     world = dist.get_world_size()
     mine = [index for index, case in enumerate(CASES) if case[0] == world]
     found = {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
-    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical"}
+    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical", "chunks": 2}
     return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, 1, "replicas", "replicate", False, **by_node)}
 
 

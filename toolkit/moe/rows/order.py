@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +30,30 @@ class SlotOrder:
         assert self.kept_TK is not None
         place_TK = self.place_TK.where(self.kept_TK, 0)
         return replace(self, assignment_N=self.assignment_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
+
+    def split(self, tokens: Sequence[int], rows: Sequence[int]) -> list[SlotOrder]:
+        """The order of each chunk of tokens, where the first slots are those of the first chunk, and so on.
+
+        `tokens` and `rows`: tokens and kept assignments of each chunk. Chunks have equally many slots.
+        """
+        top_k, chunks = self.place_TK.shape[1], len(tokens)
+        parts, first_token, first_row = [], 0, 0
+        kept = [None] * chunks if self.kept_TK is None else self.kept_TK.split(list(tokens))
+        slots = self.rows_per_slot.view(chunks, -1)
+        for chunk, (place_TK, kept_TK) in enumerate(zip(self.place_TK.split(list(tokens)), kept, strict=True)):
+            here = slice(first_row, first_row + rows[chunk])
+            parts.append(
+                SlotOrder(
+                    slots[chunk],
+                    self.assignment_N[here] - first_token * top_k,
+                    self.token_N[here] - first_token,
+                    (place_TK - first_row).clamp_(min=0),  # those of dropped ones were 0 before
+                    kept_TK,
+                )
+            )
+            first_token += tokens[chunk]
+            first_row += rows[chunk]
+        return parts
 
 
 def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None) -> SlotOrder:
