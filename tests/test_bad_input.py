@@ -92,6 +92,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--spare-slots -1", "take zero or more"),
     ("--exchange hierarchical --parallel-strategy data_parallel", "use flat, because no experts are spread"),
     ("--dispatch-chunks 0", "--dispatch-chunks 0: take one or more"),
+    ("--dispatch-chunks 2 --compile", "--dispatch-chunks 2: use 1 with --compile"),
     ("--dispatch-chunks 2 --ep-size 1", "--dispatch-chunks 2: use 1, because no experts are spread"),
     ("--ep-size 2 --parallel-strategy data_parallel", "use --parallel-strategy expert_parallel"),
     ("--ep-stride 0", "--ep-stride 0: take one or more"),

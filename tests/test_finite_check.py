@@ -152,6 +152,20 @@ def test_weights_that_overflow_in_an_update_are_never_saved(tmp_path: Path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.parametrize(
+    ("values", "is_right"), [([3e38, 3e38], True), ([0.0, -math.inf], True), ([1.0, math.nan], False)]
+)
+def test_large_numbers_and_masks_are_right_and_nan_is_not(tmp_path: Path, values: list[float], is_right: bool):
+    """Also where the sum of a tensor overflows."""
+    with small_trainer(small_config(tmp_path)) as trainer:
+        trainer.raw_model.register_buffer("held", torch.tensor(values))
+        if is_right:
+            trainer.finite.check_weights(0)
+        else:
+            with pytest.raises(UserError, match="after step 0: held is not finite"):
+                trainer.finite.check_weights(0)
+
+
 class LossWithoutGradient:
     """A loss that is NaN from a step on while all gradients are finite."""
 

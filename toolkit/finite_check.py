@@ -218,8 +218,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:
     """The name of the first tensor of which not every element `is_right`."""
     for name, tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_floating_point() and not is_right(local.detach()).all():
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        if not local.is_floating_point():
+            continue
+        # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
+        total = local.sum(dtype=torch.promote_types(local.dtype, torch.float32))
+        if not total.isfinite() and not is_right(local).all():
             return name
     return None
 

@@ -86,6 +86,8 @@ class ExpertRunConfig(RunConfig):
             value = getattr(self, name)
             spread = exchanged or value == usual
             require(spread, name, value, f"use {usual}, because no experts are spread over processes")
+        overlaps = self.dispatch_chunks == 1 or not self.compile
+        require(overlaps, "dispatch_chunks", self.dispatch_chunks, "use 1 with --compile, which lets nothing overlap")
         if self.ep_size is not None:
             require(self.ep_size >= 1, "ep_size", self.ep_size, "take one or more")
             replicated = self.parallel_strategy == "data_parallel" and self.ep_size > 1
