@@ -2,12 +2,12 @@
 
     python benchmarks/overlap.py                 two processes on gloo, a minute
 
-A layer of 16 experts on two processes, forward and backward, with `--dispatch-chunks` 1, 2 and 4 by turns. Times are
-medians over rounds of steps without a profiler. `overlapped` is read from a trace of torch's profiler: the share of the
-time in which an all-to-all of rows is under way, of which this process spends in an operation at the same time. On two
-cores the exchange takes processor time from the experts of both processes, so nothing is gained here; on GPUs rows
-travel by themselves. Writes benchmarks/results/overlap.json and docs/images/overlap.png, one step of the first process
-with one and with four chunks.
+A layer of 16 experts on two processes, forward and backward, with `--dispatch-chunks` 1, 2 and 4 in interleaved rounds.
+Times are medians of steps without a profiler. `overlapped` is read from a trace of torch's profiler: the share of the
+time in which an all-to-all is under way, of which this process spends in an operation at the same time. On two cores
+the exchange takes processor time from the experts of both processes, so nothing is gained here; on GPUs rows travel by
+themselves. Writes benchmarks/results/overlap.json and docs/images/overlap.png, one step of the first process with one
+and with four chunks.
 """
 
 from __future__ import annotations

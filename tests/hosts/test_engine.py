@@ -115,11 +115,11 @@ def by_id(model: nn.Module, value_of: Any) -> dict[str, Tensor]:
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """A plain loop; `options`: dtype, accumulation, skew, placement, bf16, the `stride` of EP groups of two, and the
+    """A plain loop; `options`: dtype, accumulation, skew, placement, bf16, arguments of `make_expert_groups`, and the
     rest for ExpertParallel."""
     options = dict(options)
-    if stride := options.pop("stride", None):
-        options["groups"] = make_expert_groups(2, stride=stride)
+    if groups := options.pop("groups", None):
+        options["groups"] = make_expert_groups(**groups)
     dtype, accumulation = options.pop("dtype", torch.float64), options.pop("accumulation", 1)
     skew, kind, autocast = options.pop("skew", False), options.pop("placement", "blocks"), options.pop("bf16", False)
     AcceleratorState._reset_state()  # cases of one launch differ in precision
@@ -190,6 +190,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2", "accumulation": 2, **MIGRATING},
         {"ep_size": 2, "skew": True, **MIGRATING},
         {"ep_size": 2, "planner": "swap", "replan_every": 1},
+        {"groups": {"ep_size": 2, "chunks": 2}, "placement": "copies", "accumulation": 2, "skew": True, **MIGRATING},
+        {"groups": {"ep_size": 2, "chunks": 3}, "placement": "uneven", "dense": "fsdp2"},
         {"ep_size": 2, "skew": True, "planner": "replicate", "replan_every": 2, "spare_slots": 1, "guarded": False},
         {"ep_size": 2, "dtype": torch.float32, "placement": "shuffled"},
         {"ep_size": 2, "dtype": torch.float32, "bf16": True, "placement": "copies"},
@@ -204,7 +206,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 4, "placement": "copies", "dense": "fsdp2", "skew": True},
         {"ep_size": 2, "dense": "fsdp2", "placement": "shuffled", **MIGRATING},
         {"ep_size": 2, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
-        {"stride": 2, **HSDP, "placement": "copies", "skew": True},
+        {"groups": {"ep_size": 2, "stride": 2}, **HSDP, "placement": "copies", "skew": True},
         {"ep_size": 4, "skew": True, "planner": "replicate", "replan_every": 1, "spare_slots": 1, "guarded": False},
         {"ep_size": None, "dtype": torch.float32, **MIGRATING},
     ],
@@ -215,7 +217,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "copies", "skew": True, "accumulation": 2},
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2"},
         {"ep_size": 1},
-        {"stride": 4, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
+        {"groups": {"ep_size": 2, "stride": 4}, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
     ],
 }
 REFERENCES = [{}, {"skew": True}, {"dtype": torch.float32}, {"dtype": torch.float32, "bf16": True}]

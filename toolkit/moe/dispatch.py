@@ -208,7 +208,7 @@ class AllToAllDispatcher:
     def combine(
         self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
-        return self.settle(self.return_rows(rows, plan, weights_TK), plan, weights_TK)
+        return self.sum_returned(self.return_rows(rows, plan, weights_TK), plan, weights_TK)
 
     def mix(
         self,
@@ -238,7 +238,7 @@ class AllToAllDispatcher:
             compute = experts()
             rows = compute(self.arrive(travelling, plan), plan.rows_per_slot)
             returned.append(self.return_rows(rows, plan, weight, overlaps=chunks > 1))
-        ys = [self.settle(*each) for each in zip(returned, plans, weights, strict=True)]
+        ys = [self.sum_returned(*each) for each in zip(returned, plans, weights, strict=True)]
         return torch.cat(ys) if chunks > 1 else ys[0], plans
 
     # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens ------
@@ -265,7 +265,9 @@ class AllToAllDispatcher:
         rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
         return depart(rows, exchange.received, exchange.sent, self.groups.ep_group, overlaps=overlaps)
 
-    def settle(self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]) -> Float[Tensor, "T D"]:
+    def sum_returned(
+        self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
         return WeightedSum.apply(arrive(rows), weights_TK, plan.order)
 
     def plans(

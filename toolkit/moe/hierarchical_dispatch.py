@@ -88,7 +88,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         sums_RD = WeightedSum.apply(rows, weights_RK, plan.order)
         return depart(sums_RD, plan.received, plan.sent, self.nodes.between, overlaps=overlaps)
 
-    def settle(
+    def sum_returned(
         self,
         rows: Travelling,
         plan: DispatchPlan,
