@@ -152,8 +152,8 @@ class LocalDispatcher:
 class AllToAllDispatcher:
     """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas.
 
-    Tokens are dispatched in `groups.chunks` chunks of equal size, as far as they are divisible: the rows of all chunks
-    depart; then, chunk by chunk, rows arrive, pass the experts and depart for their tokens.
+    Tokens are dispatched in `groups.chunks` chunks: the rows of all depart; then, chunk by chunk, rows arrive, pass the
+    experts and depart for their tokens.
 
     A rank sends to its local replica of an expert if it has one. Otherwise its i-th assignment for an expert with n
     replicas goes to replica (rank + i) mod n: round-robin, and deterministic.
@@ -225,7 +225,7 @@ class AllToAllDispatcher:
         chunks = self.groups.chunks
         plans = decide(lambda: self.plans(expert_ids_TK, kept_TK, chunks))
         if chunks > 1:
-            sizes = equal_parts(len(x_TD), chunks)
+            sizes = chunk_sizes(len(x_TD), chunks)
             xs, weights = x_TD.split(sizes), weights_TK.split(sizes)
         else:
             xs, weights = (x_TD,), (weights_TK,)
@@ -279,11 +279,9 @@ class AllToAllDispatcher:
         # `stride` is the largest number of slots of any rank, so that all exchange equally many counts.
         slots = peers * self.stride
         slots_TK = self.slots_of(expert_ids_TK, kept_TK)
-        tokens = equal_parts(len(slots_TK), chunks)
+        tokens = chunk_sizes(len(slots_TK), chunks)
         if chunks > 1:
-            chunk_T = torch.repeat_interleave(
-                torch.arange(chunks, device=device), torch.tensor(tokens, device=device), output_size=len(slots_TK)
-            )
+            chunk_T = torch.arange(len(slots_TK), device=device) // max(1, tokens[0])
             slots_TK = slots_TK + slots * chunk_T[:, None]
         order = sort_by_slot(slots_TK, chunks * slots, kept_TK)
         to_peers_PCS = order.rows_per_slot.view(chunks, peers, self.stride).transpose(0, 1).contiguous()
@@ -318,9 +316,10 @@ class AllToAllDispatcher:
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
 
-def equal_parts(total: int, parts: int) -> list[int]:
-    """`total` divided into `parts`; where that leaves a rest, the first ones are larger by one."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
+def chunk_sizes(tokens: int, chunks: int) -> list[int]:
+    """How many tokens are in each chunk: equally many, but for the last ones."""
+    size = -(-tokens // chunks)
+    return [max(0, min(size, tokens - chunk * size)) for chunk in range(chunks)]
 
 
 def _exchange_of(plan: DispatchPlan) -> Exchange:

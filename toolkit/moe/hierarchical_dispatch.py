@@ -22,7 +22,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, equal_parts
+from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, chunk_sizes
 from toolkit.moe.rows.exchange import AllToAll, Travelling, arrive, depart, exchange
 from toolkit.moe.rows.movement import Permute, Spread, Sum, WeightedSum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
@@ -104,7 +104,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         slots_TK = self.slots_of(expert_ids_TK, kept_TK)
         if chunks == 1:
             return [self._plan(slots_TK, kept_TK)]
-        sizes = equal_parts(len(slots_TK), chunks)
+        sizes = chunk_sizes(len(slots_TK), chunks)
         kept = [None] * chunks if kept_TK is None else kept_TK.split(sizes)
         return [self._plan(*each) for each in zip(slots_TK.split(sizes), kept, strict=True)]
 
