@@ -178,7 +178,8 @@ class Profile(Callback):
         folder = run.folder / FOLDER
         together(lambda: _export(profiler, folder / f"trace-rank-{run.rank:05d}.json.gz"))
         cause, remedy = verdict(shares, everyone, run.config, slowest=slowest, imbalance=imbalance)
-        trainer.results["profile"] = {**asdict(shares), "cause": cause, "remedy": remedy}
+        facts = {"rank_imbalance": imbalance, "cause": cause, "remedy": remedy}
+        trainer.results["profile"] = asdict(shares) | facts
         steps = self._last - self._first
         milliseconds = 1e3 * max(measured.total for measured in everyone) / steps
         head = f"profile of steps {self._first + 1:,} to {self._last:,}, {milliseconds:.1f} ms each; traces for "
