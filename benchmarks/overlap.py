@@ -38,8 +38,6 @@ DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 512, 16, 2, 2048
 CHUNKS = (1, 2, 4)
 SHOWN = (1, 4)
 STEP = "step"
-COUNTS = 400.0
-"""Microseconds below which an all-to-all is left out of the picture: those of counts are shorter."""
 
 Spans = list[tuple[float, float]]
 """Begin and end, in microseconds; sorted, and apart from each other."""
@@ -134,11 +132,9 @@ def draw(traces: dict[int, tuple[Spans, Spans, Spans]], path: Path) -> None:
     for row, (chunks, (steps, exchanges, computes)) in zip(axes, traces.items(), strict=True):
         step = sorted(steps, key=lambda span: span[1] - span[0])[len(steps) // 2]
         for place, (spans, colour) in enumerate(((exchanges, "tab:orange"), (computes, "tab:blue"))):
-            inside = within(spans, step)
-            if not place:
-                inside = [span for span in inside if span[1] - span[0] > COUNTS]
-            row.broken_barh([((a - step[0]) / 1e3, (b - a) / 1e3) for a, b in inside], (place - 0.4, 0.8), color=colour)
-        row.set_yticks([0, 1], ["rows travel", "computes"])
+            bars = [((a - step[0]) / 1e3, (b - a) / 1e3) for a, b in within(spans, step)]
+            row.broken_barh(bars, (place - 0.4, 0.8), color=colour)
+        row.set_yticks([0, 1], ["all-to-all under way", "computes"])
         row.set_ylim(-0.6, 1.6)
         row.set_title(f"--dispatch-chunks {chunks}", loc="left", fontsize=10)
         row.spines[["top", "right"]].set_visible(False)
@@ -159,7 +155,7 @@ def rows_of(traces: dict[int, list[tuple[Spans, Spans, Spans]]], seconds: Sequen
                 "chunks": chunks,
                 "ms": round(1e3 * statistics.median(slowest), 2),
                 "x one chunk": round(statistics.median(a / b for a, b in zip(slowest, least, strict=True)), 3),
-                "rows travel, ms": round(travels / 1e3 / sum(len(steps) for steps, *_ in traces[chunks]), 2),
+                "all-to-alls, ms": round(travels / 1e3 / sum(len(steps) for steps, *_ in traces[chunks]), 2),
                 "overlapped %": round(100 * both / travels, 1),
             }
         )
