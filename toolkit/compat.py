@@ -120,8 +120,10 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
-    """Have DDP, which will wrap `model`, neither broadcast nor average these parameters; each is in a sub-module."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    """Have DDP, which will wrap `model`, neither broadcast nor average these parameters and buffers, nor those that it
+    was told of before; each is in a sub-module."""
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
 def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:

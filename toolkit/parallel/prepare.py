@@ -35,7 +35,8 @@ def prepare(
     dense: str = "ddp",
     fsdp_size: int | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging.
+    """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging, and `constant_buffers`
+    out of its broadcast.
 
     `dense="fsdp2"` shards all other parameters over the ranks, or with `fsdp_size` over each set of so many neighbours.
     Raises UserError for fp16 with owned parameters, for an optimizer whose statistics span their rows, and for FSDP2
@@ -61,15 +62,26 @@ def prepare(
             )
         ignored = owned(model.parameters())
         fully_shard_dense(model, optimizer, accelerator, fsdp_size=fsdp_size, ignored=ignored)
-    elif names and accelerator.num_processes > 1:
-        exclude_from_ddp(model, names)
-        if not any(p.requires_grad for p in model.parameters() if not is_owned(p)):
+    elif accelerator.num_processes > 1:
+        if excluded := names + constant_buffers(model):
+            exclude_from_ddp(model, excluded)
+        if names and not any(p.requires_grad for p in model.parameters() if not is_owned(p)):
             # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
             return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, DistributedDataParallel):
         _keep_group_longer_than(model)
     return model, optimizer
+
+
+def constant_buffers(model: nn.Module) -> list[str]:
+    """The buffers that modules list as `constant_buffers`: equal on all ranks for ever, so DDP need not copy them from
+    the first before each forward."""
+    found = []
+    for prefix, module in model.named_modules():
+        if prefix:  # DDP knows no names of the root's own
+            found += [f"{prefix}.{name}" for name in getattr(module, "constant_buffers", ())]
+    return found
 
 
 def _keep_group_longer_than(model: DistributedDataParallel) -> None:

@@ -50,6 +50,9 @@ class LegendreMemory(nn.Module):
     `fft` (a convolution with the impulse response; best for large D) and `steps` (one at a time, the specification).
     """
 
+    constant_buffers = ("A", "B", "within", "over_a_chunk")
+    """See `toolkit.parallel.prepare`: 30 MB for an order of 468."""
+
     A: Tensor
     B: Tensor
     within: Tensor

@@ -26,6 +26,8 @@ class LMU(nn.Module):
     `forward` maps (B, T, input_size) to the hidden units after each step (B, T, H), and returns the state (h, m) too.
     """
 
+    constant_buffers = ("A", "B")
+
     A: Tensor
     B: Tensor
 
