@@ -75,8 +75,8 @@ rows = owned(model.parameters())
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
 if fault == "permutation" and world > 1:
-    combine = stack.dispatcher.combine
-    stack.dispatcher.combine = lambda rows, plan, weights: combine(rows.flip(0), plan, weights)
+    return_rows = stack.dispatcher.return_rows
+    stack.dispatcher.return_rows = lambda rows, *args, **options: return_rows(rows.flip(0), *args, **options)
 if fault == "recompute":
     route, calls = model.moe.router.forward, [0]
 
