@@ -89,15 +89,18 @@ class TokenDispatcher(Protocol):
         kept_TK: Bool[Tensor, "T K"] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
-        """Each token's weighted sum of its experts' outputs, and the plan of each chunk of tokens.
+        """Each token's weighted sum of its experts' outputs, and the plan of each chunk of tokens; here there is one.
 
         `meanwhile` is called once, while rows travel. `experts` is called for each chunk before its rows arrive, and
         what it returns when they are there, while rows of other chunks travel.
         """
-        ...
+        rows, plan = self.dispatch(x_TD, expert_ids_TK, kept_TK)
+        if meanwhile is not None:
+            meanwhile()
+        return self.combine(experts()(rows, plan.rows_per_slot), plan, weights_TK), [plan]
 
 
-class LocalDispatcher:
+class LocalDispatcher(TokenDispatcher):
     """For an EP group of one rank."""
 
     def __init__(self, placement: ExpertPlacement):
@@ -133,23 +136,8 @@ class LocalDispatcher:
     ) -> Float[Tensor, "T D"]:
         return WeightedSum.apply(rows, weights_TK, plan.order)
 
-    def mix(
-        self,
-        x_TD: Float[Tensor, "T D"],
-        expert_ids_TK: Int[Tensor, "T K"],
-        weights_TK: Float[Tensor, "T K"],
-        experts: Callable[[], ComputeRows],
-        *,
-        kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
-        rows, plan = self.dispatch(x_TD, expert_ids_TK, kept_TK)
-        if meanwhile is not None:
-            meanwhile()
-        return self.combine(experts()(rows, plan.rows_per_slot), plan, weights_TK), [plan]
 
-
-class AllToAllDispatcher:
+class AllToAllDispatcher(TokenDispatcher):
     """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas.
 
     Tokens are dispatched in `groups.chunks` chunks: the rows of all depart; then, chunk by chunk, rows arrive, pass the
@@ -164,6 +152,11 @@ class AllToAllDispatcher:
         self.announce: Callable[[Tensor, Tensor], None] | None = None
         """Called with (T, D) and expert ids before each dispatch: see `toolkit.hosts.join`."""
         self.place(placement)
+
+    @property
+    def peers(self) -> dist.ProcessGroup | None:
+        """The ranks between which rows are exchanged by slot."""
+        return self.groups.ep_group
 
     def place(self, placement: ExpertPlacement) -> None:
         """Dispatch by `placement` from now on. To be called on all ranks between the same two forwards."""
@@ -245,9 +238,8 @@ class AllToAllDispatcher:
 
     def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
         exchange = _exchange_of(plan)
-        return depart(
-            Spread.apply(x_TD, plan.order), exchange.sent, exchange.received, self.groups.ep_group, overlaps=overlaps
-        )
+        rows = Spread.apply(x_TD, plan.order)
+        return depart(rows, exchange.sent, exchange.received, self.peers, overlaps=overlaps)
 
     def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:
         order = _exchange_of(plan).order
@@ -263,7 +255,7 @@ class AllToAllDispatcher:
     ) -> Travelling:
         exchange = _exchange_of(plan)
         rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
-        return depart(rows, exchange.received, exchange.sent, self.groups.ep_group, overlaps=overlaps)
+        return depart(rows, exchange.received, exchange.sent, self.peers, overlaps=overlaps)
 
     def sum_returned(
         self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]

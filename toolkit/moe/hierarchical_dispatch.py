@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, Exchange, chunk_sizes
 from toolkit.moe.rows.exchange import AllToAll, Travelling, arrive, depart, exchange
-from toolkit.moe.rows.movement import Permute, Spread, Sum, WeightedSum
+from toolkit.moe.rows.movement import Spread, Sum
 from toolkit.moe.rows.order import SlotOrder, order_of_arrivals, sort_by_slot
 from toolkit.parallel.groups import NodeGroups
 from toolkit.parallel.waits import waits
@@ -57,18 +57,17 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         assert self.groups.nodes is not None
         return self.groups.nodes
 
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        return self.nodes.inside
+
     def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
         plan = _of_nodes(plan)
         rows_VD = Spread.apply(x_TD, plan.visits)
         return depart(rows_VD, plan.sent, plan.received, self.nodes.between, overlaps=overlaps)
 
     def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:
-        inside = _of_nodes(plan).exchange
-        assert inside is not None
-        rows_ND = AllToAll.apply(
-            Spread.apply(arrive(rows), plan.order), inside.sent, inside.received, self.nodes.inside
-        )
-        return Permute.apply(rows_ND, inside.order.assignment_N, inside.order.place_TK.flatten())
+        return super().arrive(super().depart(arrive(rows), plan), plan)
 
     def return_rows(
         self,
@@ -79,13 +78,9 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         overlaps: bool = False,
     ) -> Travelling:
         plan = _of_nodes(plan)
-        inside = plan.exchange
-        assert inside is not None
         weights_VK = Spread.apply(weights_TK, plan.visits)
         weights_RK = AllToAll.apply(weights_VK, plan.sent, plan.received, self.nodes.between)
-        rows = Permute.apply(rows, inside.order.place_TK.flatten(), inside.order.assignment_N)
-        rows = AllToAll.apply(rows, inside.received, inside.sent, self.nodes.inside)
-        sums_RD = WeightedSum.apply(rows, weights_RK, plan.order)
+        sums_RD = super().sum_returned(super().return_rows(rows, plan, weights_RK), plan, weights_RK)
         return depart(sums_RD, plan.received, plan.sent, self.nodes.between, overlaps=overlaps)
 
     def sum_returned(
