@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from toolkit.moe.layer import make_moe
 from toolkit.parallel.groups import make_expert_groups
+from toolkit.pictures.plots import palette, save_figure
 from toolkit.run.process_settings import process_settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 512, 16, 2, 2048
 CHUNKS = (1, 2, 4)
@@ -123,23 +128,20 @@ def within(spans: Spans, outer: tuple[float, float]) -> Spans:
     return [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
 
 
-def draw(traces: dict[int, tuple[Spans, Spans, Spans]], path: Path) -> None:
-    """A row of computing and one of travelling rows for each number of chunks, in the step of median length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+def draw(figure: Figure, traces: dict[int, tuple[Spans, Spans, Spans]]) -> None:
+    """A row of computing and one of all-to-alls for each number of chunks, in the step of median length."""
+    figure.set_size_inches(9, 3.4)
+    travel, compute = palette(2)
     axes: Any = figure.subplots(len(traces), 1, sharex=True)
     for row, (chunks, (steps, exchanges, computes)) in zip(axes, traces.items(), strict=True):
         step = sorted(steps, key=lambda span: span[1] - span[0])[len(steps) // 2]
-        for place, (spans, colour) in enumerate(((exchanges, "tab:orange"), (computes, "tab:blue"))):
+        for place, (spans, colour) in enumerate(((exchanges, travel), (computes, compute))):
             bars = [((a - step[0]) / 1e3, (b - a) / 1e3) for a, b in within(spans, step)]
             row.broken_barh(bars, (place - 0.4, 0.8), color=colour)
         row.set_yticks([0, 1], ["all-to-all under way", "computes"])
         row.set_ylim(-0.6, 1.6)
-        row.set_title(f"--dispatch-chunks {chunks}", loc="left", fontsize=10)
-        row.spines[["top", "right"]].set_visible(False)
+        row.set_title(f"--dispatch-chunks {chunks}")
     axes[-1].set_xlabel("milliseconds of one step, forward and backward")
-    figure.savefig(path, dpi=130)
 
 
 def rows_of(traces: dict[int, list[tuple[Spans, Spans, Spans]]], seconds: Sequence[Any]) -> list[dict[str, Any]]:
@@ -173,7 +175,8 @@ def main() -> None:
             chunks: [read_trace(Path(folder, f"{chunks}-{rank}.json")) for rank in range(world)] for chunks in CHUNKS
         }
         seconds = [json.loads(Path(folder, f"seconds-{rank}.json").read_text()) for rank in range(world)]
-    draw({chunks: traces[chunks][0] for chunks in SHOWN}, ROOT / "docs" / "images" / "overlap.png")
+    shown = {chunks: traces[chunks][0] for chunks in SHOWN}
+    save_figure(ROOT / "docs" / "images" / "overlap.png", partial(draw, traces=shown))
     facts = {"processes": world, "tokens": TOKENS, "dim": DIM, "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K}
     write_report("overlap", rows_of(traces, seconds), rounds=options.rounds, **facts)
 
