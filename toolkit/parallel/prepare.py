@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import fields
@@ -54,6 +56,8 @@ def prepare(
             "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
         )
     refuse_coupled_rows(optimizer)
+    if accelerator.num_processes > 1:
+        end_after_gloo_threads()
     if dense == "fsdp2":
         if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
             raise UserError(
@@ -96,6 +100,22 @@ def _keep_group_longer_than(model: DistributedDataParallel) -> None:
 
 def _release(_group: dist.ProcessGroup) -> None:
     pass
+
+
+def end_after_gloo_threads() -> None:
+    """Have this process wait a moment, without the GIL, before the interpreter ends. Calling it again changes nothing.
+
+    Gloo's threads free the tensors of the last collective after the caller has gone on, and take the GIL for it. Python
+    ends a thread that asks for the GIL too late, which aborts the process ("terminate called without an active
+    exception"). Gloo cannot be asked whether its threads are done, and a thread that waits for the GIL needs far less
+    than this time.
+    """
+    atexit.unregister(_give_up_gil)
+    atexit.register(_give_up_gil)
+
+
+def _give_up_gil() -> None:
+    time.sleep(0.1)
 
 
 def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:
