@@ -3,7 +3,8 @@
     python benchmarks/lmu_psmnist.py --work DIR --units parallel cell
 
 Each run is `recipes/psmnist.py`; its folder is DIR/<unit>-<seed>. The same command goes on where it was stopped; with
---report it trains nothing and tells how far the runs have come. Writes benchmarks/results/lmu_psmnist.json.
+--report it trains nothing and tells how far the runs have come. Writes a record of each unit:
+benchmarks/results/lmu_psmnist_parallel.json and lmu_psmnist_cell.json.
 """
 
 from __future__ import annotations
@@ -61,4 +62,5 @@ if __name__ == "__main__":
     parser.add_argument("--report", action="store_true", help="train nothing, report what there is")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    write_report("lmu_psmnist", [measure(unit, seed, args) for unit in args.units for seed in range(args.seeds)])
+    for unit in args.units:
+        write_report(f"lmu_psmnist_{unit}", [measure(unit, seed, args) for seed in range(args.seeds)])

@@ -2,9 +2,9 @@
 
     python benchmarks/lmu_speech.py --work DIR --arms fsdd digits connected speakers
 
-Each run is `recipes/lmu_speech.py`; its folder is DIR/<arm>-<seed or speaker>, and the same command goes on where it
-was stopped. --data-dir or $TOOLKIT_DATA_DIR holds the Free Spoken Digit Dataset. Writes
-benchmarks/results/lmu_speech.json.
+Each run is `recipes/lmu_speech.py`; its folder is DIR/<arm>-<seed> or DIR/<speaker>-<seed>, and the same command goes
+on where it was stopped. --data-dir or $TOOLKIT_DATA_DIR holds the Free Spoken Digit Dataset. Writes
+benchmarks/results/lmu_speech.json, and lmu_speakers.json for the arm `speakers`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ARMS = ("fsdd", "digits", "connected", "speakers")
 
 def configs(arm: str, seeds: int) -> dict[str, Config]:
     """The runs of an arm, by the name of their folder."""
-    if arm == "speakers":
-        base = replace(fsdd(), dataset="fsdd", target="digits", epochs=12)
-        return {f"speaker-{speaker}": replace(base, held_out_speaker=speaker) for speaker in SPEAKERS}
+    if arm in SPEAKERS:
+        base = replace(fsdd(), dataset="fsdd", target="digits", epochs=12, held_out_speaker=arm)
+        return {f"{arm}-{seed}": replace(base, seed=seed) for seed in range(seeds)}
     base = connected() if arm == "connected" else replace(fsdd(), dataset="fsdd")
     if arm == "digits":
         base = replace(base, target="digits", epochs=12)
@@ -85,13 +85,18 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f}{deviation}"
 
 
-def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
+def finished(arm: str, args: argparse.Namespace) -> tuple[dict[str, tuple[Config, Path]], dict[str, dict[str, Any]]]:
+    """The runs of an arm and what they found; without --report, those that are missing are trained."""
     runs = {name: (config, args.work / name) for name, config in configs(arm, args.seeds).items()}
     if args.report:
         runs = {name: run for name, run in runs.items() if (run[1] / "results.json").exists()}
-    found = {name: train(config, folder, args.data_dir) for name, (config, folder) in runs.items()}
+    return runs, {name: train(config, folder, args.data_dir) for name, (config, folder) in runs.items()}
+
+
+def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
+    runs, found = finished(arm, args)
     row: dict[str, object] = {"arm": arm, "runs": len(found), "epochs": next(iter(runs.values()))[0].epochs}
-    if arm in ("digits", "speakers"):
+    if arm == "digits":
         accuracies = {name: 100 * run["test_accuracy"] for name, run in found.items()}
         row |= {
             "accuracy %": spread(list(accuracies.values())),
@@ -115,13 +120,33 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
     return row
 
 
+def each_speaker(args: argparse.Namespace) -> list[dict[str, object]]:
+    """Accuracy on all recordings of a speaker who was held out of training: mean, spread and value of each seed."""
+    rows: list[dict[str, object]] = []
+    for speaker in SPEAKERS:
+        _, found = finished(speaker, args)
+        values = [100 * run["test_accuracy"] for run in found.values()]
+        if values:
+            row = {"held out": speaker, "accuracy %": round(statistics.mean(values), 1)}
+            row |= {"sd": round(statistics.stdev(values), 1) if len(values) > 1 else None}
+            rows.append(row | {"each seed": [round(value, 1) for value in values]})
+    by_seed = list(zip(*(row["each seed"] for row in rows), strict=True))
+    means = [statistics.mean(values) for values in by_seed]
+    row = {"held out": "mean of all", "accuracy %": round(statistics.mean(means), 1)}
+    row |= {"sd": round(statistics.stdev(means), 1) if len(means) > 1 else None}
+    return [*rows, row | {"each seed": [round(value, 1) for value in means]}]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished ones are not repeated")
     parser.add_argument("--data-dir", type=Path, default=None, help="folder with fsdd/; else $TOOLKIT_DATA_DIR")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm but speakers")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, and of each speaker")
     parser.add_argument("--report", action="store_true", help="train nothing, report the finished runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    write_report("lmu_speech", [measure(arm, args) for arm in args.arms])
+    if arms := [arm for arm in args.arms if arm != "speakers"]:
+        write_report("lmu_speech", [measure(arm, args) for arm in arms])
+    if "speakers" in args.arms:
+        write_report("lmu_speakers", each_speaker(args))
