@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,9 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
+from tests.forked_python import run_forked
 from tests.helpers import ROOT, free_port
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
@@ -511,6 +513,29 @@ def test_several_machines_make_one_world(tmp_path: Path):
         for machine in machines:
             machine.kill()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["world_size"] == 2
+
+
+def test_a_first_process_that_does_not_answer_is_named():
+    port = free_port()
+    with pytest.raises(DistNetworkError) as nobody:
+        TCPStore("127.0.0.1", port, world_size=2, is_master=False, timeout=timedelta(milliseconds=100))
+    assert launch.lost_process(nobody.value) == (
+        f"the first process did not answer at 127.0.0.1:{port} within --process-timeout: start it, or correct "
+        "MASTER_ADDR and MASTER_PORT."
+    )
+
+
+def test_a_port_that_another_program_has_is_one_line(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--cpu", "--run-dir", str(tmp_path / "run")]
+        ended = run_forked(*recipe, env=env)
+    line = f"error: MASTER_PORT {port}: another program on this machine listens there: take another.\n"
+    assert (ended.returncode, ended.stderr) == (2, line)
 
 
 def test_every_config_is_one_that_accelerate_reads_and_the_readme_speaks_of():

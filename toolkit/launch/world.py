@@ -167,6 +167,12 @@ def lost_process(error: Exception) -> str | None:
     """What `error` says of another process: gloo's or NCCL's words for one that hangs or has ended. None for others."""
     if not isinstance(error, RuntimeError):
         return None
+    if connecting := re.search(r"timed out after .* trying to connect to \((\S+), (\d+)\)", str(error)):
+        where = ":".join(connecting.groups())
+        return (
+            f"the first process did not answer at {where} within --process-timeout: start it, or correct MASTER_ADDR "
+            "and MASTER_PORT."
+        )
     if re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE):
         return "another process did not answer within --process-timeout: it hangs or is gone."
     gone = r"connection (closed|reset) by peer|connection was likely closed|broken pipe|remote process exited"

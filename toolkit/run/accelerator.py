@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from torch.distributed import DistNetworkError
 
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig
@@ -14,7 +16,8 @@ from toolkit.parallel.prepare import ddp_options
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """What Accelerate is told of `config`. Raises UserError for what the device cannot do."""
+    """What Accelerate is told of `config`. Raises UserError for what the device cannot do, and for a port that another
+    program has."""
     reset_accelerator_state()
     try:
         accelerator = Accelerator(
@@ -33,6 +36,14 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         if "mixed precision" not in str(error):
             raise
         raise UserError(f"--mixed-precision {config.mixed_precision}: this device cannot do it: use no.") from error
+    except DistNetworkError as error:
+        reset_accelerator_state()
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"MASTER_PORT {port}: another program on this machine listens there: choose another."
+        ) from error
     # Accelerate trains on in float32 here, without a word.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError("--mixed-precision fp16: a CPU has no fp16 training: use bf16 or no.")
