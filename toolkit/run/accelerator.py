@@ -41,9 +41,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
-        raise UserError(
-            f"MASTER_PORT {port}: another program on this machine listens there: choose another."
-        ) from error
+        raise UserError(f"MASTER_PORT {port}: another program on this machine listens there: take another.") from error
     # Accelerate trains on in float32 here, without a word.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError("--mixed-precision fp16: a CPU has no fp16 training: use bf16 or no.")
