@@ -61,10 +61,14 @@ def debug() -> Config:
 
 def build_model(config: Config, num_classes: int) -> nn.Module:
     hidden = config.hidden_size
-    make_unit = tk.speech.ParallelLMU if config.unit == "parallel" else tk.speech.LMU
+    unit = (
+        tk.speech.ParallelLMU(1, hidden, config.order, theta=PIXELS)
+        if config.unit == "parallel"
+        else tk.speech.LMU(1, hidden, config.order, theta=PIXELS, remembers_input=True)
+    )
     return tk.speech.SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
-        make_unit(1, hidden, config.order, theta=PIXELS),
+        unit,
         order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),
         hidden_size=hidden,
         num_classes=num_classes,

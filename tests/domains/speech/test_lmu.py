@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from toolkit.domains.speech.legendre import LegendreMemory
 from toolkit.domains.speech.lmu import LMU, ParallelLMU
 
 
@@ -73,3 +74,13 @@ def test_half_precision_outside_does_not_reach_the_memory():
     expected = unit(x)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(unit(x)[0], expected)
+
+
+def test_a_unit_that_remembers_its_input_starts_with_the_linear_memory_of_it():
+    torch.manual_seed(0)
+    unit, memory = LMU(1, 8, 6, 20.0, remembers_input=True), LegendreMemory(6, 20.0)
+    x = draw(2, 50, 1)
+    h, (_, m) = unit(x)
+    (expected, _), last = memory(x), memory.last(x).squeeze(1)
+    torch.testing.assert_close(m, last, atol=1e-5, rtol=0)
+    torch.testing.assert_close(h, torch.tanh(expected.squeeze(2) @ unit.W_m.T), atol=1e-5, rtol=0)

@@ -24,6 +24,9 @@ class LMU(nn.Module):
         h_t = tanh(W_x x_t + W_h h_{t-1} + W_m m_t)
 
     `forward` maps (B, T, input_size) to the hidden units after each step (B, T, H), and returns the state (h, m) too.
+
+    With `remembers_input` e_x starts at 1 and e_h, e_m, W_x and W_h at 0, so that the memory holds the input itself and
+    is all that the hidden units read, as in the authors' network for permuted sequential MNIST; else at random.
     """
 
     constant_buffers = ("A", "B")
@@ -31,7 +34,7 @@ class LMU(nn.Module):
     A: Tensor
     B: Tensor
 
-    def __init__(self, input_size: int, hidden_size: int, order: int, theta: float):
+    def __init__(self, input_size: int, hidden_size: int, order: int, theta: float, *, remembers_input: bool = False):
         super().__init__()
         self.e_x = nn.Parameter(_lecun_uniform(input_size))
         self.e_h = nn.Parameter(_lecun_uniform(hidden_size))
@@ -39,6 +42,10 @@ class LMU(nn.Module):
         self.W_x = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, input_size)))
         self.W_h = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, hidden_size)))
         self.W_m = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, order)))
+        if remembers_input:
+            nn.init.ones_(self.e_x)
+            for weight in (self.e_h, self.W_x, self.W_h):
+                nn.init.zeros_(weight)
         a, b = delay_system(order, theta)
         self.register_buffer("A", a.float(), persistent=False)
         self.register_buffer("B", b.float(), persistent=False)
