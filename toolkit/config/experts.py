@@ -205,7 +205,7 @@ class LifecycleConfig:
     replay_lr: float = 1e-4
     """Learning rate of replay steps."""
     undo_above: float = 0.02
-    """Undo a change in sleep that raises the loss by more than this fraction."""
+    """Undo a change in sleep that raises the loss by more than this fraction, and than two standard errors."""
     edge_decay: float = 0.99
     """Factor of the edge weights of the knowledge graph, per epoch and sleep phase."""
     edge_floor: float = 0.1

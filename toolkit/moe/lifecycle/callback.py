@@ -20,7 +20,7 @@ from toolkit.moe.lifecycle.coverage import CoverageAlarm, Lack
 from toolkit.moe.lifecycle.experts import DynamicExperts
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
 from toolkit.moe.lifecycle.plans import Merge, Pair, Plan, Prune, plan_growth, plan_merges, plan_placement, plan_prunes
-from toolkit.moe.lifecycle.probe import ScoresSamples, last_rows, next_rows, probe_samples
+from toolkit.moe.lifecycle.probe import Probe, ScoresSamples, last_rows, next_rows, probe_samples
 from toolkit.moe.lifecycle.roster import EventKind, ExpertRoster, LifecycleEvent
 from toolkit.moe.lifecycle.similarity import compare_experts
 from toolkit.moe.lifecycle.sleep import SleepSchedule
@@ -62,8 +62,8 @@ class Lifecycle(Callback):
 
     With `knowledge`, experts that many tokens are both routed to are not merged, and stay on one rank where possible.
 
-    The loss on recent and remembered samples is measured before and after each change of a sleep; the change is undone
-    if the loss rose by more than `config.undo_above`.
+    The loss on recent and remembered samples is measured before and after each change of a sleep. The change is undone
+    if the loss rose by more than `config.undo_above`, and by more than two standard errors of the rise.
 
     Records with each line of metrics `lifecycle/experts` (active, mean over layers) and the last values of
     `lifecycle/uncovered`, `lifecycle/loss_before_sleep` and `lifecycle/loss_after_sleep`. Adds to the run's results
@@ -196,14 +196,14 @@ class Lifecycle(Callback):
         if self.knowledge is not None:
             self.knowledge.observe(step)
         rows = self._with_remembered(trainer, last_rows(trainer, PROBE_SAMPLES), "sleep")
-        before = loss = probe_samples(trainer, self.task, [], rows).loss
+        before = now = probe_samples(trainer, self.task, [], rows)
         if self.config.replay_steps and len(self.memory):
-            loss = self._attempt(trainer, rows, loss, "", partial(self._replay, trainer))
+            now = self._attempt(trainer, rows, now, "", partial(self._replay, trainer))
         for name, load_E in zip(self.layers, loads, strict=True):
             for plan in self._removals(trainer, name, rows, load_E.tolist()):
-                loss = self._attempt(trainer, rows, loss, name, partial(self._carry_out, trainer, name, plan))
+                now = self._attempt(trainer, rows, now, name, partial(self._carry_out, trainer, name, plan))
             if self.config.trial_gain is not None:
-                loss = self._try_without(trainer, name, rows, loss, self.config.trial_gain)
+                now = self._try_without(trainer, name, rows, now, self.config.trial_gain)
         for name, layer in self.layers.items():
             roster = self.rosters[name]
             graph = self._graph(name)
@@ -211,42 +211,42 @@ class Lifecycle(Callback):
             placement = plan_placement(roster, layer.placement, together_EE)
             if placement != layer.placement:
                 migrate(layer.expert_stack, placement, trainer.optimizer)
-        self._readings |= {"loss_before_sleep": before, "loss_after_sleep": loss}
+        self._readings |= {"loss_before_sleep": before.loss, "loss_after_sleep": now.loss}
         changes = [event.kind for event in self.history[events:]]
-        detail = {"before": before, "after": loss, "changes": changes}
+        detail = {"before": before.loss, "after": now.loss, "changes": changes}
         self.history.append(LifecycleEvent(step, "", "sleep", (), detail))
         self.next_sleep = step + self.schedule.steps(self.experts.most_active(), self._initial)
 
-    def _attempt(self, trainer: Trainer, rows: Tensor, loss: float, layer: str, change: Callable[[], None]) -> float:
-        """Make a change, and undo it if it raises the loss by more than is allowed; returns the loss afterwards."""
+    def _attempt(self, trainer: Trainer, rows: Tensor, before: Probe, layer: str, change: Callable[[], None]) -> Probe:
+        """Make a change, and undo it if it made the losses worse; returns the losses afterwards."""
         undo = self.experts.undo_point(trainer.optimizer)
         change()
-        after = probe_samples(trainer, self.task, [], rows).loss
-        if after <= loss * (1 + self.config.undo_above):
+        after = probe_samples(trainer, self.task, [], rows)
+        if not after.is_worse(before, self.config.undo_above):
             return after
         undone = undo()
         tried = [str(event.kind) for event in undone] or ["replay"]
         uids = tuple(uid for event in undone for uid in event.uids)
-        detail = {"tried": tried, "before": loss, "after": after}
+        detail = {"tried": tried, "before": before.loss, "after": after.loss}
         self.history.append(LifecycleEvent(trainer.state.step, layer, "undone", uids, detail))
-        return loss
+        return before
 
-    def _try_without(self, trainer: Trainer, name: str, rows: Tensor, loss: float, needed: float) -> float:
-        """Prune experts on trial without which the loss is hardly higher; returns the loss afterwards."""
+    def _try_without(self, trainer: Trainer, name: str, rows: Tensor, now: Probe, needed: float) -> Probe:
+        """Prune experts on trial without which the loss is hardly higher; returns the losses afterwards."""
         step = trainer.state.step
         limits = {"min_age": self.config.min_age, "min_experts": self.min_experts}
         for uid in self.experts.on_trial(name, step=step, **limits):
             undo = self.experts.undo_point(trainer.optimizer)
             self._carry_out(trainer, name, Prune(uid, {}))
-            without = probe_samples(trainer, self.task, [], rows).loss
+            without = probe_samples(trainer, self.task, [], rows)
             undo()
-            why = {"gain": without / max(loss, 1e-12) - 1, "loss": loss, "loss_without": without}
+            why = {"gain": without.loss / max(now.loss, 1e-12) - 1, "loss": now.loss, "loss_without": without.loss}
             if why["gain"] < needed:
                 self._carry_out(trainer, name, Prune(uid, why))
-                loss = without
+                now = without
             else:
                 self.history.append(LifecycleEvent(step, name, "kept", (uid,), why))
-        return loss
+        return now
 
     def _replay(self, trainer: Trainer) -> None:
         """Optimizer steps on remembered samples and their labels, at the learning rate `replay_lr`."""

@@ -56,6 +56,20 @@ class Probe:
     uncovered: float
     """Fraction of the samples of all ranks with a loss above `HALF_PROBABILITY`."""
 
+    def is_worse(self, before: Probe, allowed: float) -> bool:
+        """Whether the mean loss is higher than it was `before` on the same samples: by more than the fraction
+        `allowed`, and by more than two standard errors of the mean of the differences, sample by sample. True for a
+        loss that is not a number. For probes without views. A collective.
+
+        The standard error of a few samples with a huge loss is huge too: it excuses `HALF_PROBABILITY` at most.
+        """
+        rise_N = self.losses_T - before.losses_T
+        rise, squares = sum_over_ranks(torch.stack([rise_N.sum(), rise_N.square().sum()])).tolist()
+        mean = rise / self.samples
+        variance = (squares / self.samples - mean**2) / max(1, self.samples - 1)
+        chance = min(2 * max(0.0, variance) ** 0.5, HALF_PROBABILITY)
+        return not mean <= max(allowed * before.loss, chance)
+
     def uncovered_weight(self, layer: int, logical_experts: int) -> Tensor:
         """float64 (E): each logical expert's sum of routing weights of uncovered tokens. A collective."""
         view = self.views[layer]
