@@ -170,9 +170,11 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
         ):
             data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
             model = build_model(config, data, tk.make_expert_groups(1))
+            penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+            task = tk.Classification(penalty=penalty)
+            still = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
             with torch.enable_grad():
-                task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=config.balance_weight))
-                tk.standard_trainer(run, task, model, train=data.train, test=data.test).fit()
+                tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=still).fit()
         (layer,) = moe_layers(model).values()
         images, labels = data.test.columns["input"], data.test.columns["label"]
         model.eval()
@@ -195,7 +197,9 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 
 def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
-    return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, cpu=True)
+    """Room for two more experts, of which training makes no use."""
+    unused = LifecycleConfig(grow=False, sleep=False)
+    return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, lifecycle=unused, cpu=True)
 
 
 def only_layer(model: torch.nn.Module) -> MoE:
