@@ -122,19 +122,20 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
 
 def each_speaker(args: argparse.Namespace) -> list[dict[str, object]]:
     """Accuracy on all recordings of a speaker who was held out of training: mean, spread and value of each seed."""
-    rows: list[dict[str, object]] = []
-    for speaker in SPEAKERS:
-        _, found = finished(speaker, args)
-        values = [100 * run["test_accuracy"] for run in found.values()]
-        if values:
-            row = {"held out": speaker, "accuracy %": round(statistics.mean(values), 1)}
-            row |= {"sd": round(statistics.stdev(values), 1) if len(values) > 1 else None}
-            rows.append(row | {"each seed": [round(value, 1) for value in values]})
-    by_seed = list(zip(*(row["each seed"] for row in rows), strict=True))
-    means = [statistics.mean(values) for values in by_seed]
-    row = {"held out": "mean of all", "accuracy %": round(statistics.mean(means), 1)}
-    row |= {"sd": round(statistics.stdev(means), 1) if len(means) > 1 else None}
-    return [*rows, row | {"each seed": [round(value, 1) for value in means]}]
+    accuracies = {
+        speaker: [100 * run["test_accuracy"] for run in finished(speaker, args)[1].values()] for speaker in SPEAKERS
+    }
+    accuracies["mean of all"] = [statistics.mean(of_a_seed) for of_a_seed in zip(*accuracies.values(), strict=True)]
+    return [
+        {
+            "held out": name,
+            "accuracy %": round(statistics.mean(values), 1),
+            "sd": round(statistics.stdev(values), 1) if len(values) > 1 else None,
+            "each seed": [round(value, 1) for value in values],
+        }
+        for name, values in accuracies.items()
+        if values
+    ]
 
 
 if __name__ == "__main__":

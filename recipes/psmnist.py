@@ -7,6 +7,7 @@ python recipes/psmnist.py cell            the nonlinear unit, 102,027 parameters
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -61,14 +62,12 @@ def debug() -> Config:
 
 def build_model(config: Config, num_classes: int) -> nn.Module:
     hidden = config.hidden_size
-    unit = (
-        tk.speech.ParallelLMU(1, hidden, config.order, theta=PIXELS)
-        if config.unit == "parallel"
-        else tk.speech.LMU(1, hidden, config.order, theta=PIXELS, remembers_input=True)
-    )
+    make_unit: Any = tk.speech.ParallelLMU
+    if config.unit == "cell":
+        make_unit = partial(tk.speech.LMU, remembers_input=True)
     return tk.speech.SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
-        unit,
+        make_unit(1, hidden, config.order, theta=PIXELS),
         order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),
         hidden_size=hidden,
         num_classes=num_classes,
