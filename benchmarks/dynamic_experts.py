@@ -37,7 +37,7 @@ from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.streams import permuted_stream
 from toolkit.domains.continual.training import stream_task, task_order
 from toolkit.moe.layer import MoE, moe_layers
-from toolkit.moe.lifecycle.callback import Lifecycle
+from toolkit.moe.lifecycle.callback import COUNTED, Lifecycle
 from toolkit.moe.lifecycle.plans import Grow, Merge, free_logical_id
 from toolkit.moe.lifecycle.roster import ExpertRoster
 from toolkit.moe.lifecycle.router import Hyperplane
@@ -54,8 +54,8 @@ def quiet(config: Config, folder: str, data_dir: Path | None, **changes: Any) ->
 
 
 def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
-    """Nothing shifts, so there is next to nothing to grow for."""
-    arms: dict[str, Callable[[], Config]] = {"fixed, 8 experts": full, "dynamic, from 4": dynamic}
+    """The presets `full` and `dynamic` of `recipes/mnist_moe.py`. Nothing shifts, so there is little to grow for."""
+    arms: dict[str, Callable[[], Config]] = {FIXED: full, "dynamic, from 4": dynamic}
     rows = []
     for arm, preset in arms.items():
         runs = []
@@ -63,6 +63,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 runs.append(main(quiet(preset(), folder, data_dir, seed=seed)))
         accuracy = [100 * run["test_accuracy"] for run in runs]
+        counts: dict[str, list[int]] = {kind: [run.get(f"lifecycle_{kind}", 0) for run in runs] for kind in COUNTED}
         rows.append(
             {
                 "arm": arm,
@@ -70,7 +71,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 "sd": round(statistics.stdev(accuracy), 2) if seeds > 1 else None,
                 "experts at the end": [run.get("active_experts", 8) for run in runs],
                 "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
-                "sleeps": sum(run.get("lifecycle_sleep", 0) for run in runs),
+                **counts,
             }
         )
     return rows

@@ -5,7 +5,8 @@
     python benchmarks/vae_robustness.py --out runs/vae --collect    tables of what is finished by now
 
 Each is a `toolkit sweep` of recipes/vae_robustness.py, with tables and a picture in a folder below --out. Writes
-benchmarks/results/vae_robustness.json with what is finished. MNIST is found as recipes find it.
+benchmarks/results/vae_labels.json, and one for each other sweep, with what is finished. MNIST is found as recipes find
+it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ METRICS = [
 ]
 
 
-def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> list[dict[str, Any]]:
     """A row per cell of a sweep, as far as it is finished, with every seed's accuracy."""
     table = gather(folder / "cells", metrics=METRICS)
     rows = []
@@ -71,7 +72,7 @@ def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
         key = {axis: mean[axis] for axis in table.axes}
         runs = [run for run in table.runs if {axis: run[axis] for axis in table.axes} == key]
         errors = [round(100 * (1 - run["test_accuracy"]), 2) for run in runs]
-        row: dict[str, Any] = {"sweep": name, "cell": " ".join(f"{axis}={value}" for axis, value in key.items())}
+        row: dict[str, Any] = {"cell": " ".join(f"{axis}={value}" for axis, value in key.items())}
         row |= {"runs": mean["runs"], "test error %": round(100 * (1 - mean["test_accuracy mean"]), 2)}
         row |= {"sd": None if len(runs) < 2 else round(100 * mean["test_accuracy sd"], 2), "each seed": errors}
         row |= {**key, **accuracy_of(errors)}
@@ -114,6 +115,6 @@ if __name__ == "__main__":
                 continue
             if sweep(["--out", str(args.out / name), *options, *words, *common]) == EXIT_PREEMPTED:
                 sys.exit(EXIT_PREEMPTED)
-    found = [row for name in names if (args.out / name / "cells").is_dir() for row in rows_of(name, args.out / name)]
-    if found:
-        write_report("vae_robustness", found, flags=args.flags)
+    for name in names:
+        if (args.out / name / "cells").is_dir():
+            write_report(f"vae_{name}", rows_of(args.out / name), flags=args.flags)
