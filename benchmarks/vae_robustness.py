@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from toolkit.commands.sweep import main as sweep
-from toolkit.errors import EXIT_PREEMPTED
 from toolkit.sweep.tables import gather
 
 RECIPE = str(ROOT / "recipes" / "vae_robustness.py")
@@ -113,8 +112,8 @@ if __name__ == "__main__":
             options = ["--collect"] if args.collect else ["--jobs", str(args.jobs)]
             if args.collect and not (args.out / name / "cells").is_dir():
                 continue
-            if sweep(["--out", str(args.out / name), *options, *words, *common]) == EXIT_PREEMPTED:
-                sys.exit(EXIT_PREEMPTED)
+            if code := sweep(["--out", str(args.out / name), *options, *words, *common]):
+                sys.exit(code)
     for name in names:
         if (args.out / name / "cells").is_dir():
             write_report(f"vae_{name}", rows_of(args.out / name), flags=args.flags)
