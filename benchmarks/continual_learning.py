@@ -30,7 +30,7 @@ from benchmarks.report import markdown, put_tables, write_report
 from recipes.mnist_moe import Config, build_model, top2
 from toolkit.callbacks.drift import DriftWatch
 from toolkit.config.experts import LifecycleConfig
-from toolkit.data.batches import BatchOrder
+from toolkit.data.batches import Augment, BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.domains.continual.evaluation import TaskEvaluation
@@ -146,7 +146,9 @@ class Cell:
         return json.loads(self.file.read_text(encoding="utf-8"))
 
 
-def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> dict[str, Any]:
+def train(
+    cell: Cell, data_dir: Path | None = None, dataset: str = "mnist", augment: Augment | None = None
+) -> dict[str, Any]:
     """Learn the tasks of a cell's stream in turn; what `TaskEvaluation` and the other callbacks found."""
     arm = ARMS[cell.arm]
     with tempfile.TemporaryDirectory() as folder:
@@ -199,6 +201,7 @@ def train(cell: Cell, data_dir: Path | None = None, dataset: str = "mnist") -> d
                 model,
                 train=stream.train,
                 order=order,
+                augment=augment,
                 max_steps=ends[-1],
                 evaluation=TaskEvaluation(stream.tests, ends),
                 callbacks=callbacks,

@@ -74,6 +74,16 @@ def test_a_draw_is_a_function_of_seed_and_address():
     assert memory.draw(50, 0).unique().equal(memory.rows)
 
 
+def test_a_draw_of_visits_is_the_draw_of_rows_and_another_visit_at_each_address():
+    memory = ReplayMemory(table(), 20, seed=0)
+    memory.add(torch.arange(400))
+    visits = [memory.draw_visits(8, "sleep", 3, turn) for turn in range(50)]
+    for turn, each in enumerate(visits):
+        assert torch.equal(each % 400, memory.draw(8, "sleep", 3, turn))
+        assert torch.equal(each, memory.draw_visits(8, "sleep", 3, turn))
+    assert len(torch.cat(visits).unique()) == 400
+
+
 def test_the_parts_of_the_ranks_are_the_sample_of_one_process():
     memory = ReplayMemory(table(), 20, seed=0)
     memory.add(torch.arange(400))

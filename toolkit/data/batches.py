@@ -47,6 +47,10 @@ class Order(Protocol):
 
     def samples_before(self, step: int) -> int: ...
 
+    def epoch_of(self, step: int) -> int:
+        """How often the rows of `step` were in a batch before."""
+        ...
+
     def batches(self, start_step: int) -> Iterator[Tensor]: ...
 
 
@@ -75,6 +79,10 @@ class BatchOrder:
         """How many examples the steps before `step` took."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.num_samples + steps * self.batch_size
+
+    def epoch_of(self, step: int) -> int:
+        """How often the rows of `step` were in a batch before."""
+        return step // self.steps_per_epoch
 
     def batches(self, start_step: int) -> Iterator[Tensor]:
         """The global batches of steps `start_step`, `start_step` + 1, ... without end."""
@@ -138,7 +146,7 @@ class TrainBatches:
         """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
         for step, batch in enumerate(self.order.batches(start_step), start_step):
             if self.augment is not None:  # which takes visits, not rows
-                batch = batch + step // self.steps_per_epoch * len(self.table)
+                batch = batch + self.order.epoch_of(step) * len(self.table)
             for micro in range(self.accumulation):
                 yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
 
@@ -146,11 +154,20 @@ class TrainBatches:
         """The row numbers of the global batch of `step`."""
         return next(self.order.batches(step)).tolist()
 
-    def micro_batches_of(self, rows: Tensor) -> list[Batch]:
-        """This rank's micro-batches of a global batch of `rows`, as they are in the table."""
+    def micro_batches_of(self, visits: Tensor) -> list[Batch]:
+        """This rank's micro-batches of a global batch of `visits` (epoch * samples + row), augmented as others are."""
+        rows = self._rows_in_source(visits)
         micro = (split(rows, self.accumulation, index) for index in range(self.accumulation))
         pieces = [split(piece, self.world_size, self.rank) for piece in micro]
-        return list(fetch(self.table, iter(pieces), self.device, num_workers=0))
+        return list(fetch(self.source, iter(pieces), self.device, num_workers=0))
+
+    def seen(self, visits: Tensor) -> Batch:
+        """The samples of `visits` on the CPU, augmented as others are."""
+        return self.source[self._rows_in_source(visits)]
+
+    def _rows_in_source(self, visits: Tensor) -> Tensor:
+        """An augmented table is indexed by visits, another one by rows."""
+        return visits % len(self.table) if self.augment is None else visits
 
     def part_of(self, rows: Tensor) -> Batch:
         """This rank's part of `rows` in one batch, as they are in the table."""

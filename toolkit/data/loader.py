@@ -25,7 +25,7 @@ from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.seeding import derive_seed
 from toolkit.task import Batch
 
-NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of"}
+NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
 """What `TrainBatches` has beyond `LoaderBatches`: access to single rows."""
 
 

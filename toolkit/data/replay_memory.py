@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from toolkit.task import Batch
 
 PRIORITY_BITS = 40
+MOST_EPOCHS = 2**20
+"""Draws have the visits of as many epochs: what an augmentation draws is then another at each, but for rare chance."""
 
 
 class ReplayMemory:
@@ -69,6 +71,13 @@ class ReplayMemory:
         rounds = -(-count // len(self))
         order = torch.cat([torch.randperm(len(self), generator=draws) for _ in range(rounds)])
         return self.rows[order[:count]]
+
+    def draw_visits(self, count: int, *address: int | str) -> Tensor:
+        """The rows of `draw` as visits (epoch * samples + row), for `TrainBatches`: an `augment` changes a row in
+        another way at another address.
+        """
+        epoch = derive_seed(self.seed, "visits", *address) % MOST_EPOCHS
+        return self.draw(count, *address) + epoch * len(self.table)
 
     def sample(self, count: int, *address: int | str, rank: int = 0, world_size: int = 1) -> Batch:
         """This rank's part of the examples at `draw(count, *address)`: all columns of the table, on the CPU."""

@@ -117,6 +117,8 @@ def test_tasks_come_one_after_another_each_example_once_per_epoch(sizes, batch_s
     tasks = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     assert tasks[torch.cat(steps)].tolist() == expected
     assert torch.cat(steps).bincount().tolist() == [2 * epochs] * sum(sizes)
+    visits = torch.cat([rows + order.epoch_of(step) * sum(sizes) for step, rows in enumerate(steps)])
+    assert visits.sort().values.equal(torch.arange(2 * epochs * sum(sizes))), "each visit happens once"
     seen = 0
     for step in range(total):
         assert order.samples_before(step) == seen

@@ -8,13 +8,19 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.domains.continual.toy import toy_config, toy_trainer
+from tests.domains.continual.toy import dimmed, toy_config, toy_trainer
 from tests.equality import in_float64
 from tests.helpers import run_distributed
 from toolkit.domains.continual.classification import ClassificationWithinTasks
+from toolkit.domains.continual.replay import Replay
+from toolkit.task import Batch
 from toolkit.tracking.jsonl import read_metrics
 
-METHODS: dict[str, dict[str, Any]] = {"elastic": {"strength": 1e3}, "replay": {"capacity": 20}}
+METHODS: dict[str, dict[str, Any]] = {
+    "elastic": {"strength": 1e3},
+    "replay": {"capacity": 20},
+    "augmented replay": {"capacity": 20, "augment": dimmed},
+}
 
 OF_THE_MACHINE = {"samples_per_second", "train_seconds", "peak_memory_bytes"}
 
@@ -72,6 +78,34 @@ def test_what_contradicts_is_forgotten_unless_weights_are_held_or_samples_replay
     assert free == [0.0, 1.0]
     assert after_both("held", strength=1e9)[0][0] > 0.9
     assert after_both("replayed", capacity=100)[1] < loss / 2
+
+
+class WhatIsAdded(tk.Callback):
+    """What a batch has beyond its own eight samples, step by step."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def on_step_start(self, trainer: tk.Trainer, micro_batches: list[Batch]) -> None:
+        if trainer.state.step >= 6:  # the memory is filled every third step
+            self.batches += [{name: column[8:] for name, column in batch.items()} for batch in micro_batches]
+
+
+def test_replayed_samples_are_augmented_anew_at_each_visit(tmp_path):
+    def marked(batch: Batch, visits: torch.Tensor) -> Batch:
+        return {**batch, "visit": visits}
+
+    added = WhatIsAdded()
+    with toy_trainer(toy_config(tmp_path / "run"), added, capacity=20, augment=marked) as trainer:
+        trainer.fit()
+        (replay,) = (callback for callback in trainer.callbacks if isinstance(callback, Replay))
+    visits = torch.cat([batch["visit"] for batch in added.batches])
+    assert len(visits) == 8 * (len(added.batches))
+    assert len(visits.unique()) == len(visits), "a visit happens once"
+    rows = visits % len(replay.memory.table)
+    assert len(rows.unique()) < len(rows) / 2, "most are replayed more than once"
+    for name, column in replay.memory.table[rows].items():
+        assert torch.equal(torch.cat([batch[name] for batch in added.batches]), column)
 
 
 def test_a_change_of_task_raises_an_alarm(tmp_path):

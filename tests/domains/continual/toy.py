@@ -12,6 +12,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit.callbacks.drift import DriftWatch
+from toolkit.data.batches import Augment
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
@@ -20,6 +21,7 @@ from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
 from toolkit.domains.continual.replay import Remember, Replay
 from toolkit.domains.continual.streams import TaskStream, rotated_stream, split_stream
 from toolkit.domains.continual.training import stream_task, task_order
+from toolkit.task import Batch
 
 
 def images(count: int, seed: int) -> TensorTable:
@@ -42,6 +44,12 @@ def toy_stream(kind: str = "class") -> TaskStream:
     return split_stream(DATA, scenario="task" if kind == "task" else "class")
 
 
+def dimmed(batch: Batch, visits: torch.Tensor) -> Batch:
+    """An augmentation: each image is darker by up to a half, by as much as its visit says."""
+    brightness = 1 - (visits * 2654435769 >> 7) % 1000 / 2000
+    return {**batch, "input": (batch["input"] * brightness[:, None, None]).to(torch.uint8)}
+
+
 def toy_config(folder: Path, **settings: Any) -> tk.RunConfig:
     settings = {"batch_size": 8, "lr": 3e-3, "log_every": 2} | settings
     return tk.RunConfig(run_dir=folder, tracker="none", cpu=True, schedule=CONSTANT, **settings)
@@ -57,6 +65,7 @@ def toy_trainer(
     kind: str = "class",
     strength: float | None = None,
     capacity: int | None = None,
+    augment: Augment | None = None,
 ) -> Iterator[tk.Trainer]:
     with tk.start_run("toy", config) as run:
         stream = toy_stream(kind)
@@ -79,6 +88,7 @@ def toy_trainer(
             model,
             train=stream.train,
             order=tasks,
+            augment=augment,
             max_steps=tasks.steps_per_epoch,
             evaluation=TaskEvaluation(stream.tests, tasks.task_ends),
             callbacks=[*methods, *callbacks],

@@ -14,7 +14,7 @@ import toolkit as tk
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.callbacks.evaluation import Evaluation
 from toolkit.config.experts import DynamicRunConfig, LifecycleConfig
-from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.data.batches import Augment, EvalBatches, TrainBatches
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.domains.continual.replay import Remember
@@ -78,7 +78,12 @@ def dynamic_config(folder: Path, *, lifecycle: LifecycleConfig = EVENTFUL, **set
 
 @contextmanager
 def dynamic_trainer(
-    config: DynamicRunConfig, *, ep_size: int = 1, callbacks: tuple[tk.Callback, ...] = (), reported: bool = False
+    config: DynamicRunConfig,
+    *,
+    ep_size: int = 1,
+    callbacks: tuple[tk.Callback, ...] = (),
+    reported: bool = False,
+    augment: Augment | None = None,
 ) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
     with tk.start_run("dynamic", config) as run:
         torch.manual_seed(0)
@@ -103,6 +108,7 @@ def dynamic_trainer(
                     seed=config.seed,
                     order=order,
                     accumulation=config.gradient_accumulation_steps,
+                    augment=augment,
                     **where,
                 ),
                 max_steps=config.max_steps or STEPS,

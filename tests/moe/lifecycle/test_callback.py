@@ -15,6 +15,7 @@ from tests.helpers import run_distributed
 from tests.moe.lifecycle.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
 from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.parallel.unwrapping import unwrapped
+from toolkit.task import Batch
 from toolkit.tracking.jsonl import read_metrics
 
 Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
@@ -118,6 +119,21 @@ def test_an_undone_change_restores_everything(tmp_path: Path) -> None:
     )[0]
     assert losses == expected
     assert results["test_loss"] == without["test_loss"]
+
+
+def test_samples_that_are_replayed_in_sleep_are_augmented_anew(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def watched(batch: Batch, visits: torch.Tensor) -> Batch:
+        seen.append(visits)
+        return batch
+
+    with dynamic_trainer(dynamic_config(tmp_path / "run"), augment=watched) as (trainer, lifecycle):
+        trainer.fit()
+    sleeps = [event for event in lifecycle.history if event.kind == "sleep"]
+    in_turn = trainer.max_steps  # those of the steps themselves
+    assert len(seen) == in_turn + len(sleeps) * EVENTFUL.replay_steps
+    assert len(torch.cat(seen).unique()) == len(torch.cat(seen)), "no visit happens twice"
 
 
 def test_new_experts_can_be_fresh(tmp_path: Path) -> None:

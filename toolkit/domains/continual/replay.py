@@ -47,7 +47,7 @@ class Remember(Callback):
 
 class Replay(Callback):
     """Adds `count` remembered examples, over all ranks, to each step (experience replay, Chaudhry et al. 2019,
-    arXiv 1902.10486). Nothing is added while the memory is empty.
+    arXiv 1902.10486), augmented as the others are. Nothing is added while the memory is empty.
 
     Has no state: the draw is a function of the seed, the step and the memory, whose state `Remember` saves.
     """
@@ -59,9 +59,9 @@ class Replay(Callback):
         if not len(self.memory):
             return
         run = trainer.run
-        rows = self.memory.draw(self.count, trainer.state.step)
+        visits = self.memory.draw_visits(self.count, trainer.state.step)
         for index, batch in enumerate(micro_batches):
-            part = split(split(rows, len(micro_batches), index), run.world_size, run.rank)
-            remembered = self.memory.table[part]
+            part = split(split(visits, len(micro_batches), index), run.world_size, run.rank)
+            remembered = trainer.batches.seen(part)
             for name, column in batch.items():
                 batch[name] = torch.cat([column, remembered[name].to(column.device)])

@@ -198,6 +198,11 @@ class TaskOrder:
         whole = epochs * sum(self.sizes) + sum(self.sizes[:task])
         return whole * self.epochs_per_task + (self._orders[task].samples_before(steps) if steps else 0)
 
+    def epoch_of(self, step: int) -> int:
+        """How often the rows of `step` were in a batch before."""
+        epochs, task, steps = self._place(step)
+        return epochs * self.epochs_per_task + self._orders[task].epoch_of(steps)
+
     def batches(self, start_step: int) -> Iterator[Tensor]:
         """The rows of the global batches of steps `start_step`, `start_step` + 1, ... without end."""
         epoch, task, skip = self._place(start_step)

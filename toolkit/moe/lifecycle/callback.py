@@ -249,12 +249,12 @@ class Lifecycle(Callback):
         return now
 
     def _replay(self, trainer: Trainer) -> None:
-        """Optimizer steps on remembered samples and their labels, at the learning rate `replay_lr`."""
+        """Optimizer steps on remembered samples, augmented as others are, at the learning rate `replay_lr`."""
         size = self.config.replay_batch_size or trainer.run.config.batch_size
         multiplier = self.config.replay_lr / trainer.base_rates[0]
         for turn in range(self.config.replay_steps):
-            rows = self.memory.draw(size, "sleep", trainer.state.step, turn)
-            micro_batches = trainer.batches.micro_batches_of(rows)
+            visits = self.memory.draw_visits(size, "sleep", trainer.state.step, turn)
+            micro_batches = trainer.batches.micro_batches_of(visits)
             if self.balance is not None:
                 self.balance.on_step_start(trainer, micro_batches)
             trainer.learn(micro_batches, multiplier, record=False)
