@@ -4,7 +4,8 @@ python benchmarks/dynamic_experts.py --data-dir DIR                 all tables; 
 python benchmarks/dynamic_experts.py cost --data-dir DIR            one of them
 
 stationary   five epochs of the same data: accuracy, and the active experts at the end
-sleep        ten epochs of five tasks: test accuracy on the tasks seen so far, before and after each sleep
+sleep        five tasks of two epochs each, permuted and split digits: test accuracy on the tasks seen so far, before
+             and after each sleep
 merge        a trained mixture: equal experts are merged, different ones are not
 cost         processor time of a step with and without, in interleaved rounds, on one thread
 """
@@ -34,7 +35,7 @@ from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import EvalBatches
 from toolkit.domains.continual.evaluation import TaskEvaluation
-from toolkit.domains.continual.streams import permuted_stream
+from toolkit.domains.continual.streams import permuted_stream, split_stream
 from toolkit.domains.continual.training import stream_task, task_order
 from toolkit.moe.layer import MoE, moe_layers
 from toolkit.moe.lifecycle.callback import COUNTED, Lifecycle
@@ -104,7 +105,7 @@ class AroundSleep(Lifecycle):
 def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     """Ten epochs: five tasks of two."""
     rows = []
-    for seed in range(seeds):
+    for kind, seed in itertools.product(("permuted", "split"), range(seeds)):
         with tempfile.TemporaryDirectory() as folder:
             lifecycle = LifecycleConfig(
                 check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
@@ -115,7 +116,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             )
             with tk.start_run("dynamic_experts", config) as run:
                 data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-                stream = permuted_stream(data, seed=seed, divided=True)
+                stream = permuted_stream(data, seed=seed, divided=True) if kind == "permuted" else split_stream(data)
                 model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
                 penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
                 task = stream_task(stream, penalty=penalty)
@@ -126,7 +127,6 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 assert isinstance(lifecycle_callback, AroundSleep)
                 tasks = task_order(run, stream)
                 ends = tasks.task_ends
-                per_task = ends[0]
                 trainer = tk.standard_trainer(
                     run,
                     task,
@@ -139,20 +139,26 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 )
                 lifecycle_callback.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
                 results = trainer.fit()
-        changes = [after - before for before, after in lifecycle_callback.around]
+        around = lifecycle_callback.around
+        changes = [after - before for before, after in around]
         kinds = [event.kind for event in lifecycle_callback.history]
         grown = [event.step for event in lifecycle_callback.history if event.kind == "grow"]
         # The coming samples are looked at, so a shift may be seen a look before it begins.
-        first, last = -lifecycle.check_every, per_task - lifecycle.check_every
-        answered = sum(any(first < step - start <= last for step in grown) for start in ends[:-1])
+        look = lifecycle.check_every
+        answered = sum(
+            any(start - look < step <= end - look for step in grown) for start, end in itertools.pairwise(ends)
+        )
         rows.append(
             {
+                "stream": kind,
                 "seed": seed,
                 "shifts": len(ends) - 1,
                 "answered by growth": answered,
                 "sleeps": len(changes),
                 **{kind: kinds.count(kind) for kind in ("grow", "merge", "prune", "undone")},
                 "experts at the end": results["active_experts"],
+                "before a sleep, mean %": round(statistics.mean(before for before, _ in around), 1),
+                "after it, mean %": round(statistics.mean(after for _, after in around), 1),
                 "change over a sleep, mean points": round(statistics.mean(changes), 2),
                 "worst": round(min(changes), 2),
             }
