@@ -2,6 +2,7 @@
 
     python benchmarks/continual_learning.py --data-dir DIR      hours on one core; stops and goes on as you like
     python benchmarks/continual_learning.py --streams permuted --arms replay "fixed mixture" --seeds 2
+    python benchmarks/continual_learning.py --streams "permuted, 20 tasks"       five arms
 
 Every cell (stream, arm, seed) leaves a file in runs/continual_learning, and is not trained again. At the end, tables
 of all cells that there are, benchmarks/results/continual_learning.json, and pictures in docs/images.
@@ -33,6 +34,7 @@ from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import Augment, BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
+from toolkit.data.table import TensorTable
 from toolkit.domains.continual.evaluation import TaskEvaluation
 from toolkit.domains.continual.ewc import Consolidation, ElasticWeights
 from toolkit.domains.continual.plots import draw_accuracy_matrices, draw_average_accuracies
@@ -58,14 +60,24 @@ SPLIT_SAMPLES = 11263
 """Per task: as many as there are fours and fives."""
 SLEEPS_PER_TASK = 8
 
+
+def few_tests(data: ImageData) -> ImageData:
+    """With the first 2,000 test images: each of 20 tasks is tested after each."""
+    return replace(data, test=TensorTable(**{name: column[:2000] for name, column in data.test.columns.items()}))
+
+
 STREAMS: dict[str, Callable[[ImageData, int], TaskStream]] = {
     "split": lambda data, seed: split_stream(data, samples_per_task=SPLIT_SAMPLES),  # noqa: ARG005
     "permuted": lambda data, seed: permuted_stream(data, seed=seed, divided=True),
     "rotated": lambda data, seed: rotated_stream(data, seed=seed, divided=True),
+    "permuted, 20 tasks": lambda data, seed: permuted_stream(few_tests(data), seed=seed, num_tasks=20, divided=True),
     "split, domain": lambda data, seed: split_stream(data, scenario="domain", samples_per_task=SPLIT_SAMPLES),  # noqa: ARG005
     "split, task": lambda data, seed: split_stream(data, scenario="task", samples_per_task=SPLIT_SAMPLES),  # noqa: ARG005
 }
 LEADING = ("split", "permuted", "rotated")
+LONG = "permuted, 20 tasks"
+LONG_ARMS = ("replay", "fixed mixture, sleep", "fixed mixture of 32, sleep", "dynamic", "dynamic, at most 32")
+"""The stream for which few experts may be too few, and the arms that are tried on it."""
 PICTURED = (
     "fine-tuning",
     "elastic weights",
@@ -115,7 +127,11 @@ ARMS = {
     "fixed mixture": Arm(settings=MIXTURE),
     "fixed mixture, replay": Arm(settings=MIXTURE, method="replay"),
     "fixed mixture, sleep": Arm(settings=MIXTURE | {"max_experts": 8}, method="lifecycle", lifecycle=SLEEP_ONLY),
+    "fixed mixture of 32, sleep": Arm(
+        settings={"experts": 32, "max_experts": 32}, method="lifecycle", lifecycle=SLEEP_ONLY
+    ),
     "dynamic": Arm(settings=ACTIVE, method="lifecycle"),
+    "dynamic, at most 32": Arm(settings=ACTIVE | {"max_experts": 32}, method="lifecycle"),
     "dynamic, no growth": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"grow": False}),
     "dynamic, no merging": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"merge": False}),
     "dynamic, no pruning": Arm(settings=ACTIVE, method="lifecycle", lifecycle={"prune": False}),
@@ -209,13 +225,19 @@ def train(
             return {**asdict(cell), "parameters": parameters, "task_ends": ends, **trainer.fit()}
 
 
-def cells(streams: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
-    """What is to be trained. Strengths are chosen when their turn comes, from cells that were trained before."""
-    if "elastic weights" in arms:
-        yield from (Cell(stream=s, arm="elastic weights", seed=seed, strength=x) for s, seed, x in tuning(streams))
+def usual_arms(stream: str) -> list[str]:
+    """The arms of a stream where none are named."""
+    return list(LONG_ARMS) if stream == LONG else [arm for arm in ARMS if "32" not in arm]
+
+
+def cells(arms: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> Iterator[Cell]:
+    """What is to be trained: `arms` of each stream. Strengths are chosen when their turn comes, from cells that were
+    trained before."""
+    tuned = [stream for stream in arms if "elastic weights" in arms[stream]]
+    yield from (Cell(stream=s, arm="elastic weights", seed=seed, strength=x) for s, seed, x in tuning(tuned))
     for seed in seeds:
-        for stream in streams:
-            for arm in arms:
+        for stream in arms:
+            for arm in arms[stream]:
                 yield Cell(
                     stream=stream,
                     arm=arm,
@@ -402,14 +424,15 @@ def draw(results: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], folder:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR")
-    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="none: only the tables")
+    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=[*LEADING, LONG])
+    parser.add_argument("--arms", nargs="*", choices=ARMS, help="of each stream; none at all: only the tables")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     CELLS.mkdir(parents=True, exist_ok=True)
-    for cell in cells(args.streams, args.arms, range(args.seeds)):
+    arms = {stream: usual_arms(stream) if args.arms is None else args.arms for stream in args.streams}
+    for cell in cells(arms, range(args.seeds)):
         if not cell.file.exists():
             write_json(cell.file, train(cell, args.data_dir))
     report()

@@ -37,7 +37,7 @@ def test_every_cell_has_a_file_of_its_own():
 def test_strengths_are_chosen_on_seeds_that_no_table_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "CELLS", tmp_path)
     trained = []
-    for cell in cells(["permuted"], ["elastic weights"], range(2)):
+    for cell in cells({"permuted": ["elastic weights"]}, range(2)):
         trained.append((cell.seed, cell.strength))
         accuracy = 0.9 if cell.strength == 100 else 0.5
         cell.file.write_text(
