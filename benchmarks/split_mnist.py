@@ -1,4 +1,4 @@
-"""Split MNIST with a memory of 200 to 5,000 images: dynamic experts beside rivals that use the memory otherwise.
+"""Split MNIST with a memory of 50 to 5,000 images: dynamic experts beside rivals that use the memory otherwise.
 
     python benchmarks/split_mnist.py --data-dir DIR         five seeds, an hour on one core; goes on where it was
     python benchmarks/split_mnist.py --arms                 only the table of what has been run
@@ -57,7 +57,7 @@ from toolkit.run.folder import write_json
 from toolkit.seeding import derive_seed, generator
 from toolkit.task import Batch
 
-MEMORIES = (200, 500, 1000, 5000)
+MEMORIES = (50, 200, 500, 1000, 5000)
 BATCH = 64
 TUNING_SEED, TUNING_MEMORY = 100, 1000
 OURS = {
