@@ -386,6 +386,7 @@ def report() -> None:
             f"{stream}, {arm}, seed {run['seed']}": [[round(a, 4) for a in row] for row in run["accuracy_matrix"]]
             for (stream, arm), runs in results.items()
             for run in runs
+            if stream in LEADING
         },
     }
     for name, rows in tables.items():
