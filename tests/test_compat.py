@@ -68,6 +68,32 @@ def test_flops_are_counted_of_what_torch_has_no_formula_for():
     assert counter.flops == 2 * 6 * 4 * 8 + 2 * (2 * 2 * 4 * 4 * 8)
 
 
+def test_attention_with_fewer_heads_of_keys_is_counted_as_if_they_were_repeated():
+    counts = []
+    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    for groups in (False, True):
+        counter = compat.FlopCounter()
+        repeats = 1 if groups else 2
+        with counter, relying_on("torch", "scaled_dot_product_attention(enable_gqa=True) on a CPU"):
+            nn.functional.scaled_dot_product_attention(
+                query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), enable_gqa=groups
+            )
+        counts.append(counter.flops)
+    assert counts == [2 * (2 * 4 * 5 * 6 * 8)] * 2
+
+
+def test_a_formula_that_fails_is_named_and_ends_nothing(monkeypatch):
+    def refuses(*_shapes: object, **_options: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(compat.flop_registry, torch.ops.aten.mm, refuses)
+    counter = compat.FlopCounter()
+    with counter:
+        product = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert product.eq(3).all()
+    assert counter.uncounted == "aten.mm"
+
+
 def test_tensors_become_one_vector_and_come_back():
     with relying_on("torch", "torch._utils._flatten_dense_tensors"):
         flat = compat.flattened(tensors())

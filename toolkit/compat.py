@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 # --- torch: many tensors at once ---------------------------------------------------------------------------------
 
@@ -53,24 +53,40 @@ def unflattened(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 # --- torch: counting ---------------------------------------------------------------------------------------------
 
 
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+}
+"""Torch has no formula for the last of them, and those of the others refuse fewer heads of keys than of queries before
+torch 2.13."""
+
+
 class FlopCounter(TorchDispatchMode):
     """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
+        self.uncounted: str | None = None
+        """An operation whose FLOPs torch's formula could not tell: the sum lacks them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
-        elif func.overloadpacket is torch.ops.aten._grouped_mm:
+        operation = func.overloadpacket
+        if operation in ATTENTION:
+            query_BHSD, key_BHSD, value_BHSD = args[:3]
+            widths = query_BHSD.shape[-1] + value_BHSD.shape[-1]
+            self.flops += 2 * query_BHSD.shape[:-1].numel() * key_BHSD.shape[-2] * widths
+        elif operation is torch.ops.aten._grouped_mm:
             self.flops += 2 * result.numel() * args[0].shape[-1]
-        elif func.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            query, key, value = (each.shape for each in args[:3])
-            self.flops += sdpa_flop_count(query, key, value)
+        elif operation in flop_registry:
+            try:
+                self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
+            except Exception:  # to count must not end a run
+                self.uncounted = str(operation)
         return result
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import toolkit as tk
 from tests.helpers import run_distributed
+from toolkit import compat
 from toolkit.config.experts import MoERunConfig
 from toolkit.data.table import TensorTable
 from toolkit.standard.device_use import FORWARDS, peak_flops_of
@@ -101,6 +102,18 @@ def test_imbalance_is_measured_and_only_active_experts_count(tmp_path: Path):
         assert math.isclose(rate / line["perf/samples_per_second"], FORWARDS * FORWARD_FLOPS, rel_tol=1e-6)
         assert math.isclose(line["perf/mfu"], rate / 2e9, rel_tol=1e-6)
         assert "perf/gpu_utilization" not in line
+
+
+def test_what_torch_cannot_count_is_said_and_left_out(tmp_path: Path, monkeypatch, capsys):
+    def refuses(*_shapes: object, **_options: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(compat.flop_registry, torch.ops.aten.mm, refuses)
+    train(config(tmp_path / "run", peak_flops=1e9))
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert all("perf/samples_per_second" in line for line in lines[1:])
+    assert not any("perf/model_flops_per_second" in line or "perf/mfu" in line for line in lines)
+    assert capsys.readouterr().out.count("left out, torch cannot count aten.mm") == 1
 
 
 def imbalanced(config: MoERunConfig) -> dict[str, Any]:

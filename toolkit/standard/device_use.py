@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +83,8 @@ class DeviceUse(Callback):
         speed = self.throughput.samples_per_second
         if not trainer.at_log_step or speed is None:
             return
-        if self._counter is not None:
-            per_sample = self._model_flops_per_sample(trainer)
+        per_sample = None if self._counter is None else self._model_flops_per_sample(trainer)
+        if per_sample is not None:
             trainer.record("perf/model_flops_per_second", per_sample * speed)
             if self.peak_flops is not None:
                 trainer.record("perf/mfu", per_sample * speed / (self.peak_flops * trainer.run.world_size))
@@ -93,16 +94,20 @@ class DeviceUse(Callback):
             except Exception:  # no pynvml, no driver, or no permission: which of them depends on the machine
                 self._has_nvml = False
 
-    def _model_flops_per_sample(self, trainer: Trainer) -> float:
-        """A collective the first time."""
+    def _model_flops_per_sample(self, trainer: Trainer) -> float | None:
+        """None where a rank could not count them. A collective the first time."""
         if self._flops_per_sample is None:
             assert self._counter is not None
             dtype = torch.float32 if trainer.run.device.type == "mps" else torch.float64
-            flops = torch.tensor(float(self._counter.flops), dtype=dtype, device=trainer.run.device)
+            counted = math.nan if self._counter.uncounted else float(self._counter.flops)
+            flops = torch.tensor(counted, dtype=dtype, device=trainer.run.device)
             if dist.is_initialized():
                 dist.all_reduce(flops)
             self._flops_per_sample = FORWARDS * flops.item() / self._samples
-        return self._flops_per_sample
+            if math.isnan(self._flops_per_sample):
+                what = self._counter.uncounted or "an operation on another process"
+                trainer.run.print(f"perf/model_flops_per_second: left out, torch cannot count {what}.")
+        return None if math.isnan(self._flops_per_sample) else self._flops_per_sample
 
 
 class _Counted:
