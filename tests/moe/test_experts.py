@@ -114,12 +114,14 @@ def test_under_autocast_experts_compute_in_bfloat16_and_keep_float32_gradients(
     leaves = (x_ND, experts.up, experts.down)
     with torch.autocast("cpu", torch.bfloat16):
         actual = compute(experts, x_ND, rows_per_slot, stepwise)
-    expected = one_by_one(experts, x_ND, rows_per_slot)
+        # Rounded as ours: a hidden unit next to the bend of ReLU is on the same side of it.
+        expected = one_by_one(experts, x_ND, rows_per_slot)
+    exact = one_by_one(experts, x_ND, rows_per_slot)
     assert actual.dtype == torch.bfloat16
     ours, theirs = (torch.autograd.grad(y_ND.float().sum(), leaves) for y_ND in (actual, expected))
     assert [grad.dtype for grad in ours] == [torch.float32] * 3
     # bfloat16 has 8 bits of precision: about 1 % after two products.
-    for one, other in [(actual.float(), expected), *zip(ours, theirs, strict=True)]:
+    for one, other in [(actual.float(), exact), *zip(ours, theirs, strict=True)]:
         assert (one - other).norm() <= 0.03 * other.norm()
 
 
