@@ -76,7 +76,8 @@ STREAMS: dict[str, Callable[[ImageData, int], TaskStream]] = {
 }
 LEADING = ("split", "permuted", "rotated")
 LONG = "permuted, 20 tasks"
-LONG_ARMS = ("replay", "fixed mixture, sleep", "fixed mixture of 32, sleep", "dynamic", "dynamic, at most 32")
+OF_32 = ("fixed mixture of 32, sleep", "dynamic, at most 32")
+LONG_ARMS = ("replay", "fixed mixture, sleep", "dynamic", *OF_32)
 """The stream for which few experts may be too few, and the arms that are tried on it."""
 PICTURED = (
     "fine-tuning",
@@ -227,7 +228,7 @@ def train(
 
 def usual_arms(stream: str) -> list[str]:
     """The arms of a stream where none are named."""
-    return list(LONG_ARMS) if stream == LONG else [arm for arm in ARMS if "32" not in arm]
+    return list(LONG_ARMS) if stream == LONG else [arm for arm in ARMS if arm not in OF_32]
 
 
 def cells(arms: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> Iterator[Cell]:
