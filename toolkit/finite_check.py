@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.collectives import together
 from toolkit.errors import UserError
+from toolkit.parallel.waits import Mark, mark
 from toolkit.run.run import Run
 from toolkit.task import Batch, Task
 
 READ_EVERY = 8
-"""Steps between two readings on a device other than a CPU, where reading makes the host wait."""
+"""Steps whose norms are copied together from a device other than a CPU, to be read when as many more were taken: the
+copy has come by then, so that the host does not wait."""
 GRADIENT = "the gradient of"
 MOST_SKIPPED = 3
 """Skipped steps in a row after which training stops."""
@@ -59,12 +61,26 @@ class _Step:
     """Of the gradient of each of `parameters`, on this rank."""
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """Steps, and their norms in memory of the host, where they are from `come` on."""
+
+    steps: Sequence[_Step]
+    norms: Tensor
+    come: Mark
+
+    def norms_when_come(self) -> Tensor:
+        if isinstance(self.come, torch.Event):
+            self.come.synchronize()
+        return self.norms
+
+
 class FiniteCheck:
     """What the optimizer steps since the last reading computed.
 
-    On a CPU each step is read before its update, so that weights stay finite. Elsewhere steps are read together: each
-    `READ_EVERY` of them, at log steps and before a checkpoint is written. Nothing that is not finite gets into a
-    checkpoint, so the last one before it is kept.
+    On a CPU each step is read before its update, so that weights stay finite. Elsewhere steps are read together,
+    `READ_EVERY` of them as many steps later, and all at log steps and before a checkpoint is written. Nothing that is
+    not finite gets into a checkpoint, so the last one before it is kept.
 
     fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
     weights are checked. All methods that raise are collectives, and raise the same UserError on every rank.
@@ -84,6 +100,7 @@ class FiniteCheck:
         """Steps that were skipped, of this process."""
         self._in_a_row = 0
         self._waiting: list[_Step] = []
+        self._copied: _Copied | None = None
         self._norms: tuple[Sequence[Tensor], Tensor] = ([], torch.zeros(0))
 
     def take_norms(self, parameters: Sequence[Tensor], norms: Tensor) -> None:
@@ -106,17 +123,30 @@ class FiniteCheck:
                 return False
         else:
             self._in_a_row = 0
-        if len(self._waiting) >= self.read_every:
+        if self.read_every == 1:
             self.read()
+        elif len(self._waiting) >= self.read_every:
+            copied, self._copied = self._copied, self._copy()
+            if copied is not None:
+                self._judge(copied)
         return True
 
     def read(self) -> None:
         """Raise UserError for the first step since the last reading whose gradients were not finite."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        norms = torch.stack([step.norm for step in waiting]).tolist()
-        bad = next((step for step, norm in zip(waiting, norms, strict=True) if not math.isfinite(norm)), None)
+        copied, self._copied = self._copied, None
+        for each in (copied, self._copy() if self._waiting else None):
+            if each is not None:
+                self._judge(each)
+
+    def _copy(self) -> _Copied:
+        """The steps that wait, with their norms on the way to the host."""
+        steps, self._waiting = self._waiting, []
+        norms = torch.stack([step.norm for step in steps]).to("cpu", non_blocking=True)
+        return _Copied(steps, norms, mark(self._trainer.run.device))
+
+    def _judge(self, copied: _Copied) -> None:
+        norms = copied.norms_when_come().tolist()
+        bad = next((step for step, norm in zip(copied.steps, norms, strict=True) if not math.isfinite(norm)), None)
         if bad is not None:
             found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
             again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
@@ -216,15 +246,18 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the first tensor of which not every element `is_right`."""
+    """The name of the first tensor of which not every element `is_right`. The host waits once, not for each tensor."""
+    floating: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
     for name, tensor in tensors:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        if not local.is_floating_point():
-            continue
-        # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
-        total = local.sum(dtype=torch.promote_types(local.dtype, torch.float32))
-        if not total.isfinite() and not is_right(local).all():
-            return name
+        if local.is_floating_point():
+            # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
+            total = local.sum(dtype=torch.promote_types(local.dtype, torch.float32))
+            floating.setdefault((total.device, total.dtype), []).append((name, local, total))
+    for each in floating.values():
+        for total, (name, local, _) in zip(torch.stack([total for *_, total in each]).tolist(), each, strict=True):
+            if not math.isfinite(total) and not is_right(local).all():
+                return name
     return None
 
 

@@ -14,7 +14,8 @@ def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence
     """The count of each micro-batch over all ranks, and their sum, which divides every loss. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return counts, sum(counts)
-    reduced = torch.tensor(counts, dtype=torch.float64, device=device)
+    # To build it on the device would wait until the device has done all its work.
+    reduced = torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
     dist.all_reduce(reduced)
     return reduced, reduced.sum()
 

@@ -93,7 +93,7 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`.
 
-        Raises UserError on every rank where a run is continued on other data, and at most a few steps after a loss, a
+        Raises UserError on every rank where a run is continued on other data, and at most 16 steps after a loss, a
         gradient or a weight was not finite.
         """
         try:

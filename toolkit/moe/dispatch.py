@@ -123,7 +123,7 @@ class LocalDispatcher(TokenDispatcher):
     def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
-            self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device)
+            self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
             slots_TK = self.slot_of_expert[expert_ids_TK]
         order = sort_by_slot(slots_TK, self.slots, kept_TK)
         if kept_TK is not None:  # the layer's one host sync, as in `AllToAllDispatcher`
@@ -299,8 +299,9 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _to_device(self, device: torch.device) -> None:
         if self.expert_of_slot.device != device:
-            self.slots_EC, self.replicas_E = self.slots_EC.to(device), self.replicas_E.to(device)
-            self.expert_of_slot = self.expert_of_slot.to(device)
+            self.slots_EC = self.slots_EC.to(device, non_blocking=True)
+            self.replicas_E = self.replicas_E.to(device, non_blocking=True)
+            self.expert_of_slot = self.expert_of_slot.to(device, non_blocking=True)
 
     def _load(self, rows_per_slot: Int[Tensor, " S"]) -> Tensor:
         if self.slots_are_experts:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -22,14 +23,20 @@ def grouped_mm(
 ) -> Float[Tensor, "N F"]:
     """(N, F): each slot's rows of `x_ND`, in slot order, times that slot's matrix.
 
-    Uses `torch.nn.functional.grouped_mm` for operands that it accepts (float32, bfloat16 or float16, rows of a multiple
-    of 16 bytes). Otherwise slots are padded to a common length for `torch.bmm`, with a host sync.
+    Uses `torch.nn.functional.grouped_mm` for float32, bfloat16 and float16. It wants rows of a multiple of 16 bytes:
+    others, such as those of adapters of rank 2, get columns of zeros. For other types slots are padded to a common
+    length for `torch.bmm`, with a host sync.
     """
     x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
-    if accepts(x_ND, weight_SDF):
-        product = torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0, dtype=torch.int32))
-        return _ContiguousGradient.apply(product)
-    return _padded_mm(x_ND, weight_SDF, rows_per_slot)
+    if not _accepts_type(x_ND, weight_SDF):
+        return _padded_mm(x_ND, weight_SDF, rows_per_slot)
+    dim, width = (-size % _multiple(x_ND) for size in weight_SDF.shape[1:])
+    if dim or width:
+        columns = weight_SDF.shape[2]
+        x_ND, weight_SDF = pad(x_ND, (0, dim)), pad(weight_SDF, (0, width, 0, dim))
+        return grouped_mm(x_ND, weight_SDF, rows_per_slot)[:, :columns]
+    product = torch.nn.functional.grouped_mm(x_ND, weight_SDF, offs=rows_per_slot.cumsum(0, dtype=torch.int32))
+    return _ContiguousGradient.apply(product)
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -46,12 +53,19 @@ class _ContiguousGradient(torch.autograd.Function):
 
 def accepts(x_ND: Float[Tensor, "N D"], weights: Float[Tensor, "S _ _"]) -> bool:
     """Whether `torch.nn.functional.grouped_mm` accepts these operands, whichever way the matrices lie."""
+    return _accepts_type(x_ND, weights) and all(size % _multiple(x_ND) == 0 for size in weights.shape[1:])
+
+
+def _accepts_type(x_ND: Tensor, weights: Tensor) -> bool:
     # Under torch.compile its meta function accepts bfloat16 only.
     if torch.compiler.is_compiling() and x_ND.dtype != torch.bfloat16:
         return False
-    if x_ND.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x_ND.dtype != weights.dtype:
-        return False
-    return all(size * x_ND.element_size() % 16 == 0 for size in weights.shape[1:])
+    return x_ND.dtype in (torch.float32, torch.bfloat16, torch.float16) and x_ND.dtype == weights.dtype
+
+
+def _multiple(rows: Tensor) -> int:
+    """Elements in 16 bytes."""
+    return 16 // rows.element_size()
 
 
 def _padded_mm(

@@ -113,7 +113,8 @@ def _exchange_rows(rows: Tensor, sent: list[list[int]], received: list[list[int]
 
 
 def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
-    return torch.tensor([row for each in lists for row in each], dtype=torch.int64, device=like.device)
+    rows = torch.tensor([row for each in lists for row in each], dtype=torch.int64)
+    return rows.to(like.device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -1,0 +1,182 @@
+"""The toolkit on a device that is not the CPU: no operation mixes devices, and ordinary steps do not wait for it.
+
+The device is emulated (`tests.emulated_device`), so that this is seen without a GPU; `tests.test_gpu` needs one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.emulated_device import EmulatedDevice, HostWait, emulate
+from tests.helpers import run_distributed
+from toolkit.cli import parse
+from toolkit.config.router import RouterOptions
+from toolkit.moe.layer import MoE, make_moe
+from toolkit.moe.losses import RouterPenalty
+from toolkit.trainer import Trainer
+
+
+def broken_rules() -> None:
+    with emulate() as device:
+        here, there = torch.ones(3, device=device.device), torch.ones(3)
+        with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+            here + there
+        with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+            there.add_(here)
+        with pytest.raises(TypeError, match="has no array"):
+            here.numpy()
+        here += torch.tensor(2.0)
+        assert device.waits == []
+        waiting = [
+            lambda: here.sum().item(),
+            lambda: here.tolist(),
+            lambda: bool((here > 2).all()),
+            lambda: here[here > 2],
+            lambda: here.nonzero(),
+            lambda: there.to(device.device),
+            lambda: torch.tensor([1.0, 2.0], device=device.device),
+        ]
+        for number, wait in enumerate(waiting, 1):
+            wait()
+            assert len(device.waits) == number, device.waits
+        here.to("cpu", non_blocking=True)
+        torch.arange(3, device=device.device).repeat_interleave(torch.arange(3, device=device.device), output_size=3)
+        assert len(device.waits) == len(waiting)
+        assert {wait.place for wait in device.waits} == {""}
+
+
+def test_the_emulated_device_refuses_and_notes_what_a_gpu_would():
+    run_distributed(broken_rules, 1)
+
+
+ROUTERS = [
+    {},
+    {"balance": "bias"},
+    {"router_score": "sigmoid"},
+    {"router_groups": 4, "top_k_groups": 2},
+    {"router_jitter": 0.1},
+    {"router_normalize": False},
+    {"force_balanced": True},
+]
+LAYERS: list[dict[str, Any]] = [
+    *({"router": RouterOptions(**options)} for options in ROUTERS),  # type: ignore[arg-type]
+    *(
+        {"activation": activation, "recompute": recompute}
+        for activation, recompute in itertools.product(["relu", "swiglu"], ["none", "selective", "full"])
+    ),
+    {"capacity_factor": 1.0, "drop_policy": "probs"},
+    {"capacity_factor": 1.0, "drop_policy": "position"},
+]
+
+
+def outputs_and_gradients(layer: MoE, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    x.grad = None
+    balanced_by_loss = layer.router.options.balance == "loss"
+    penalty = RouterPenalty(layer, balance_weight=0.01 if balanced_by_loss else 0.0, z_weight=0.01)
+    torch.manual_seed(0)  # of the jitter
+    y = layer(x)
+    share = penalty()
+    assert share is not None
+    (y.square().sum() + share).backward()
+    gradients = [parameter.grad for parameter in (x, *layer.parameters())]
+    # Copies, because a layer that goes to a device takes its gradients along.
+    return [y.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
+
+
+def compare_layers() -> None:
+    device = emulate()
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 16, requires_grad=True)
+    layers = [make_moe(16, 32, 8, 2, **settings) for settings in LAYERS]
+    expected = [outputs_and_gradients(layer, x) for layer in layers]
+    with device:
+        there = x.detach().to(device.device).requires_grad_()
+        for settings, layer, wanted in zip(LAYERS, layers, expected, strict=True):
+            layer.to(device.device)
+            outputs_and_gradients(layer, there)  # the first time some tables go to the device
+            device.waits.clear()
+            found = outputs_and_gradients(layer, there)
+            # With a capacity, the number of rows that are left is read.
+            assert len(device.waits) == ("capacity_factor" in settings), (settings, device.waits)
+            for mine, other in zip(found, wanted, strict=True):
+                assert mine.on_cpu.equal(other), settings  # type: ignore[attr-defined]
+
+
+def test_the_layer_computes_the_same_on_a_device_and_does_not_wait_for_it():
+    run_distributed(compare_layers, 1)
+
+
+def run_recipe(recipe: str, flags: list[str], folder: Path, on_device: bool) -> tuple[dict[str, Any], list[str], int]:
+    """What the run found, and the toolkit's files in which the host waited in so many ordinary steps."""
+    module = importlib.import_module(f"recipes.{recipe}")
+    config = parse(module.PRESETS, [*flags, "--tracker", "none", "--run-dir", str(folder)])
+    if not on_device:
+        return plain(module.main(config)), [], 0
+    device = emulate()
+    waits: list[HostWait] = []
+    steps = watch_ordinary_steps(device, waits)
+    with device:
+        results = module.main(config)
+    return plain(results), [wait.place for wait in waits if wait.place.startswith("toolkit/")], len(steps)
+
+
+def watch_ordinary_steps(device: EmulatedDevice, waits: list[HostWait]) -> list[int]:
+    """Collect from now on what the host waits for in steps after which nothing is logged; returns these steps."""
+    train_step = Trainer.train_step
+    steps: list[int] = []
+
+    def watched(trainer: Trainer, micro_batches: Any) -> None:
+        before, after_log_step = len(device.waits), trainer.at_log_step  # a checkpoint may be written after one
+        train_step(trainer, micro_batches)
+        # In the first two steps DDP puts its buckets in order.
+        if not (after_log_step or trainer.at_log_step) and trainer.state.step > 2:
+            waits.extend(device.waits[before:])
+            steps.append(trainer.state.step)
+
+    Trainer.train_step = watched  # type: ignore[method-assign]
+    return steps
+
+
+def plain(results: dict[str, Any]) -> dict[str, Any]:
+    """Those that do not depend on time."""
+    return {name: value for name, value in results.items() if name.startswith(("test", "min_expert", "max_expert"))}
+
+
+DYNAMIC = "--max-experts 8 --epochs 6 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
+MOVING = "--planner replicate --replan-every 5 --no-guard --spare-slots 2 --dispatch-chunks 2"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes", "flags", "layers"),
+    [
+        ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
+        ("mnist_moe", 2, f"debug {MOVING}", 1),
+        ("lm_moe", 2, "debug", 2),
+        ("finetune_moe", 1, "debug", 0),
+        ("har", 1, "debug", 0),
+        ("lmu_speech", 1, "debug", 0),
+        ("psmnist", 1, "debug", 0),
+        ("vae_robustness", 1, "debug", 0),
+        ("few_labels", 1, "debug", 0),
+    ],
+)
+def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_all_to_alls(
+    tmp_path: Path, recipe: str, processes: int, flags: str, layers: int
+):
+    words = flags.split()
+    expected, _, _ = run_distributed(run_recipe, processes, recipe, words, tmp_path / "cpu", False)[0]
+    found, places, steps = run_distributed(run_recipe, processes, recipe, words, tmp_path / "device", True)[0]
+    assert expected
+    attends = recipe in ("lm_moe", "finetune_moe")  # whose attention has another kernel on a CPU
+    assert found == (pytest.approx(expected, rel=1e-5) if attends else expected)
+    assert steps > 4
+    # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
+    assert places == ["toolkit/moe/dispatch.py"] * layers * steps
