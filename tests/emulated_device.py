@@ -9,7 +9,7 @@
 
 Its tensors are computed by the CPU, so results are those of a CPU. What a GPU adds to that is checked or noted:
 
-- An operation refuses tensors of two devices, but for scalars of the CPU.
+- An operation refuses tensors of two devices, but for scalars and indices of the CPU.
 - Whatever makes the host wait for a GPU is noted, with the file that does it: reading a value, copying
   from or to memory that is not pinned unless it is `non_blocking`, operations whose result has a size that depends on
   values.
@@ -47,6 +47,8 @@ WAITS = {
     aten._unique2.default,
 }
 """Operations whose result or its size the host reads. Those that do so for some arguments are in `_waits`."""
+COPIES = {aten._to_copy.default, aten.copy_.default}
+BY_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class HostWait(NamedTuple):
@@ -159,14 +161,12 @@ def _on_cpu(value: Any) -> Any:
     return value.on_cpu if isinstance(value, EmulatedTensor) else value
 
 
-def _is_copy(operation: Any) -> bool:
-    return operation in (aten._to_copy.default, aten.copy_.default)
-
-
 def _refuse_two_devices(operation: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
     others = [tensor for tensor in tensors if not isinstance(tensor, EmulatedTensor)]
-    if len(others) == len(tensors) or _is_copy(operation):
+    if len(others) == len(tensors) or operation in COPIES:
         return
+    if operation in BY_INDICES and isinstance(args[0], EmulatedTensor):
+        others = [tensor for tensor in others if not any(tensor is index for index in args[1])]
     writes_other = operation._schema.name.endswith("_") and any(args[0] is tensor for tensor in others)
     if writes_other or any(tensor.ndim for tensor in others):
         shapes = [tuple(tensor.shape) for tensor in others]
@@ -178,8 +178,9 @@ def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours:
         return True
     if operation is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    if operation in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if operation in BY_INDICES:  # a mask is counted first, and indices of the CPU are copied
+        given = [index for index in args[1] if index is not None]
+        return any(index.dtype == torch.bool or not isinstance(index, EmulatedTensor) for index in given)
     if operation is aten._to_copy.default:
         between = (not ours) or torch.device(kwargs.get("device") or "emulated").type != "emulated"
         return between and not kwargs.get("non_blocking")

@@ -39,6 +39,7 @@ def broken_rules() -> None:
             lambda: here.tolist(),
             lambda: bool((here > 2).all()),
             lambda: here[here > 2],
+            lambda: here[torch.tensor([0, 2])],
             lambda: here.nonzero(),
             lambda: there.to(device.device),
             lambda: torch.tensor([1.0, 2.0], device=device.device),
