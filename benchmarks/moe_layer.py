@@ -44,7 +44,7 @@ MOST_TIMES_DENSE = {8: 1.15, 16: 1.15, 64: 1.5}
 SLOW, SLOW_ROUNDS = 4, 3
 """Who takes this many times dense sits out after so many rounds."""
 SMALL_ROUNDS = 10
-"""Times as many rounds for the small layer, whose rounds take milliseconds: whatever else runs would take many of few."""
+"""Times as many rounds for the small layer, whose rounds take milliseconds: of few, another program disturbs all."""
 
 
 class Dense(nn.Module):
