@@ -278,11 +278,13 @@ def _start_process_group_of_it() -> None:
 
 
 def _keeping_attributes(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """`swap` that leaves the first tensor's attributes with it, as setting its `data` does."""
+    """`swap` that leaves the first tensor's attributes and hooks with it, as setting its `data` does."""
 
-    def swap_tensors(first: Tensor, second: Tensor) -> None:
+    def swap_tensors(first: Any, second: Any) -> None:
         kept = {name: value for name, value in vars(first).items() if name != "on_cpu"}
+        hooks = first._backward_hooks, first._post_accumulate_grad_hooks
         swap(first, second)
         vars(first).update(kept)
+        first._backward_hooks, first._post_accumulate_grad_hooks = hooks
 
     return swap_tensors

@@ -5,6 +5,7 @@ The device is emulated (`tests.emulated_device`), so that this is seen without a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from tests.emulated_device import EmulatedDevice, HostWait, emulate
 from tests.helpers import run_distributed
+from tests.hosts.peft.models import adapted, base
+from tests.hosts.transformers.trainers import make, quiet_float64
 from toolkit.cli import parse
 from toolkit.config.router import RouterOptions
 from toolkit.moe.layer import MoE, make_moe
@@ -181,3 +184,26 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
     assert steps > 4
     # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
     assert places == ["toolkit/moe/dispatch.py"] * layers * steps
+
+
+def train_in_transformers(folder: Path, on_device: bool) -> list[tuple[float, float]]:
+    """Loss and norm of gradients of each step, for experts that are trained and moved, and for adapters of them."""
+    device = emulate() if on_device else contextlib.nullcontext()
+    curves = []
+    with device, quiet_float64():
+        for model in (base("qwen3_moe"), adapted("qwen3_moe")):
+            spread = {"planner": "lpt", "replan_every": 1, "guarded": False}
+            # What DDP keeps to find unused parameters, it copies to the device from a thread that the emulation misses.
+            trainer = make("Trainer", folder, model, spread=spread, ddp_find_unused_parameters=False)
+            trainer.train()
+            lines = trainer.state.log_history
+            curves += [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+            assert len(trainer.experts.migrations) > 0
+    return curves
+
+
+def test_transformers_trainer_computes_on_a_device_what_it_computes_on_a_cpu(tmp_path: Path):
+    on_cpu = run_distributed(train_in_transformers, 2, tmp_path, False)[0]
+    on_device = run_distributed(train_in_transformers, 2, tmp_path, True)[0]
+    assert len(on_cpu) > 4
+    torch.testing.assert_close(torch.tensor(on_device), torch.tensor(on_cpu), rtol=1e-9, atol=0)
