@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.domains.continual.toy import dimmed, toy_config, toy_trainer
 from tests.emulated_device import EmulatedDevice, HostWait, emulate
 from tests.helpers import run_distributed
 from tests.hosts.peft.models import adapted, base
@@ -132,6 +133,17 @@ def run_recipe(recipe: str, flags: list[str], folder: Path, on_device: bool) -> 
     return plain(results), [wait.place for wait in waits if wait.place.startswith("toolkit/")], len(steps)
 
 
+def learn_a_stream(folder: Path, on_device: bool) -> tuple[dict[str, Any], list[str], int]:
+    """As `run_recipe`, of five tasks one after the other, with replay of augmented samples and elastic weights."""
+    device, waits = emulate() if on_device else None, []
+    steps = watch_ordinary_steps(device, waits) if device is not None else []
+    method: dict[str, Any] = {"strength": 10.0, "capacity": 20, "augment": dimmed}
+    with device or contextlib.nullcontext(), toy_trainer(toy_config(folder, log_every=10), **method) as trainer:
+        results = trainer.fit()
+    found = {name: results[name] for name in ("accuracy_matrix", "learning_accuracy")}
+    return found, [wait.place for wait in waits if wait.place.startswith("toolkit/")], len(steps)
+
+
 def watch_ordinary_steps(device: EmulatedDevice, waits: list[HostWait]) -> list[int]:
     """Collect from now on what the host waits for in steps after which nothing is logged; returns these steps."""
     train_step = Trainer.train_step
@@ -184,6 +196,14 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
     assert steps > 4
     # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
     assert places == ["toolkit/moe/dispatch.py"] * layers * steps
+
+
+def test_a_stream_with_replay_computes_the_same_on_a_device_and_does_not_wait_for_it(tmp_path: Path):
+    expected, _, _ = run_distributed(learn_a_stream, 1, tmp_path / "cpu", False)[0]
+    found, places, steps = run_distributed(learn_a_stream, 1, tmp_path / "device", True)[0]
+    assert found == expected
+    assert steps > 30
+    assert places == []
 
 
 def train_in_transformers(folder: Path, on_device: bool) -> list[tuple[float, float]]:

@@ -84,17 +84,6 @@ def test_a_draw_of_visits_is_the_draw_of_rows_and_another_visit_at_each_address(
     assert len(torch.cat(visits).unique()) == 400
 
 
-def test_the_parts_of_the_ranks_are_the_sample_of_one_process():
-    memory = ReplayMemory(table(), 20, seed=0)
-    memory.add(torch.arange(400))
-    whole = memory.sample(10, 7)
-    for world in (2, 4):
-        parts = [memory.sample(10, 7, rank=rank, world_size=world) for rank in range(world)]
-        for name, column in whole.items():
-            assert torch.equal(torch.cat([part[name] for part in parts]), column)
-    assert torch.equal(whole["label"], memory.table.columns["label"][memory.draw(10, 7)])
-
-
 def test_a_memory_comes_back_from_its_state():
     memory, other = (ReplayMemory(table(), 20, seed=0) for _ in range(2))
     memory.add(torch.arange(300))

@@ -147,8 +147,7 @@ class TrainBatches:
         for step, batch in enumerate(self.order.batches(start_step), start_step):
             if self.augment is not None:  # which takes visits, not rows
                 batch = batch + self.order.epoch_of(step) * len(self.table)
-            for micro in range(self.accumulation):
-                yield split(split(batch, self.accumulation, micro), self.world_size, self.rank)
+            yield from self.parts_of(batch)
 
     def rows_of(self, step: int) -> list[int]:
         """The row numbers of the global batch of `step`."""
@@ -156,10 +155,13 @@ class TrainBatches:
 
     def micro_batches_of(self, visits: Tensor) -> list[Batch]:
         """This rank's micro-batches of a global batch of `visits` (epoch * samples + row), augmented as others are."""
-        rows = self._rows_in_source(visits)
+        parts = self.parts_of(self._rows_in_source(visits))
+        return list(fetch(self.source, iter(parts), self.device, num_workers=0))
+
+    def parts_of(self, rows: Tensor) -> list[Tensor]:
+        """This rank's part of each micro-batch of a global batch of `rows`, or of visits."""
         micro = (split(rows, self.accumulation, index) for index in range(self.accumulation))
-        pieces = [split(piece, self.world_size, self.rank) for piece in micro]
-        return list(fetch(self.source, iter(pieces), self.device, num_workers=0))
+        return [split(part, self.world_size, self.rank) for part in micro]
 
     def seen(self, visits: Tensor) -> Batch:
         """The samples of `visits` on the CPU, augmented as others are."""

@@ -7,17 +7,13 @@ integers in a checkpoint. A memory of `capacity` rows never draws any other row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.data.batches import split
 from toolkit.data.table import TensorTable
 from toolkit.seeding import derive_seed, generator
-
-if TYPE_CHECKING:
-    from toolkit.task import Batch
 
 PRIORITY_BITS = 40
 MOST_EPOCHS = 2**20
@@ -78,10 +74,6 @@ class ReplayMemory:
         """
         epoch = derive_seed(self.seed, "visits", *address) % MOST_EPOCHS
         return self.draw(count, *address) + epoch * len(self.table)
-
-    def sample(self, count: int, *address: int | str, rank: int = 0, world_size: int = 1) -> Batch:
-        """This rank's part of the examples at `draw(count, *address)`: all columns of the table, on the CPU."""
-        return self.table[split(self.draw(count, *address), world_size, rank)]
 
     def counts(self) -> dict[tuple[int, ...], int]:
         """How many rows are remembered of each stratum, by its values of the columns `strata`."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from toolkit.callbacks.base import Callback
-from toolkit.data.batches import split
 from toolkit.data.replay_memory import ReplayMemory
 
 if TYPE_CHECKING:
@@ -58,10 +57,8 @@ class Replay(Callback):
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
         if not len(self.memory):
             return
-        run = trainer.run
         visits = self.memory.draw_visits(self.count, trainer.state.step)
-        for index, batch in enumerate(micro_batches):
-            part = split(split(visits, len(micro_batches), index), run.world_size, run.rank)
-            remembered = trainer.batches.seen(part)
+        for batch, mine in zip(micro_batches, trainer.batches.parts_of(visits), strict=True):
+            remembered = trainer.batches.seen(mine)
             for name, column in batch.items():
-                batch[name] = torch.cat([column, remembered[name].to(column.device)])
+                batch[name] = torch.cat([column, remembered[name].to(column.device, non_blocking=True)])
