@@ -9,17 +9,18 @@ import contextlib
 import importlib
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.domains.continual.toy import dimmed, toy_config, toy_trainer
-from tests.emulated_device import EmulatedDevice, HostWait, emulate
+from tests.emulated_device import EmulatedDevice, emulate
 from tests.helpers import run_distributed
 from tests.hosts.peft.models import adapted, base
 from tests.hosts.transformers.trainers import make, quiet_float64
+from toolkit.callbacks.base import Callback
 from toolkit.cli import parse
 from toolkit.config.router import RouterOptions
 from toolkit.moe.layer import MoE, make_moe
@@ -119,46 +120,80 @@ def test_the_layer_computes_the_same_on_a_device_and_does_not_wait_for_it():
     run_distributed(compare_layers, 1)
 
 
-def run_recipe(recipe: str, flags: list[str], folder: Path, on_device: bool) -> tuple[dict[str, Any], list[str], int]:
-    """What the run found, and the toolkit's files in which the host waited in so many ordinary steps."""
+class Watch:
+    """What the host waits for in the toolkit's files in ordinary steps, after which nothing is logged: from now on."""
+
+    def __init__(self, device: EmulatedDevice):
+        self.device = device
+        self.steps = 0
+        self.in_steps: list[str] = []
+        self.after_steps: list[str] = []
+        """In the hook `on_step_end` of callbacks."""
+        train_step, hooks = Trainer.train_step, Trainer.hooks
+        watch = self
+
+        def watched_step(trainer: Trainer, micro_batches: Any) -> None:
+            begin, after_log_step = len(device.waits), trainer.at_log_step  # a checkpoint may be written after one
+            train_step(trainer, micro_batches)
+            # In the first two steps DDP puts its buckets in order.
+            watch.is_ordinary = not (after_log_step or trainer.at_log_step) and trainer.state.step > 2
+            if watch.is_ordinary:
+                watch.steps += 1
+                watch.in_steps += watch.places(begin)
+
+        def watched_hooks(trainer: Trainer, name: str, *args: Any) -> None:
+            begin = len(device.waits)
+            hooks(trainer, name, *args)
+            if name == "on_step_end" and watch.is_ordinary:
+                watch.after_steps += watch.places(begin)
+
+        Trainer.train_step, Trainer.hooks = watched_step, watched_hooks  # type: ignore[method-assign]
+
+    def places(self, begin: int) -> list[str]:
+        return [wait.place for wait in self.device.waits[begin:] if wait.place.startswith("toolkit/")]
+
+    def found(self) -> Waits:
+        return Waits(self.steps, self.in_steps, self.after_steps)
+
+
+class Waits(NamedTuple):
+    """Of so many ordinary steps."""
+
+    steps: int
+    in_steps: list[str]
+    after_steps: list[str]
+
+
+def run_recipe(recipe: str, flags: list[str], folder: Path, on_device: bool) -> tuple[dict[str, Any], Waits | None]:
+    """What the run found, and where the host waited."""
     module = importlib.import_module(f"recipes.{recipe}")
     config = parse(module.PRESETS, [*flags, "--tracker", "none", "--run-dir", str(folder)])
     if not on_device:
-        return plain(module.main(config)), [], 0
+        return plain(module.main(config)), None
     device = emulate()
-    waits: list[HostWait] = []
-    steps = watch_ordinary_steps(device, waits)
+    watch = Watch(device)
     with device:
         results = module.main(config)
-    return plain(results), [wait.place for wait in waits if wait.place.startswith("toolkit/")], len(steps)
+    return plain(results), watch.found()
 
 
-def learn_a_stream(folder: Path, on_device: bool) -> tuple[dict[str, Any], list[str], int]:
+class Reads(Callback):
+    """Reads a weight after each step."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.parameters[0].sum().item()
+
+
+def learn_a_stream(folder: Path, on_device: bool, *callbacks: Callback) -> tuple[dict[str, Any], Waits | None]:
     """As `run_recipe`, of five tasks one after the other, with replay of augmented samples and elastic weights."""
-    device, waits = emulate() if on_device else None, []
-    steps = watch_ordinary_steps(device, waits) if device is not None else []
+    device = emulate() if on_device else None
+    watch = None if device is None else Watch(device)
     method: dict[str, Any] = {"strength": 10.0, "capacity": 20, "augment": dimmed}
-    with device or contextlib.nullcontext(), toy_trainer(toy_config(folder, log_every=10), **method) as trainer:
+    config = toy_config(folder, log_every=10)
+    with device or contextlib.nullcontext(), toy_trainer(config, *callbacks, **method) as trainer:
         results = trainer.fit()
     found = {name: results[name] for name in ("accuracy_matrix", "learning_accuracy")}
-    return found, [wait.place for wait in waits if wait.place.startswith("toolkit/")], len(steps)
-
-
-def watch_ordinary_steps(device: EmulatedDevice, waits: list[HostWait]) -> list[int]:
-    """Collect from now on what the host waits for in steps after which nothing is logged; returns these steps."""
-    train_step = Trainer.train_step
-    steps: list[int] = []
-
-    def watched(trainer: Trainer, micro_batches: Any) -> None:
-        before, after_log_step = len(device.waits), trainer.at_log_step  # a checkpoint may be written after one
-        train_step(trainer, micro_batches)
-        # In the first two steps DDP puts its buckets in order.
-        if not (after_log_step or trainer.at_log_step) and trainer.state.step > 2:
-            waits.extend(device.waits[before:])
-            steps.append(trainer.state.step)
-
-    Trainer.train_step = watched  # type: ignore[method-assign]
-    return steps
+    return found, None if watch is None else watch.found()
 
 
 def plain(results: dict[str, Any]) -> dict[str, Any]:
@@ -188,22 +223,29 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
     tmp_path: Path, recipe: str, processes: int, flags: str, layers: int
 ):
     words = flags.split()
-    expected, _, _ = run_distributed(run_recipe, processes, recipe, words, tmp_path / "cpu", False)[0]
-    found, places, steps = run_distributed(run_recipe, processes, recipe, words, tmp_path / "device", True)[0]
+    expected, _ = run_distributed(run_recipe, processes, recipe, words, tmp_path / "cpu", False)[0]
+    found, waits = run_distributed(run_recipe, processes, recipe, words, tmp_path / "device", True)[0]
     assert expected
     attends = recipe in ("lm_moe", "finetune_moe")  # whose attention has another kernel on a CPU
     assert found == (pytest.approx(expected, rel=1e-5) if attends else expected)
-    assert steps > 4
+    assert waits.steps > 4
     # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
-    assert places == ["toolkit/moe/dispatch.py"] * layers * steps
+    assert waits.in_steps == ["toolkit/moe/dispatch.py"] * layers * waits.steps
+    # Plans and growth read loads and change weights, every few steps.
+    assert bool(waits.after_steps) == (DYNAMIC in flags or MOVING in flags)
 
 
 def test_a_stream_with_replay_computes_the_same_on_a_device_and_does_not_wait_for_it(tmp_path: Path):
-    expected, _, _ = run_distributed(learn_a_stream, 1, tmp_path / "cpu", False)[0]
-    found, places, steps = run_distributed(learn_a_stream, 1, tmp_path / "device", True)[0]
+    expected, _ = run_distributed(learn_a_stream, 1, tmp_path / "cpu", False)[0]
+    found, waits = run_distributed(learn_a_stream, 1, tmp_path / "device", True)[0]
     assert found == expected
-    assert steps > 30
-    assert places == []
+    assert waits.steps > 30
+    assert waits.in_steps == waits.after_steps == []
+
+
+def test_a_callback_that_reads_is_noticed(tmp_path: Path):
+    _, waits = run_distributed(learn_a_stream, 1, tmp_path, True, Reads())[0]
+    assert waits.after_steps == ["toolkit/trainer.py"] * waits.steps
 
 
 def train_in_transformers(folder: Path, on_device: bool) -> list[tuple[float, float]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from toolkit.config.run import RunConfig
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.moe.layer import make_moe
 from toolkit.optim import constant, initial_rates, warmup_cosine
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.task import Batch, Loss
@@ -335,78 +332,3 @@ def test_evaluation_counts_each_sample_once_on_any_number_of_processes(world_siz
         assert metrics["held_out/loss"] == pytest.approx(3 * total / samples, rel=1e-12)
         assert metrics["held_out/squares"] == pytest.approx(squares / samples, rel=1e-12)
         assert metrics["training_again"]
-
-
-# --- host syncs -------------------------------------------------------------------------------------------------------
-
-READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
-"""What makes the host wait for the device."""
-FREE_ON_A_CPU = ("__bool__ in clip_grad_norm_ ", "tolist in read ")
-"""The factor of clipping and the norm are read behind a question for `device.type == "cpu"`."""
-
-
-class ReadCounter(Callback):
-    """Writes down, for each step, where tensors were read from the device: from the first hook to the last."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sync_at: int | None = None):
-        self.reads: dict[int, list[str]] = {}
-        self.now: list[str] | None = None
-        self.sync_at = sync_at
-        main = threading.current_thread()
-
-        def spy(name: str, original: Any) -> Any:
-            def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if self.now is not None and threading.current_thread() is main:
-                    caller = sys._getframe(1)
-                    self.now.append(f"{name} in {caller.f_code.co_name} ({caller.f_code.co_filename})")
-                return original(tensor, *args, **kwargs)
-
-            return read
-
-        for name in READS:
-            monkeypatch.setattr(Tensor, name, spy(name, getattr(Tensor, name)))
-
-    def on_step_start(self, trainer: Trainer, *_: Any) -> None:
-        self.now = self.reads[trainer.state.step] = []
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.state.step - 1 == self.sync_at:
-            trainer.parameters[0].sum().item()
-        # The end of `train_step`; `emit` follows on log steps and is not counted.
-        self.now = None
-
-
-def reads_by_step(sync_at: int | None, model_of: Any) -> dict[int, list[str]]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        counter = ReadCounter(monkeypatch, sync_at)
-        toy_trainer(
-            model_of(), max_steps=6, samples=20, max_grad_norm=0.1, accumulation=2, log_every=4, callbacks=[counter]
-        ).fit()
-        return counter.reads
-
-
-def dense() -> nn.Module:
-    return nn.Linear(DIM, CLASSES).double()
-
-
-class Float32(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
-def mixture() -> nn.Module:
-    """In float32 and with widths that `torch.nn.functional.grouped_mm` takes; the way round it reads row counts."""
-    return nn.Sequential(Float32(), nn.Linear(DIM, 8), make_moe(8, 16, 4, 2), nn.Linear(8, CLASSES))
-
-
-@pytest.mark.parametrize("model_of", [dense, mixture])
-def test_an_ordinary_step_never_waits_for_the_device(model_of: Any):
-    (reads,) = run_distributed(reads_by_step, 1, None, model_of)
-    assert sorted(reads) == [0, 1, 2, 3, 4, 5]
-    for step in reads:
-        assert [read for read in reads[step] if not read.startswith(FREE_ON_A_CPU)] == [], f"step {step}"
-
-
-def test_the_test_above_notices_a_host_sync():
-    (reads,) = run_distributed(reads_by_step, 1, 2, dense)
-    assert any(read.startswith("item in on_step_end") for read in reads[2])
