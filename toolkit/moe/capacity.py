@@ -87,9 +87,10 @@ def _concatenate(
     """
     if not dist.is_initialized():
         return ids_N, weights_N, 0
-    longest = torch.tensor(len(ids_N), device=ids_N.device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    missing = int(longest) - len(ids_N)
+    most = torch.tensor(len(ids_N)).to(ids_N.device, non_blocking=True)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    longest = int(most)
+    missing = longest - len(ids_N)
     ids_RN, rank = _gather(torch.nn.functional.pad(ids_N, (0, missing), value=no_expert))
     weights_RN, _ = _gather(torch.nn.functional.pad(weights_N, (0, missing)))
-    return ids_RN.flatten(), weights_RN.flatten(), rank * int(longest)
+    return ids_RN.flatten(), weights_RN.flatten(), rank * longest
