@@ -164,8 +164,8 @@ class TrainBatches:
         return [split(part, self.world_size, self.rank) for part in micro]
 
     def seen(self, visits: Tensor) -> Batch:
-        """The samples of `visits` on the CPU, augmented as others are."""
-        return self.source[self._rows_in_source(visits)]
+        """The samples of `visits`, augmented as others are."""
+        return send_to_device(self.source[self._rows_in_source(visits)], self.device, non_blocking=True)
 
     def _rows_in_source(self, visits: Tensor) -> Tensor:
         """An augmented table is indexed by visits, another one by rows."""

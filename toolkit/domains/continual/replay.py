@@ -61,4 +61,4 @@ class Replay(Callback):
         for batch, mine in zip(micro_batches, trainer.batches.parts_of(visits), strict=True):
             remembered = trainer.batches.seen(mine)
             for name, column in batch.items():
-                batch[name] = torch.cat([column, remembered[name].to(column.device, non_blocking=True)])
+                batch[name] = torch.cat([column, remembered[name]])
