@@ -126,17 +126,20 @@ class FiniteCheck:
         if self.read_every == 1:
             self.read()
         elif len(self._waiting) >= self.read_every:
-            copied, self._copied = self._copied, self._copy()
-            if copied is not None:
-                self._judge(copied)
+            self._read_copied(then=self._copy())
         return True
 
     def read(self) -> None:
         """Raise UserError for the first step since the last reading whose gradients were not finite."""
-        copied, self._copied = self._copied, None
-        for each in (copied, self._copy() if self._waiting else None):
-            if each is not None:
-                self._judge(each)
+        if self._waiting:
+            self._read_copied(then=self._copy())
+        self._read_copied()
+
+    def _read_copied(self, then: _Copied | None = None) -> None:
+        """Judge the steps that were copied before; those of `then` are next."""
+        copied, self._copied = self._copied, then
+        if copied is not None:
+            self._judge(copied)
 
     def _copy(self) -> _Copied:
         """The steps that wait, with their norms on the way to the host."""
@@ -247,18 +250,15 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:
     """The name of the first tensor of which not every element `is_right`. The host waits once, not for each tensor."""
-    floating: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
-    for name, tensor in tensors:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        if local.is_floating_point():
-            # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
-            total = local.sum(dtype=torch.promote_types(local.dtype, torch.float32))
-            floating.setdefault((total.device, total.dtype), []).append((name, local, total))
-    for each in floating.values():
-        for total, (name, local, _) in zip(torch.stack([total for *_, total in each]).tolist(), each, strict=True):
-            if not math.isfinite(total) and not is_right(local).all():
-                return name
-    return None
+    all_local = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)
+    floating = [(name, local.detach()) for name, local in all_local if local.is_floating_point()]
+    if not floating:
+        return None
+    # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
+    sums = [local.sum(dtype=torch.promote_types(local.dtype, torch.float32)) for _, local in floating]
+    finite = torch.stack([total.isfinite().to(sums[0].device) for total in sums]).tolist()
+    suspects = (each for each, is_finite in zip(floating, finite, strict=True) if not is_finite)
+    return next((name for name, local in suspects if not is_right(local).all()), None)
 
 
 def _stop(what: str) -> NoReturn:
