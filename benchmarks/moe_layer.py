@@ -7,7 +7,7 @@ and of every weight, freshly allocated (`set_to_none`), for a random output grad
 top-2, 2,048 tokens: the dense floor is one SwiGLU network with hidden 1,024; beside it stands one with hidden 512 that
 gets each token twice, which is the same FLOPs and as many rows as a mixture has to move. Ours and Mixtral's hold the
 same weights, and must agree in output and gradients before anything is timed. A second job is the MNIST layer: 64
-tokens, ReLU, hidden 256.
+tokens, ReLU, hidden 256, in ten times as many rounds.
 
 All contenders run in one process, in rounds in which each has its turn; figures are medians over rounds of the ratio to
 the dense floor in the same round. With one thread the clock is the process's CPU time, which other programs on the

@@ -254,15 +254,15 @@ def emulate() -> EmulatedDevice:
     without_casts = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     without_casts.fallback(torch.library.fallthrough_kernel)
     device.keep.append(without_casts)
-    anything: Any = torch
-    anything.Event = _Event
-    anything.accelerator.synchronize = lambda *_: device.note("synchronize")
+    torch_: Any = torch
+    torch_.Event = _Event
+    torch_.accelerator.synchronize = lambda *_: device.note("synchronize")
     torch.__future__.set_swap_module_params_on_conversion(True)  # modules keep their parameters, as on a GPU
-    anything.utils.swap_tensors = _keeping_attributes(torch.utils.swap_tensors)
-    for state in (PartialState, AcceleratorState):
-        anything = state
-        anything.device = property(lambda _: device.device, lambda *_: None)
-        anything._check_initialized = lambda *_, **__: None  # which refuses a device other than the CPU's
+    torch_.utils.swap_tensors = _keeping_attributes(torch.utils.swap_tensors)
+    states: list[Any] = [PartialState, AcceleratorState]
+    for state in states:
+        state.device = property(lambda _: device.device, lambda *_: None)
+        state._check_initialized = lambda *_, **__: None  # which refuses a device other than the CPU's
     if dist.is_initialized():
         _start_process_group_of_it()
     return device

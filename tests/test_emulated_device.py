@@ -97,7 +97,7 @@ def outputs_and_gradients(layer: MoE, x: Tensor) -> list[Tensor]:
     return [y.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
-def compare_layers() -> None:
+def compare_layers(processes: int) -> None:
     device = emulate()
     torch.manual_seed(0)
     x = torch.randn(2, 32, 16, requires_grad=True)
@@ -110,14 +110,16 @@ def compare_layers() -> None:
             outputs_and_gradients(layer, there)  # the first time some tables go to the device
             device.waits.clear()
             found = outputs_and_gradients(layer, there)
-            # With a capacity, the number of rows that are left is read.
-            assert len(device.waits) == ("capacity_factor" in settings), (settings, device.waits)
+            # With a capacity, the number of rows that are left is read; by weights, first that of all processes' rows.
+            gathers = settings.get("drop_policy") == "probs" and processes > 1
+            assert len(device.waits) == ("capacity_factor" in settings) + gathers, (settings, device.waits)
             for mine, other in zip(found, wanted, strict=True):
                 assert mine.on_cpu.equal(other), settings  # type: ignore[attr-defined]
 
 
-def test_the_layer_computes_the_same_on_a_device_and_does_not_wait_for_it():
-    run_distributed(compare_layers, 1)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_layer_computes_the_same_on_a_device_and_does_not_wait_for_it(processes: int):
+    run_distributed(compare_layers, processes, processes)
 
 
 class Watch:
