@@ -62,6 +62,27 @@ def test_many_documents_are_held_out_whole_with_a_zero_byte_between_them(tmp_pat
     assert "PNG" not in targets(data)
 
 
+@pytest.mark.parametrize("name", ["folder", "rows.jsonl"])
+def test_validation_text_is_held_out_of_the_training_text(name, tmp_path):
+    if name == "folder":
+        (tmp_path / "a.txt").write_text("".join(chr(33 + i % 90) for i in range(500)))
+        where = ("folder", "folder:validation")
+        folder = tmp_path
+    else:
+        (tmp_path / name).write_text("".join(json.dumps({"text": f"document {i:02d}."}) + "\n" for i in range(100)))
+        where = (str(tmp_path / name), f"{tmp_path / name}:validation")
+        folder = None
+    whole, held = (load(dataset, folder, block=1) for dataset in where)
+    assert held.name == f"{whole.name}:validation"
+    assert 8 * len(held.test) < len(held.train) < 10 * len(held.test)
+    if name == "folder":
+        assert targets(whole) == targets(held) + targets(whole)[len(targets(held))] + targets(held, "test")
+    else:
+        both = (targets(held), targets(held, "test"))
+        parts = sorted(document[-3:] for text in both for document in text.split("\0"))
+        assert parts == sorted(document[-3:] for document in targets(whole).split("\0"))
+
+
 def test_a_cut_does_not_go_through_a_character():
     train, test = split(["ä".encode() * 11])  # nine tenths of 22 bytes are 19, in the middle of the tenth letter
     assert (train[0].decode(), test[0].decode()) == ("ä" * 10, "ä")

@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from toolkit.compat import fingerprint
 from toolkit.data.cache import cache_dir, cached_columns
 from toolkit.data.files import check_digest, content_key, unreadable
 from toolkit.data.hub import why_out_of_reach
-from toolkit.data.images import OnMain
+from toolkit.data.images import VALIDATION, OnMain
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
 from toolkit.errors import UserError
@@ -77,17 +77,27 @@ class _Corpus:
     source: tuple[str, ...]
     """Files, or what `datasets.load_dataset` is to be given."""
     notice: str | None = None
+    validation: bool = False
+    """The training documents alone are split once more: the held-out ones are not read."""
 
     def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
         """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
-        if self.kind != "dataset":
-            key = content_key(map(Path, self.source))
-            return cached_columns(self._entry(key, tokenizer), lambda: _encode(*split(self._documents()), tokenizer))
-        train, test, key = _read_dataset(tokenizer, *self.source)
-        return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
+        if self.kind == "dataset":
+            train, test, key = _read_dataset(tokenizer, *self.source)
+            return self._cached(key, tokenizer, lambda: (train, test))
+        return self._cached(content_key(map(Path, self.source)), tokenizer, lambda: split(self._documents()))
+
+    def _cached(
+        self, key: str, tokenizer: Tokenizer, documents: Callable[[], tuple[Sequence[bytes], Sequence[bytes]]]
+    ) -> dict[str, Tensor]:
+        def encode() -> dict[str, np.ndarray]:
+            train, test = documents()
+            return _encode(*(split(train) if self.validation else (train, test)), tokenizer)
+
+        return cached_columns(self._entry(key, tokenizer), encode)
 
     def _entry(self, key: str, tokenizer: Tokenizer) -> str:
-        return f"text-{key}-{tokenizer.key}-v{CACHE_FORMAT}"
+        return f"text-{key}-{tokenizer.key}{'-validation' * self.validation}-v{CACHE_FORMAT}"
 
     def _documents(self) -> list[bytes]:
         if self.kind == "topics":
@@ -110,6 +120,7 @@ def load_text(
     or JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": what `data_dir` holds, else tinyshakespeare
     in $TOOLKIT_DATA_DIR, else the standard library; or "prose", which ends with the language reference instead.
     Rows have a column `text`, or conversations in a column `messages`, which become text as the tokenizer writes them.
+    `VALIDATION` behind any of these takes its training text alone and holds a part of that out, for choices.
 
     Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which
     some rank would get. Raises UserError on every rank for text that is not found, not readable, or too short.
@@ -118,7 +129,9 @@ def load_text(
     found: list[Tokenizer] = []
 
     def decide() -> _Corpus:
-        corpus = _choose(dataset, data_dir)
+        corpus = _choose(dataset.removesuffix(VALIDATION), data_dir)
+        if dataset.endswith(VALIDATION):
+            corpus = replace(corpus, name=corpus.name + VALIDATION, validation=True)
         found.append(load_tokenizer(tokenizer))
         columns.update(corpus.columns(found[0]))
         blocks = (len(columns["train"]) - 1) // block_size
@@ -233,7 +246,7 @@ def _folder(folder: Path, flag: str = "--data-dir") -> _Corpus:
 
 def _read_dataset(
     tokenizer: Tokenizer, name: str, config: str | None = None
-) -> tuple[Iterable[bytes], Iterable[bytes], str]:
+) -> tuple[Sequence[bytes], Sequence[bytes], str]:
     """Training and held-out documents of a data set of the Hub, or in a file or folder, and what changes when they
     do."""
     try:
@@ -310,8 +323,7 @@ def _character_boundary(text: bytes, at: int) -> int:
     return at
 
 
-def _encode(train: Iterable[bytes], test: Iterable[bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    test = list(test)
+def _encode(train: Sequence[bytes], test: Sequence[bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     # A separator is a byte of the text, too: it has to be predicted like any other.
     test_bytes = sum(map(len, test)) + max(0, len(test) - 1)
     return {
@@ -321,7 +333,7 @@ def _encode(train: Iterable[bytes], test: Iterable[bytes], tokenizer: Tokenizer)
     }
 
 
-def _joined(documents: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
+def _joined(documents: Sequence[bytes], tokenizer: Tokenizer) -> np.ndarray:
     """All ids in one row, with a separator between documents."""
     pieces: list[np.ndarray] = []
     for document in documents:
