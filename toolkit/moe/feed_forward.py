@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, silu
+from torch.nn.functional import silu
+
+from toolkit.moe.grouped_mm import grouped_product
 
 
 class LaterGradients:
@@ -62,25 +64,25 @@ class GroupedFeedForward(torch.autograd.Function):
         ctx.later = later
         hidden = _hidden(x_ND, up_SHD, down_SFD, ends_S)
         ctx.save_for_backward(x_ND, up_SHD, down_SFD, ends_S, *(() if recompute else hidden))
-        return grouped_mm(hidden[-1], down_SFD, offs=ends_S)
+        return grouped_product(hidden[-1], down_SFD, ends_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, up_SHD, down_SFD, ends_S, *hidden = ctx.saved_tensors
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)
-        grad_ND = grads[0].contiguous()  # `grouped_mm` refuses expanded gradients, such as that of `.sum()`
+        grad_ND = grads[0].contiguous()  # `grouped_product` refuses expanded gradients, such as that of `.sum()`
         needs_x, needs_up, needs_down = ctx.needs_input_grad[:3]
 
         def of_down() -> Tensor | None:
-            return grouped_mm(hidden_NF.t(), grad_ND, offs=ends_S) if needs_down else None
+            return grouped_product(hidden_NF.t(), grad_ND, ends_S) if needs_down else None
 
         def of_up() -> Tensor | None:
-            return grouped_mm(grad_NH.t(), x_ND, offs=ends_S) if needs_up else None
+            return grouped_product(grad_NH.t(), x_ND, ends_S) if needs_up else None
 
         grad_down = of_down() if ctx.later is None else None
-        grad_NF = grouped_mm(grad_ND, down_SFD.transpose(1, 2), offs=ends_S)
+        grad_NF = grouped_product(grad_ND, down_SFD.transpose(1, 2), ends_S)
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
-        grad_x = grouped_mm(grad_NH, up_SHD, offs=ends_S) if needs_x else None
+        grad_x = grouped_product(grad_NH, up_SHD, ends_S) if needs_x else None
         if ctx.later is None:
             return grad_x, of_up(), grad_down, None, None, None
         ctx.later.compute = lambda: (of_up(), of_down())
@@ -89,7 +91,7 @@ class GroupedFeedForward(torch.autograd.Function):
 
 def _hidden(x_ND: Tensor, up_SHD: Tensor, down_SFD: Tensor, ends_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The output of the up projection, its activation, and the input of the down projection."""
-    up_NH = grouped_mm(x_ND, up_SHD.transpose(1, 2), offs=ends_S)
+    up_NH = grouped_product(x_ND, up_SHD.transpose(1, 2), ends_S)
     return up_NH, *_activate(up_NH, down_SFD.shape[1])
 
 
@@ -109,6 +111,9 @@ def _activate_backward(grad_NF: Tensor, up_NH: Tensor, activated_NF: Tensor) -> 
         return torch.ops.aten.threshold_backward(grad_NF, up_NH, 0)
     gate = up_NH[:, :hidden_dim]
     linear = up_NH[:, hidden_dim:]
+    if torch.compiler.is_compiling():  # which writes into slices by itself, and follows no `out` that is one
+        grad_gate = torch.ops.aten.silu_backward(grad_NF * linear, gate)
+        return torch.cat([grad_gate, grad_NF * activated_NF], dim=1)
     grad_NH = torch.empty_like(up_NH)
     torch.mul(grad_NF, activated_NF, out=grad_NH[:, hidden_dim:])
     torch.ops.aten.silu_backward.grad_input(grad_NF.mul_(linear), gate, grad_input=grad_NH[:, :hidden_dim])
