@@ -73,7 +73,7 @@ test-dist: $(VENV)/.installed-dev ## the tests that start several processes
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu $$(grep -rl "mark\.gpu" tests)
 
 .PHONY: test-slurm
 test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two nodes inside this machine, as root
@@ -102,7 +102,7 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 
 # Not benchmarks, or in need of a folder or a GPU.
 BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py each_step.py \
-	ray_faults.py gpu_layer.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py)
+	ray_faults.py gpu_layer.py gpu_training.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md

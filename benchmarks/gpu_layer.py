@@ -4,10 +4,12 @@
     python benchmarks/gpu_layer.py --rehearse        anywhere: tiny shapes in float32, to see that it runs
 
 Forward and backward of the whole layer: router, dispatch, experts, combine, gradients of input and weights. Beside it
-transformers' block with the same sizes and its `grouped_mm` experts, and the six grouped products alone through
-`torch.nn.functional.grouped_mm`, which is the ceiling for any layer built on them. The chip's rate is measured in
-the same run: the fastest square bf16 product out of a few sizes. FLOPs are those of the routed experts' products,
-6 per weight and row; routers and passes between products count as time, not as FLOPs.
+the layer compiled with `torch.compile`, transformers' block with the same sizes and every experts implementation that
+it has and that runs here (`sonicmoe` and `deepgemm` need packages of their own), and the six grouped products alone
+through `torch.nn.functional.grouped_mm`, which is the ceiling for any layer built on them. The chip's rate is measured
+in the same run: the fastest square bf16 product out of a few sizes. FLOPs are those of the routed experts' products, 6
+per weight and row; routers and passes between products count as time, not as FLOPs. Of the sizes of DeepSeek-V3, whose
+256 experts are spread over eight chips, a chip's 32 experts get as many rows as they would get there.
 
 Contenders run in interleaved rounds; figures are medians over rounds. Writes a table and
 benchmarks/results/gpu_layer.json.
@@ -27,11 +29,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+from transformers import MixtralConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
+from toolkit.data.files import first_line
 from toolkit.moe.layer import make_moe
 
 
@@ -54,7 +60,7 @@ class Shape(NamedTuple):
 SHAPES = [
     Shape("Mixtral-like", 8192, 4096, 14336, 8, 2),
     Shape("Qwen3-MoE-like", 16384, 2048, 768, 128, 8),
-    Shape("DeepSeek-like", 8192, 2048, 1408, 64, 6),
+    Shape("DeepSeek-V3-like", 8192, 7168, 2048, 32, 8),
 ]
 REHEARSAL = [Shape("tiny", 64, 32, 16, 4, 2)]
 
@@ -84,11 +90,18 @@ def measure(
     shape: Shape, device: torch.device, dtype: torch.dtype, rate: float, rounds: int
 ) -> list[tuple[str, float, float]]:
     """Name, median seconds, and share of the chip's rate of each contender."""
-    contenders = {"ours": ours(shape, device, dtype), "grouped products alone": products(shape, device, dtype)}
-    try:
-        contenders["transformers grouped_mm"] = transformers_block(shape, device, dtype)
-    except ImportError:
-        print("transformers is not installed: its block is left out.", file=sys.stderr)
+    contenders = {
+        "ours": ours(shape, device, dtype),
+        "ours, compiled": ours(shape, device, dtype, compiled=True),
+        "grouped products alone": products(shape, device, dtype),
+    }
+    for name in ("eager", *sorted(ALL_EXPERTS_FUNCTIONS.keys())):
+        try:
+            work = transformers_block(shape, device, dtype, name)
+            work()
+            contenders[f"transformers {name}"] = work
+        except Exception as reason:  # each misses something else: a package, a kernel, memory
+            print(f"{shape.name}: transformers {name} is left out: {first_line(reason)}", file=sys.stderr)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 3):
         for name, work in contenders.items():
@@ -142,22 +155,23 @@ def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tens
     return x.requires_grad_(), torch.randn_like(x)
 
 
-def ours(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    layer = make_moe(shape.dim, shape.hidden, shape.experts, shape.top_k, activation="swiglu")
-    return step(layer.to(device, dtype), *inputs(shape, device, dtype))
+def ours(shape: Shape, device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> Callable[[], None]:
+    layer = make_moe(shape.dim, shape.hidden, shape.experts, shape.top_k, activation="swiglu").to(device, dtype)
+    if compiled:
+        layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")  # which needs no C++ compiler
+    return step(layer, *inputs(shape, device, dtype))
 
 
-def transformers_block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
+def transformers_block(
+    shape: Shape, device: torch.device, dtype: torch.dtype, experts_implementation: str
+) -> Callable[[], None]:
     config = MixtralConfig(
         hidden_size=shape.dim,
         intermediate_size=shape.hidden,
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
     )
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = experts_implementation
     block = MixtralSparseMoeBlock(config)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -20,12 +20,9 @@ The interfaces of torch that it takes are experimental, as a backend written in 
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +30,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = ("transformers", "accelerate", "peft")
+from tests.host_waits import HostWait, innermost_place, restart_process_group
+
 aten = torch.ops.aten
 WAITS = {
     aten._local_scalar_dense.default,
@@ -49,14 +46,6 @@ WAITS = {
 """Operations whose result or its size the host reads. Those that do so for some arguments are in `_waits`."""
 COPIES = {aten._to_copy.default, aten.copy_.default}
 BY_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-
-
-class HostWait(NamedTuple):
-    """The host waited for the device."""
-
-    operation: str
-    place: str
-    """The file of the innermost call within the toolkit or a library other than torch; empty where there is none."""
 
 
 class EmulatedTensor(Tensor):
@@ -114,10 +103,10 @@ class EmulatedDevice(TorchDispatchMode):
         """What they registered is lost with them."""
 
     def note(self, operation: Any) -> None:
-        places = [place for frame in traceback.extract_stack() if (place := _place(frame.filename))]
-        if not places and operation is aten.copy_.default:
+        place = innermost_place()
+        if not place and operation is aten.copy_.default:
             return  # by DDP, of what gloo returned: those are tensors of the CPU
-        self.waits.append(HostWait(str(operation), places[-1] if places else ""))
+        self.waits.append(HostWait(str(operation), place))
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,18 +132,6 @@ class EmulatedDevice(TorchDispatchMode):
             return held[id(value)] if id(value) in held else EmulatedTensor(value)
 
         return tree_map(placed, result)
-
-
-def _place(file: str) -> str:
-    """`file` from the name of its package on, if that is the toolkit or one of `LIBRARIES`; else empty."""
-    path = Path(file)
-    if path.is_relative_to(ROOT / "toolkit"):
-        return str(path.relative_to(ROOT))
-    parts = path.parts
-    if "site-packages" not in parts:
-        return ""
-    inside = parts[parts.index("site-packages") + 1 :]
-    return "/".join(inside) if inside[0] in LIBRARIES else ""
 
 
 def _on_cpu(value: Any) -> Any:
@@ -264,17 +241,8 @@ def emulate() -> EmulatedDevice:
         state.device = property(lambda _: device.device, lambda *_: None)
         state._check_initialized = lambda *_, **__: None  # which refuses a device other than the CPU's
     if dist.is_initialized():
-        _start_process_group_of_it()
+        restart_process_group("cpu:gloo,emulated:gloo")
     return device
-
-
-def _start_process_group_of_it() -> None:
-    """Start the process group of `run_distributed` anew, with gloo for the emulated device as well."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=False)
-    again = dist.PrefixStore("emulated", store)
-    dist.init_process_group("cpu:gloo,emulated:gloo", store=again, rank=rank, world_size=world)
 
 
 def _keeping_attributes(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:

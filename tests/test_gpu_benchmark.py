@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs where there is none, as a rehearsal."""
+"""The benchmarks for GPUs run where there is none, as a rehearsal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,30 @@ import ast
 import os
 import subprocess
 import sys
+from typing import Any
 
 from tests.helpers import ROOT
 
 
-def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_layer.py"), "--rehearse", "--rounds", "1"]
+def rehearse(benchmark: str, *options: str) -> list[dict[str, Any]]:
+    """Its rows, from a tiny model on the CPU."""
+    command = [sys.executable, str(ROOT / "benchmarks" / benchmark), "--rehearse", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    rows = [ast.literal_eval(line) for line in done.stdout.splitlines()]
-    assert [row["contender"] for row in rows] == ["ours", "grouped products alone", "transformers grouped_mm"]
+    return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+
+
+def test_the_layers_benchmark_rehearses_on_a_cpu() -> None:
+    rows = rehearse("gpu_layer.py", "--rounds", "1")
+    names = [row["contender"] for row in rows]
+    assert names[:3] == ["ours", "ours, compiled", "grouped products alone"]
+    assert {"transformers eager", "transformers grouped_mm"} < set(names)
     assert all(row["ms"] > 0 and row["share"] > 0 for row in rows)
+
+
+def test_the_trainings_benchmark_rehearses_on_a_cpu() -> None:
+    rows = rehearse("gpu_training.py", "--rounds", "1", "--steps", "2", "--warmup", "1", "--curve", "10")
+    assert [row["contender"] for row in rows[:3]] == ["ours", "transformers Trainer", "loop by hand"]
+    assert [row["precision"] for row in rows[3:]] == ["float32", "bfloat16"]
+    assert all(row["tokens per second"] > 0 for row in rows)

@@ -2,6 +2,7 @@
 
 Twenty AdamW steps in float64, over 2.5 epochs whose last batch is short (so some ranks get an empty micro-batch),
 clipped, with balance and z-loss, against one process with the same seed. Each world runs all its cases in one launch.
+On a GPU (`make test-gpu`) all processes share one, and exchange with gloo; a process by itself has NCCL.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.equality import assert_equal_rows, relative_difference, replicas_agree
+from tests.gpu import use_gpu
 from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import MoERunConfig
@@ -136,11 +138,11 @@ class Trace(Callback):
 
 
 def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
-    """This rank's parameters (or gradients): copied ones by name, expert rows by name and expert id."""
+    """This rank's parameters (or gradients), on the CPU: copied ones by name, expert rows by name and expert id."""
     rows: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         value = parameter.grad if what == "grad" else parameter.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        value = (value.full_tensor() if isinstance(value, DTensor) else value.clone()).cpu()
         ownership = ownership_of(parameter)
         if ownership is None:
             rows[name] = value
@@ -156,12 +158,13 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
 def train(
     folder: Path, ep_size: int, accumulation: int, placement: str, layout: str, dtype: torch.dtype, balance: str
 ) -> dict[str, Any]:
+    """On the CPU, or on the GPU that `use_gpu` took."""
     _, steps, factor = DTYPES[dtype]
     schedule = warmup_cosine(max_steps=STEPS, warmup_steps=3)
     config = MoERunConfig(
         batch_size=BATCH,
         gradient_accumulation_steps=accumulation,
-        cpu=True,
+        cpu=os.environ["ACCELERATE_USE_CPU"] == "true",
         log_every=1,
         tracker="none",
         run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}-{layout}",
@@ -184,7 +187,13 @@ def train(
             model,
             build_optimizer(model, lr=3e-3, config=config.optimizer),
             TrainBatches(
-                table, batch_size=BATCH, seed=0, accumulation=accumulation, rank=run.rank, world_size=run.world_size
+                table,
+                batch_size=BATCH,
+                seed=0,
+                accumulation=accumulation,
+                rank=run.rank,
+                world_size=run.world_size,
+                device=run.device,
             ),
             max_steps=steps,
             schedule=lambda step: factor * schedule(step),
@@ -203,21 +212,44 @@ def train(
         }
 
 
-def train_all(folder: Path, cases: list[tuple[int, int, str, str, torch.dtype, str]]) -> list[dict[str, Any]]:
+def train_all(
+    folder: Path, device: str, cases: list[tuple[int, int, str, str, torch.dtype, str]]
+) -> list[dict[str, Any]]:
+    if device == "gpu":
+        use_gpu()
     return [train(folder, *case) for case in cases]
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+class Traces:
     """What each rank recorded, by (processes, ep_size, accumulation, placement, layout, dtype, balance)."""
-    folder, found = tmp_path_factory.mktemp("parity"), {}
-    for world in (1, 2, 4, 8):
+
+    def __init__(self, folder: Path, device: str):
+        self.folder, self.device = folder, device
+        self.found: dict[tuple[int, bool], dict[Any, list[dict[str, Any]]]] = {}
+        """By launch: of so many processes, and whether the dense parameters are sharded."""
+
+    def __getitem__(self, case: Any) -> list[dict[str, Any]]:
+        world, sharded = case[0], "hsdp" in case[4]
+        if (world, sharded) not in self.found:
+            self.found[world, sharded] = self.run(world, sharded)
+        return self.found[world, sharded][case]
+
+    def run(self, world: int, sharded: bool) -> dict[Any, list[dict[str, Any]]]:
         every = [*((REFERENCE, dtype) for dtype in DTYPES), *COMPARED]
-        cases = [(*case, dtype, "loss") for (w, *case), dtype in every if w == world]
-        cases += [(world, 1, "blocks", "ddp", torch.float64, "bias")] if world < 8 else []
-        for case, *ranks in zip(cases, *run_distributed(train_all, world, folder, cases, timeout_s=300), strict=True):
-            found[(world, *case)] = ranks
-    return found
+        cases = [(*case, dtype, "loss") for case, dtype in every if case[0] == world and ("hsdp" in case[4]) == sharded]
+        if world < 8 and not sharded:
+            cases.append((world, world, 1, "blocks", "ddp", torch.float64, "bias"))
+        without_world = [case[1:] for case in cases]
+        ranks = run_distributed(train_all, world, self.folder, self.device, without_world, timeout_s=300)
+        return {case: list(found) for case, *found in zip(cases, *ranks, strict=True)}
+
+
+DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def traces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    return Traces(tmp_path_factory.mktemp("parity"), request.param)
 
 
 def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> dict[str, Tensor]:
@@ -265,3 +297,11 @@ def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Any, 
     (reference,) = traces[(*REFERENCE, torch.float64, "bias")]
     ranks = traces[(world, world, 1, "blocks", "ddp", torch.float64, "bias")]
     assert_equal_rows(gathered(ranks, "weights"), reference["weights"], 1e-10)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_a_cpu_finds(tmp_path: Path):
+    on_cpu, on_gpu = (Traces(tmp_path, device)[*REFERENCE, torch.float64, "loss"][0] for device in ("cpu", "gpu"))
+    for key in ("losses", "norms"):
+        assert relative_difference(on_gpu[key], on_cpu[key]) < 1e-9
+    assert_equal_rows(on_gpu["weights"], on_cpu["weights"], 1e-9)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +76,10 @@ class Shares:
 class Profile(Callback):
     """Profiles five steps after ten, once: a trace of each rank for Perfetto, and five lines of where the time goes.
 
-    The result `profile` has the shares and the cause. What is learned is the same as without it. The ranks' durations
-    of a collective tell exchange from waiting: the rank that comes last does not wait. Of gradients that is what
-    remains after a rank's own backward.
+    The result `profile` has the shares and the cause; on GPUs also `gpu_idle`, the share of the time in which they had
+    nothing to do, and `host_waits_per_step`, both means over ranks. What is learned is the same as without it. The
+    ranks' durations of a collective tell exchange from waiting: the rank that comes last does not wait. Of gradients
+    that is what remains after a rank's own backward.
     """
 
     runs_after = (Throughput,)
@@ -171,6 +173,7 @@ class Profile(Callback):
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         everyone = together(lambda: self._measured(profiler, run.device))
+        steps = self._last - self._first
         self._meter.fold()
         imbalance = self._meter.read(trainer.state.step)[1].get("moe/rank_imbalance", 1.0)
         groups = self._meter.stacks[0].groups.ep_groups if self._meter.stacks else ()
@@ -178,9 +181,11 @@ class Profile(Callback):
         folder = run.folder / FOLDER
         together(lambda: _export(profiler, folder / f"trace-rank-{run.rank:05d}.json.gz"))
         cause, remedy = verdict(shares, everyone, run.config, slowest=slowest, imbalance=imbalance)
-        facts = {"rank_imbalance": imbalance, "cause": cause, "remedy": remedy}
+        facts: dict[str, Any] = {"rank_imbalance": imbalance, "cause": cause, "remedy": remedy}
+        if run.device.type == "cuda":
+            facts["gpu_idle"] = mean(measured.idle for measured in everyone)
+            facts["host_waits_per_step"] = mean(measured.syncs for measured in everyone) / steps
         trainer.results["profile"] = asdict(shares) | facts
-        steps = self._last - self._first
         milliseconds = 1e3 * max(measured.total for measured in everyone) / steps
         head = f"profile of steps {self._first + 1:,} to {self._last:,}, {milliseconds:.1f} ms each; traces for "
         run.print("\n".join([f"{head}https://ui.perfetto.dev in {folder}", *lines_of(shares, slowest, cause, remedy)]))
