@@ -13,23 +13,21 @@ import copy
 import gc
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from toolkit.data.batches import AugmentedTable
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, is_out_of_memory
+from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.parallel.ownership import is_owned, ownership_of
 from toolkit.run.folder import write_json
-from toolkit.run.hardware import mappable_bytes, memory_limit_bytes
+from toolkit.run.hardware import mappable_bytes, memory_limit_bytes, peak_bytes, reset_peak
 from toolkit.run.run import Run
 from toolkit.task import Task
 
@@ -161,9 +159,11 @@ def _measure(
     probe = Probe(run, task, model, table, make_optimizer)
 
     def worst(size: int) -> int:
-        return int(_reduced(probe.peak_bytes(size), run, dist.ReduceOp.MAX))
+        largest, _ = extremes_over_ranks(torch.tensor(probe.peak_bytes(size), device=run.device))
+        return int(largest)
 
-    budget = int(_reduced(memory_budget(run.device, run.config.memory_fraction), run, dist.ReduceOp.MIN))
+    mine = memory_budget(run.device, run.config.memory_fraction)
+    budget = int(extremes_over_ranks(torch.tensor(mine, device=run.device))[1])
     try:
         return try_sizes(sizes, worst, budget), budget
     finally:
@@ -242,25 +242,6 @@ def memory_budget(device: torch.device, fraction: float) -> int:
     return int(min(budgets))
 
 
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory. Does nothing for a CPU on systems without such a counter."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif os.access("/proc/self/clear_refs", os.W_OK):
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most memory since `reset_peak`: what torch allocated on a GPU, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if Path("/proc/self/status").exists():
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
 # --- parts -------------------------------------------------------------------------------------------------------
 
 
@@ -295,13 +276,6 @@ def _choice_in(run: Run) -> dict[str, Any] | None:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _reduced(value: int, run: Run, op: Any) -> float:
-    number = torch.tensor(float(value), dtype=torch.float64, device=run.device)
-    if dist.is_initialized():
-        dist.all_reduce(number, op=op)
-    return number.item()
 
 
 def _bytes(parameters: Any) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.callbacks.base import Callback
+from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.parallel.ownership import is_owned
 from toolkit.parallel.waits import Mark, mark, waits
+from toolkit.run.hardware import peak_bytes, reset_peak
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -95,7 +95,8 @@ class Throughput(_Window):
     a rank's own time.
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
-    restarts the window, so neither its time nor the steps before it in that window are counted.
+    restarts the window, so neither its time nor the steps before it in that window are counted. The peak is that of one
+    process since training began, evaluations included: of this rank in a line, of the rank with most in the results.
     """
 
     def __init__(self) -> None:
@@ -113,8 +114,7 @@ class Throughput(_Window):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._world_size = trainer.run.world_size
-        if trainer.run.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(trainer.run.device)
+        reset_peak(trainer.run.device)
         replicated = [p for p in trainer.parameters if not is_owned(p)]
         waits.on = self._world_size > 1
         if waits.on and replicated:
@@ -148,7 +148,7 @@ class Throughput(_Window):
         single = sorted(after - before for before, after in pairwise([began, *self._ends]))
         trainer.record("perf/step_time_median_ms", 1e3 * median(single))
         trainer.record("perf/step_time_p95_ms", 1e3 * single[math.ceil(0.95 * len(single)) - 1])
-        trainer.record("perf/peak_memory_bytes", peak_memory_bytes(trainer.run.device))
+        trainer.record("perf/peak_memory_bytes", peak_bytes(trainer.run.device))
         self._begin(trainer)
 
     def _compare_ranks(self, trainer: Trainer, seconds: float, steps: int) -> None:
@@ -192,9 +192,7 @@ class Throughput(_Window):
                     f"rank {rank} of {self._world_size} takes {median(ratios):.1f} times as long as the others for its "
                     f"own part of a step, in {len(ratios)} of {self._lines} lines of metrics"
                 )
-        peak = torch.tensor(float(peak_memory_bytes(trainer.run.device)), device=trainer.run.device)
-        if dist.is_initialized():
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        peak, _ = extremes_over_ranks(torch.tensor(peak_bytes(trainer.run.device), device=trainer.run.device))
         trainer.results |= {
             "steps": trainer.state.step,
             "samples": trainer.state.samples,
@@ -224,11 +222,3 @@ class Throughput(_Window):
         if state["world_size"] == self._world_size:
             self._lines = state["lines"]
             self._slow_lines = {int(rank): ratios for rank, ratios in state["slow_lines"].items()}
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process held: what torch allocated on a GPU, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -255,10 +255,13 @@ def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
 def extremes_over_ranks(
     value: Shaped[Tensor, "*shape"], group: dist.ProcessGroup | None = None
 ) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
-    """The largest and the smallest of each element over the ranks of `group`, None for all; one collective.
+    """The largest and the smallest of each element over the ranks of `group`, None for all; one collective, where there
+    are several processes.
 
     Where they are the same, so is `value` on all ranks.
     """
+    if not dist.is_initialized():
+        return value, value
     extremes = torch.stack([value, -value])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return extremes[0], -extremes[1]

@@ -1,4 +1,4 @@
-"""The machine that a process runs on: processor, cores, memory and its limit. Nothing heavy is imported."""
+"""The machine that a process runs on: processor, cores, memory, its limit and its use. Importing it loads no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import platform
 import resource
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -61,6 +65,31 @@ def describe_memory_limits() -> str:
     words = [f"{group / 2**30:.1f} GiB for all processes (control group)"] if group is not None else []
     words += [f"{own / 2**30:.1f} GiB left of this process's own (ulimit)"] if own is not None else []
     return ", ".join(words)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Have `peak_bytes` begin again. Does nothing for a CPU on systems without such a counter."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory of this process since `reset_peak`: what torch allocated on a GPU, else resident memory."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not `ru_maxrss`, which on Linux begins with what the parent of this process used.
+        lines = status.read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def own_groups() -> list[str]:
