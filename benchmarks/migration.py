@@ -31,11 +31,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.helpers import peak_bytes, run_distributed
+from toolkit.config.experts import InitialPlacement
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.migrate import migrate
 from toolkit.parallel.gradients import average_owned_gradients
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.placement.placement import ExpertPlacement, InitialPlacement, contiguous, with_spare_slots
+from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 
 DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
 WORLDS = (1, 2, 4)

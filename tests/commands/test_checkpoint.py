@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from tests.small_run import SmallModel
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
+from toolkit.config.experts import InitialPlacement
 from toolkit.parallel.groups import ExpertGroups
+from toolkit.placement.placement import initial_placement
 
 
 @pytest.fixture
@@ -58,6 +61,18 @@ def test_a_resharded_checkpoint_loads_without_a_difference(placement, saved, tmp
     now = trained(steps=0)
     assert load_tensors(tmp_path / "out", *now) == {"at": 7}
     assert_same(now, trained())
+
+
+@pytest.mark.parametrize("kind", get_args(InitialPlacement))
+def test_a_resharded_checkpoint_has_experts_where_a_new_run_has_them(kind, tmp_path, capsys):
+    save_tensors(tmp_path / "in", *trained(experts=5))
+    said_by(capsys, "reshard", tmp_path / "in", tmp_path / "out", "--ep-size", 2, "--placement", kind)
+    facts = json.loads(said_by(capsys, "inspect", tmp_path / "out", "--json"))
+    slots = initial_placement(5, 2, kind).slots
+    assert facts["layers"]["moe.experts"]["slots"] == [list(row) for row in slots]
+    now = trained(steps=0, experts=5)
+    load_tensors(tmp_path / "out", *now)
+    assert_same(now, trained(experts=5))
 
 
 def test_an_exported_file_is_a_state_dict_with_experts_in_the_order_of_their_ids(saved, tmp_path, capsys):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.config.experts import InitialPlacement
 from toolkit.moe.layer import make_moe
 from toolkit.moe.migrate import migrate
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.gradients import clip_grad_norm_
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
-from toolkit.placement.placement import ExpertPlacement, InitialPlacement
+from toolkit.placement.placement import ExpertPlacement
 
 EXPERTS, SLOTS, DIM, STEPS = 6, 9, 16, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast, get_args
 
 import torch
 
@@ -16,8 +17,9 @@ from toolkit.checkpoint import reshard as rewrite
 from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
+from toolkit.config.experts import InitialPlacement
 from toolkit.errors import EXIT_DONE, UserError
-from toolkit.placement.placement import ExpertPlacement, contiguous
+from toolkit.placement.placement import ExpertPlacement, initial_placement
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,10 +136,8 @@ def _reshard(args: argparse.Namespace) -> None:
 
 
 def _place(name: str, experts: int, ranks: int) -> ExpertPlacement:
-    if name == "contiguous":
-        return contiguous(experts, ranks, slots_per_rank=-(-experts // ranks))
-    if name == "round_robin":
-        return ExpertPlacement(tuple(tuple(range(rank, experts, ranks)) for rank in range(ranks)))
+    if name in get_args(InitialPlacement):
+        return initial_placement(experts, ranks, cast("InitialPlacement", name))
     try:
         placement = ExpertPlacement.from_dict(json.loads(Path(name).read_text(encoding="utf-8")))
     except OSError:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from toolkit.commands.arguments import Parser
+from toolkit.config.experts import InitialPlacement
 from toolkit.config.run import require
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.lab.report import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.lab.simulate import read_machine
 from toolkit.lab.traces import read_trace
 from toolkit.pictures.plots import draw_imbalances
-from toolkit.placement.placement import InitialPlacement
 from toolkit.placement.planners import PLANNERS, planner_named
 from toolkit.placement.workloads import WORKLOADS, Sizes
 from toolkit.version import __version__

@@ -13,6 +13,8 @@ PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "re
 """What `--planner` takes. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
 ExpertExchange = Literal["flat", "hierarchical"]
 """How rows travel between the ranks of an EP group: to each rank, or once to each node and on from there."""
+InitialPlacement = Literal["contiguous", "round_robin"]
+"""Blocks of consecutive experts on each rank, or expert e on rank e modulo ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class ExpertRunConfig(RunConfig):
     """Optimizer steps between plans."""
     spare_slots: int = 0
     """Spare expert slots on each process, for the replicas of --planner replicate."""
-    initial_placement: Literal["contiguous", "round_robin"] | None = None
+    initial_placement: InitialPlacement | None = None
     """Place experts at the start in blocks of consecutive ids or round-robin; none: blocks, with --max-experts
     round-robin."""
     guard: bool = True

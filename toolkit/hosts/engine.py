@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.config.experts import InitialPlacement
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.balance import describe_balance
@@ -45,7 +46,6 @@ from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
 from toolkit.parallel.prepare import prepare
-from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.config.experts import InitialPlacement
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts
 from toolkit.hosts.contract import check_experts
@@ -21,7 +22,7 @@ from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.moe.state_dict import refuse_partial_state_dict, rows_of, take_rows
 from toolkit.parallel.groups import ExpertGroups
-from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement, with_spare_slots
+from toolkit.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to the layer's initial placement."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.config.experts import InitialPlacement
 from toolkit.errors import UserError
 from toolkit.lab.simulate import Machine, simulate
 from toolkit.lab.traces import Trace
@@ -25,7 +26,7 @@ from toolkit.placement.cost_model import CostModel
 from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance
 from toolkit.placement.loads import Ints
-from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
+from toolkit.placement.placement import ExpertPlacement, initial_placement
 from toolkit.placement.planners import planner_named
 from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.planners.registry import Planner

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from toolkit.config.experts import InitialPlacement
 from toolkit.config.router import RouterOptions
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import ComputeRows, DispatchPlan
@@ -22,7 +23,7 @@ from toolkit.moe.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.moe.state_dict import refuse_partial_state_dict, take_rows
 from toolkit.parallel.groups import ExpertGroups
-from toolkit.placement.placement import ExpertPlacement, InitialPlacement, initial_placement
+from toolkit.placement.placement import ExpertPlacement, initial_placement
 
 
 class MoE(nn.Module):

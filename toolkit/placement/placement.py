@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from toolkit.config.experts import InitialPlacement
 from toolkit.errors import UserError
 from toolkit.parallel.ownership import EMPTY_ROW
 
@@ -188,9 +189,6 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
         rows.append((*range(first, first + count), *[EMPTY_ROW] * (slots_per_rank - count)))
         first += count
     return ExpertPlacement(tuple(rows))
-
-
-InitialPlacement = Literal["contiguous", "round_robin"]
 
 
 def initial_placement(
