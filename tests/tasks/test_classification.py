@@ -1,12 +1,13 @@
-"""Labels that the model has no class for are refused before anything is learned from them."""
+"""Labels without a class are refused before anything is learned from them; the model gets the columns it asked for."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import toolkit as tk
 from toolkit.errors import UserError
@@ -35,3 +36,17 @@ def test_labels_that_the_loss_leaves_out_are_no_fault():
     task = tk.Classification()
     task.expect(training=torch.tensor([0, -100, 3]))
     task.loss(nn.Linear(4, 4), {"input": torch.randn(2, 4), "label": torch.tensor([-100, 3])})
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale[:, None]
+
+
+def test_each_forward_gives_the_model_the_columns_that_were_named():
+    task = tk.Classification(inputs=("input", "scale"))
+    batch = {"input": torch.randn(3, 4), "scale": torch.tensor([1.0, 2.0, 0.0]), "label": torch.tensor([0, 3, 1])}
+    losses = task.sample_losses(Scaled(), batch)
+    assert losses[2].item() == pytest.approx(math.log(4))
+    for loss in (task.loss(Scaled(), batch), task.evaluate(Scaled(), batch)):
+        assert loss.sum.item() == pytest.approx(losses.sum().item())

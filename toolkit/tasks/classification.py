@@ -41,23 +41,26 @@ class Classification:
         return len(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        logits = model(*(batch[name] for name in self.inputs))
-        self._check(logits.shape[-1])
+        logits = self._logits(model, batch)
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         penalty = self.penalty() if self.penalty is not None else None
         return Loss(entropy, len(labels), penalty, {"accuracy": correct(logits, labels)})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
-        logits = model(*(batch[name] for name in self.inputs))
-        self._check(logits.shape[-1])
+        logits = self._logits(model, batch)
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum")
         return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
 
     def sample_losses(self, model: nn.Module, batch: Batch) -> Float[Tensor, " N"]:
         """(N): nats, each sample's own."""
-        return F.cross_entropy(model(batch["input"]), batch["label"], reduction="none")
+        return F.cross_entropy(self._logits(model, batch), batch["label"], reduction="none")
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Float[Tensor, "N C"]:
+        logits: Tensor = model(*(batch[name] for name in self.inputs))
+        self._check(logits.shape[-1])
+        return logits
 
     def _check(self, classes: int) -> None:
         for name, labels in self._unchecked.items():
