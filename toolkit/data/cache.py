@@ -34,11 +34,9 @@ def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> d
 
     Of several processes one builds. Where the cache folder cannot be written the arrays stay in memory.
     """
+    if (columns := mapped_columns(key)) is not None:
+        return columns
     folder = cache_dir() / key
-    try:
-        return _map(folder)
-    except _Damaged:
-        pass
     lock = filelock.FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +54,14 @@ def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> d
             return _in_memory(arrays)
     finally:
         lock.release()
+
+
+def mapped_columns(key: str) -> dict[str, Tensor] | None:
+    """The arrays of cache entry `key`; None where it is missing or damaged."""
+    try:
+        return _map(cache_dir() / key)
+    except _Damaged:
+        return None
 
 
 def _in_memory(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

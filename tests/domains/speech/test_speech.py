@@ -156,6 +156,26 @@ def test_what_is_cached_is_what_was_computed(tmp_path):
         assert torch.equal(column.values, second.train.ragged[name].values)
 
 
+def test_other_processes_map_what_the_main_one_chose_and_choose_only_without_it(tmp_path, cache, monkeypatch):
+    chosen = []
+
+    def on_main(decide):
+        chosen.append(decide())
+        return chosen[0]
+
+    folder = write_recordings(tmp_path / "set")
+    settings = {"features": LogMel(), "characters": Characters(), "tail_s": 0.25, "stride": 2}
+    first = load_speech("fsdd", folder, **settings, on_main=on_main)
+    folder.rename(tmp_path / "elsewhere")
+    other = load_speech("fsdd", folder, **settings, on_main=lambda _: chosen[0])
+    assert texts(other) == texts(first)
+    monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(cache / "another machine"))
+    with pytest.raises(UserError, match="--dataset fsdd: "):
+        load_speech("fsdd", folder, **settings, on_main=lambda _: chosen[0])
+    (tmp_path / "elsewhere").rename(folder)
+    assert texts(load_speech("fsdd", folder, **settings, on_main=lambda _: chosen[0])) == texts(first)
+
+
 def test_connected_digits_are_three_to_seven_of_one_speaker_and_of_its_own_split(tmp_path, monkeypatch):
     monkeypatch.setattr("toolkit.domains.speech.speech.CONNECTED", {"train": 40, "test": 10})
     data = load("connected_digits", write_recordings(tmp_path))

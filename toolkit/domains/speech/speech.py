@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.data.cache import cached_columns
+from toolkit.data.cache import cached_columns, mapped_columns
 from toolkit.data.images import OnMain
 from toolkit.data.ragged import RaggedColumn, RaggedTable
 from toolkit.domains.speech import speech_sources as sources
@@ -96,18 +96,17 @@ def load_speech(
     built: dict[str, Tensor] = {}
     settings = hashlib.sha256(repr((features, characters, tail_s, stride)).encode()).hexdigest()[:12]
 
-    def columns(source: Source) -> dict[str, Tensor]:
-        key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}"
-        return cached_columns(key, lambda: _build(source, features, characters, tail_s, stride))
-
-    def decide() -> str | None:
+    def build() -> tuple[str, str | None]:
         source, notice = _choose(dataset, data_dir)
-        built.update(columns(source))
-        return notice
+        key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}"
+        built.update(cached_columns(key, lambda: _build(source, features, characters, tail_s, stride)))
+        return key, notice
 
-    notice: str | None = on_main(decide)
+    key, notice = on_main(build)
     if not built:
-        built.update(columns(_choose(dataset, data_dir)[0]))
+        built.update(mapped_columns(key) or {})
+    if not built:  # another machine than the main process's: find or download the set there
+        build()
     name, *speakers = bytes(built["names"].numpy()).decode().split("\n")
     left_out, total = built["left_out"].tolist()
     if left_out:
