@@ -17,6 +17,7 @@ from tests.report.conftest import write_run
 from tests.small_run import small_config, small_trainer
 from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.report.comparison import final_rows
 from toolkit.report.curves import curves_by_metric, decimate
 from toolkit.report.experts import loads_of, placements_of
 from toolkit.report.records import read_runs
@@ -85,6 +86,20 @@ def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several:
     assert [row[:2] for row in processes[1:]] == [["1", "first, second"], ["2", "moving"]]
     assert ["moving", "20", "migration", "2 experts moved, 3.00 MB"] in events
     assert [row[2] for row in events if row[0] == "goes <on>"] == ["start", "started again", "restart"]
+
+
+def test_runs_that_differ_in_what_decides_neither_learning_nor_speed_are_seeds_of_one(tmp_path: Path):
+    one = {"storage": None, "max_restarts": 0, "extend": False, "resume_from": None, "on_nonfinite": "stop"}
+    other = {"storage": "s3://b/run", "max_restarts": 3, "extend": True, "resume_from": 4, "on_nonfinite": "skip"}
+    runs = [
+        write_run(tmp_path / "first", settings=one | {"compile": False}),
+        write_run(tmp_path / "second", seed=1, settings=other | {"compile": False}),
+        write_run(tmp_path / "compiled", settings=one | {"compile": True}),
+    ]
+    head, *rows = final_rows(read_runs(runs))
+    assert head[:2] == ["runs", "number"]
+    assert not set(one) & set(head)
+    assert [row[:2] for row in rows] == [["first, second", "2"], ["compiled", "1"]]
 
 
 def test_settings_in_which_no_run_differs_are_there_on_request(tmp_path: Path, several: list[Path]):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT, run_distributed
+from toolkit.config.experts import ExpertRunConfig
 from toolkit.config.run import RunConfig
 from toolkit.errors import Preempted, UserError
 from toolkit.run.process_settings import flushes_subnormals
@@ -181,6 +182,13 @@ def test_another_config_is_not_a_continuation_and_the_field_is_named(tmp_path):
     with pytest.raises(UserError, match="a run of the recipe toy"):
         start_run("other", run.config)
     start_run("toy", replace(run.config, num_workers=3, log_every=7)).close()
+
+
+def test_how_tokens_reach_experts_may_change(tmp_path):
+    settings = {"run_dir": tmp_path, "tracker": "none", "cpu": True}
+    start_run("toy", ExpertRunConfig(**settings)).close()
+    with start_run("toy", ExpertRunConfig(**settings, dispatch_chunks=2)) as run:
+        assert run.continues
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):

@@ -265,7 +265,32 @@ def require_divisible(batch_size: int, processes: int, accumulation: int, pieces
 
 LENGTH = frozenset({"epochs", "max_steps"})
 """Fields that --extend may change."""
-NOT_OF_THE_TRAJECTORY = frozenset(
+ONLY_OF_THE_SPEED = frozenset(
+    {
+        "memory_fraction",
+        "profile",
+        "compile",
+        "dense_parallel",
+        "fsdp_size",
+        "ddp",
+        "parallel_strategy",
+        "ep_size",
+        "ep_stride",
+        "exchange",
+        "dispatch_chunks",
+        "recompute",
+        "planner",
+        "replan_every",
+        "spare_slots",
+        "initial_placement",
+        "guard",
+        "link_gbytes_per_second",
+        "expert_time_share",
+        "record_traces",
+    }
+)
+"""Fields that change how fast a run learns, and not what."""
+NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
     {
         "run_dir",
         "storage",
@@ -279,30 +304,11 @@ NOT_OF_THE_TRAJECTORY = frozenset(
         "on_nonfinite",
         "step_timeout",
         "max_restarts",
-        "memory_fraction",
-        "profile",
         "peak_flops",
         "cpu",
         "log_every",
         "checkpoint",
         "data_dir",
-        "compile",
-        "dense_parallel",
-        "fsdp_size",
-        "ddp",
-        "parallel_strategy",
-        "ep_size",
-        "ep_stride",
-        "exchange",
-        "recompute",
-        "planner",
-        "replan_every",
-        "spare_slots",
-        "initial_placement",
-        "guard",
-        "link_gbytes_per_second",
-        "expert_time_share",
-        "record_traces",
         "data_identity",  # no field, but a key of config.json that `toolkit.run.data` compares
     }
 )

@@ -6,23 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.config.run import NOT_OF_THE_TRAJECTORY, ONLY_OF_THE_SPEED
 from toolkit.report.records import RunRecord
 from toolkit.run.summary import duration
 from toolkit.sweep.tables import Table, is_number, leaves, tabulate
 
-NOT_COMPARED = {
-    "run_dir",
-    "resume",
-    "tracker",
-    "data_dir",
-    "data_identity",
-    "checkpoint",
-    "num_workers",
-    "num_processes",
-    "process_timeout",
-    "log_every",
-    "cpu",
-}
+NOT_COMPARED = NOT_OF_THE_TRAJECTORY - ONLY_OF_THE_SPEED
 """Settings that change neither what a run learns nor how fast, or for which `world_size`, `device` and the digests of
 the data stand."""
 NUMBERS = ("samples_per_second", "train_seconds")
