@@ -10,6 +10,7 @@ import pytest
 
 from tests.doctor.test_causes import TOY
 from tests.forked_python import run_forked
+from tests.helpers import program_environment
 from toolkit.commands import main
 
 PLAIN = """
@@ -53,6 +54,21 @@ def test_a_plain_script_in_order_is_healthy(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(report.read_text())
     assert (found["ok"], found["steps"], found["findings"]) == (True, 3, [])
     assert "save and load" in [check["quantity"] for check in found["checks"]]
+
+
+def test_a_script_is_no_rank_of_the_world_that_the_doctor_is_started_in(tmp_path: Path):
+    launched = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "PMI_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "1",
+        "TOOLKIT_REPORT_PIPE": "99",
+    }
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nraise ValueError(sorted({{*os.environ}} & {set(launched)}))\n")
+    done = run_forked("-m", "toolkit", "doctor", str(script), env=program_environment() | launched)
+    assert done.returncode == 2
+    assert "fails in one process: ValueError: []" in done.stderr
 
 
 def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1():

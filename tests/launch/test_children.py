@@ -51,6 +51,20 @@ def test_a_signal_reaches_every_child_and_ctrl_c_as_what_was_chosen(number: int,
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_what_was_received_is_raised_again_where_that_is_asked_for():
+    children = Children(raise_received=True)
+
+    def interrupted() -> None:
+        with children:
+            start_ready(children, NOTES, os.devnull)
+            signal.raise_signal(signal.SIGINT)
+            children.wait(timeout_s=30)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [child.returncode for child in children.processes] == [0]
+
+
 def test_a_second_ctrl_c_kills():
     with Children() as children:
         deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.launch.restarts import restarted
 from toolkit.standard.cached_run import cached_run
 
 RECIPE = """
@@ -15,7 +16,8 @@ import os, pathlib, sys
 folder = pathlib.Path(folder)
 (folder / "model").mkdir(parents=True, exist_ok=True)
 with (folder / "starts").open("a") as starts:
-    starts.write(f"{' '.join(words)} {os.environ.get('WORLD_SIZE')} {os.environ.get('ACCELERATE_USE_CPU')}\\n")
+    starts.write(f"{' '.join(words)} {os.environ.get('WORLD_SIZE')} {os.environ.get('ACCELERATE_USE_CPU')} "
+                 f"{os.environ.get('TOOLKIT_RESTARTED')}\\n")
 if "--fail" in words:
     sys.exit(3)
 (folder / "results.json").write_text("{}")
@@ -52,9 +54,11 @@ def test_it_is_made_anew_where_what_is_needed_was_removed(recipe):
 
 
 def test_it_is_no_rank_of_the_world_that_asks(recipe, monkeypatch):
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("ACCELERATE_USE_CPU", "true")):
+    environment = {"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_CPU": "true"}
+    # A run that was started again, before whose start the base had not been finished.
+    for name, value in (environment | restarted(Path("run"), ["a rank was killed"])).items():
         monkeypatch.setenv(name, value)
-    assert (cached_run(recipe, ["--a"], needs="model") / "starts").read_text() == "--a None None\n"
+    assert (cached_run(recipe, ["--a"], needs="model") / "starts").read_text() == "--a None None None\n"
 
 
 def test_a_run_that_fails_is_named_and_continued_by_the_next_call(recipe):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
 from toolkit.launch.children import Children
 from toolkit.launch.port import reserve_port, world_environment
+from toolkit.launch.world import without_launcher
 
 ROUNDING = 2e-7
 """What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
@@ -181,8 +181,7 @@ def _run(
     """Run `script` under the probe as the ranks of one world; raises ScriptFailed with the last line of an error."""
     folder.mkdir()
     words = [*args, *_recipe_flags(script, args, folder)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     # A mode that the script gives itself counts more than the variable: its runs go with the folder.
     environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
     reserved = reserve_port()
@@ -190,7 +189,7 @@ def _run(
     command = [sys.executable, "-m", "toolkit.doctor.watch", str(folder), str(steps), str(rounding), str(wait_s)]
     command += [str(script), *words]
     try:
-        with Children() as ranks:
+        with Children(raise_received=True) as ranks:
             for rank in range(world):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
                 with (folder / f"output{rank}.txt").open("wb") as output:
@@ -199,8 +198,6 @@ def _run(
             codes = [process.poll() for process in ranks.processes]
     finally:
         reserved.close()
-    if ranks.received:  # by now handled as if there had been no children
-        signal.raise_signal(ranks.received[0])
     if any(code != 0 for code in codes):
         raise _failure(folder, codes, timeout_s)
     evidence = Evidence(read_records(folder))

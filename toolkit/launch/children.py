@@ -35,11 +35,13 @@ class Children:
 
     Until then SIGINT and the `STOP_SIGNALS` are passed on to each child, and listed in `received`. Each child leads a
     process group of its own, so that Ctrl-C in a terminal reaches this process only: the first one sends `interrupt` to
-    the children, a second one kills them. When this process is killed, the kernel kills the children (on Linux).
+    the children, a second one kills them. When this process is killed, the kernel kills the children (on Linux). With
+    `raise_received` the first signal is raised once more at the end, where it is handled as if there had been no
+    children.
     """
 
-    def __init__(self, *, interrupt: signal.Signals = signal.SIGINT):
-        self.interrupt = interrupt
+    def __init__(self, *, interrupt: signal.Signals = signal.SIGINT, raise_received: bool = False):
+        self.interrupt, self.raise_received = interrupt, raise_received
         self.processes: list[subprocess.Popen[bytes]] = []
         """In the order in which they were started, those that have ended included."""
         self.received: list[int] = []
@@ -99,6 +101,8 @@ class Children:
                 child.wait()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if self.raise_received and self.received and error is None:
+            signal.raise_signal(self.received[0])
 
 
 def _die_with_parent() -> Callable[[], object] | None:

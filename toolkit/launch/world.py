@@ -15,15 +15,21 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
 from toolkit.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
-from toolkit.launch.restarts import CAUSE, REPORT_PIPE, past_restarts, restarted, send
+from toolkit.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, past_restarts, restarted, send
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+OF_A_LAUNCHER = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
+    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", REPORT_PIPE, RESTARTED, ELASTIC),
+)
+"""Beginnings of environment variables that make a process a rank of a world, or one that is started again."""
 BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
 """Signals that ranks are started with blocked, so that none comes while they import and cannot handle it yet."""
 
@@ -39,6 +45,11 @@ def launched_world() -> int | None:
                 raise UserError(f"{name}={value} in the environment is no number of processes: unset it.")
             return int(value)
     return None
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what a launcher put there: for a program that is no rank of this process's world."""
+    return {name: value for name, value in environment.items() if not name.startswith(OF_A_LAUNCHER)}
 
 
 def check_world(config: RunConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +14,9 @@ from filelock import FileLock
 from toolkit.data.cache import BUILD_TIMEOUT_S, cache_dir
 from toolkit.errors import UserError
 from toolkit.launch.children import Children
-from toolkit.launch.world import REPORT_PIPE, WORLD_SIZES
+from toolkit.launch.world import without_launcher
 from toolkit.run.folder import is_finished
 from toolkit.version import __version__
-
-OF_A_LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_"),
-    *(REPORT_PIPE, *WORLD_SIZES),
-)
-"""Beginnings of environment variables that would make the run a rank of this one's world."""
 
 
 def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "") -> Path:
@@ -48,11 +41,11 @@ def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "")
 
 
 def _train(recipe: Path, words: Sequence[str]) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
-    with Children() as children:
+    # What `accelerate launch` sets is for the run that asks: this one has its flags.
+    own = without_launcher(os.environ)
+    environment = {name: value for name, value in own.items() if not name.startswith("ACCELERATE_")}
+    with Children(raise_received=True) as children:
         children.start([sys.executable, str(recipe), *words], env=environment)
         children.wait()
-    if children.received:  # by now handled as if there had been no child
-        signal.raise_signal(children.received[0])
     if code := children.processes[0].returncode:
         raise UserError(f"{recipe.name} ended with exit code {code}, see above: run the same command again.")
