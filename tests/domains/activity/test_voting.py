@@ -36,6 +36,12 @@ def test_a_vote_is_the_mean_of_probabilities():
     torch.testing.assert_close(vote(one), one[:, 0].log_softmax(-1))
 
 
+def test_the_weights_of_classes_stay_on_the_device_of_the_first_batch():
+    task = VotedClassification(class_weights=torch.ones(CLASSES))
+    task.loss(Given(), {name: column.to("meta") for name, column in batch(5).items()})
+    assert task.class_weights.device.type == "meta"
+
+
 def test_training_takes_the_mean_over_views_and_weighs_classes():
     weights = torch.tensor([1.0, 2.0, 0.5, 1.0])
     given = batch(7)

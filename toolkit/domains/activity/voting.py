@@ -36,11 +36,12 @@ class VotedClassification:
         logits = model(batch["input"])
         labels = batch["label"]
         views = logits.shape[1]
-        weights = self.class_weights
+        if self.class_weights is not None:
+            self.class_weights = self.class_weights.to(logits.device)
         entropy = F.cross_entropy(
             logits.flatten(0, 1),
             labels.repeat_interleave(views),
-            weight=weights.to(logits) if weights is not None else None,
+            weight=None if self.class_weights is None else self.class_weights.to(logits.dtype),
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
