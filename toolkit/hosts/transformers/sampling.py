@@ -26,9 +26,10 @@ def sample_tokens(
 ) -> Tensor:
     """int64 (B, T + length): `prompts` (B, T) and what `model` adds. A collective: all ranks give the same prompts.
 
-    Each token is drawn on rank 0, from the `top_k` likeliest (None: all) at `temperature`; the draws depend on `seed`
-    alone. Not transformers' `generate`, in which each rank draws for itself: a difference in the last digit would
-    send ranks different ways, and forwards of experts that are spread have to go together.
+    Each token is drawn from the `top_k` likeliest (None: all) at `temperature`; the draws depend on `seed` alone. All
+    ranks draw and take what rank 0 drew. Not transformers' `generate`, in which each rank goes on with its own draw: a
+    difference in the last digit would send ranks different ways, and forwards of experts that are spread have to go
+    together.
     """
     was_training = model.training
     model.eval()
