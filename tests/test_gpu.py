@@ -125,9 +125,9 @@ def test_a_step_whose_scaled_gradients_overflow_is_skipped_and_the_scale_halved(
         trainer.train_step(next(steps))
         assert scaler.get_scale() == 2.0**39
         assert all(map(torch.equal, trainer.parameters, before))
-        while scaler.get_scale() > 2.0**10:
+        for _ in range(40):  # until it fits
             trainer.train_step(next(steps))
-        trainer.train_step(next(steps))
+        assert scaler.get_scale() < 2.0**30
         assert not any(map(torch.equal, trainer.parameters, before))
         assert all(parameter.isfinite().all() for parameter in trainer.parameters)
 
