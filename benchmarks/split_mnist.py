@@ -48,7 +48,7 @@ from toolkit.config.run import OptimizerConfig
 from toolkit.data.images import ImageData, held_out, load_images
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
-from toolkit.domains.autoencoder.labels import VisitDraws
+from toolkit.data.visit_draws import VisitDraws
 from toolkit.domains.continual.streams import TaskOrder, TaskStream, split_stream
 from toolkit.domains.few_labels.affine import DRAWS, AffineRange, warp
 from toolkit.optim import build_optimizer

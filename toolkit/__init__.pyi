@@ -12,12 +12,12 @@ from .config.run import OptimizerConfig as OptimizerConfig
 from .config.run import RunConfig as RunConfig
 from .config.run import ScheduleConfig as ScheduleConfig
 from .config.run import require as require
-from .data.blanking import BlankPixels as BlankPixels
 from .data.images import ImageData as ImageData
 from .data.images import load_images as load_images
 from .data.ragged import BucketedOrder as BucketedOrder
 from .data.table import TensorTable as TensorTable
 from .data.text import load_text as load_text
+from .data.visit_draws import BlankPixels as BlankPixels
 from .domains import activity as activity
 from .domains import autoencoder as autoencoder
 from .domains import continual as continual

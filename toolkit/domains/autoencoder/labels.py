@@ -10,6 +10,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from toolkit.data.table import TensorTable
+from toolkit.data.visit_draws import VisitDraws
 from toolkit.errors import UserError
 from toolkit.seeding import generator
 from toolkit.task import Batch
@@ -47,22 +48,6 @@ def corrupted(labels: Integer[Tensor, " N"], rate: float, num_classes: int, *, s
     wrong = labels.clone()
     wrong[hit] = (labels[hit] + shift) % num_classes
     return wrong
-
-
-class VisitDraws:
-    """Random rows that are a function of (seed, purpose, visit), and so do not depend on the number of processes."""
-
-    def __init__(self, bank: Tensor):
-        self.bank = bank
-
-    @classmethod
-    def normal(cls, *shape: int, seed: int, purpose: str) -> VisitDraws:
-        """Standard normal draws of `shape` per visit."""
-        return cls(torch.randn(BANK_SIZES[purpose], *shape, generator=generator(seed, purpose)))
-
-    def __call__(self, visits: Tensor) -> Tensor:
-        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): neighbours get rows far apart.
-        return self.bank.index_select(0, (visits * 2654435769 >> 7) % len(self.bank))
 
 
 class FewLabels:
@@ -108,10 +93,10 @@ class FewLabels:
         self.pairing = VisitDraws(pairs)
         self.shift_label = VisitDraws(shift[0])
         self.shift_pair = VisitDraws(shift[1])
-        self.noise = VisitDraws.normal(*noise_shape, seed=seed, purpose="noise") if noise_shape else None
+        self.noise = _normal_draws(*noise_shape, seed=seed, purpose="noise") if noise_shape else None
         pixels = images[0].numel()
         # Fewer rows: where a power iteration begins matters little, and an image is long.
-        self.direction = VisitDraws.normal(pixels, seed=seed, purpose="direction") if directions else None
+        self.direction = _normal_draws(pixels, seed=seed, purpose="direction") if directions else None
 
     def __call__(self, batch: Batch, visits: Tensor) -> Batch:
         """`visits` (int64): epoch * samples + row of each sample of the batch."""
@@ -139,3 +124,8 @@ def with_noise(table: TensorTable, noise_shape: Sequence[int], *, seed: int) -> 
         return table
     noise = torch.randn(len(table), *noise_shape, generator=generator(seed, "evaluation noise"))
     return TensorTable(**table.columns, noise=noise)
+
+
+def _normal_draws(*shape: int, seed: int, purpose: str) -> VisitDraws:
+    """Standard normal draws of `shape` per visit."""
+    return VisitDraws(torch.randn(BANK_SIZES[purpose], *shape, generator=generator(seed, purpose)))

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from toolkit.domains.autoencoder.labels import FewLabels, VisitDraws
+from toolkit.data.visit_draws import VisitDraws
+from toolkit.domains.autoencoder.labels import FewLabels
 from toolkit.domains.few_labels.affine import DRAWS, AffineRange, warp
 from toolkit.seeding import generator
 from toolkit.task import Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.data.blanking import BANK_SIZE
+from toolkit.data.visit_draws import BANK_SIZE, VisitDraws
 from toolkit.seeding import generator
 from toolkit.task import Batch
 
@@ -35,12 +35,11 @@ class SpecAugment:
         self.gain = gain
         self.shift = shift
         self.band_fraction, self.time_fraction = band_fraction, time_fraction
-        self.draws = torch.rand(BANK_SIZE, 2 + 4 * masks, generator=generator(seed, "SpecAugment"))
+        self.draws = VisitDraws(torch.rand(BANK_SIZE, 2 + 4 * masks, generator=generator(seed, "SpecAugment")))
 
     def __call__(self, batch: Batch, visits: Tensor) -> Batch:
         """`visits` (int64): epoch * utterances + row of each utterance of the batch."""
-        # Fibonacci hashing, as in `BlankPixels`.
-        draws = self.draws.index_select(0, (visits * 2654435769 >> 7) % BANK_SIZE)
+        draws = self.draws(visits)
         features = batch["input"].float()
         lengths = batch["input_length"][:, None]
         if self.shift:

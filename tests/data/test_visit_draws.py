@@ -1,4 +1,4 @@
-"""Blanked pixels: as many as asked for, others at each visit, the same on any number of ranks."""
+"""Draws of a visit, and blanked pixels: as many as asked for, others at each visit, the same on any number of ranks."""
 
 from itertools import islice
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from toolkit.data.batches import TrainBatches
-from toolkit.data.blanking import BlankPixels
 from toolkit.data.table import TensorTable
+from toolkit.data.visit_draws import BlankPixels, VisitDraws
 
 SAMPLES, BATCH = 10, 4
 
@@ -32,6 +32,13 @@ def seen(steps: int, start: int = 0, **layout: int) -> dict[int, list[torch.Tens
             for label, image in zip(batch["label"].tolist(), batch["input"], strict=True):
                 images.setdefault(label, []).append(image)
     return images
+
+
+def test_draws_are_a_function_of_the_visit_and_visits_run_through_all_of_them():
+    draws = VisitDraws(torch.arange(101))
+    visits = torch.arange(1000)
+    assert torch.equal(draws(visits)[[7, 300]], draws(visits[[7, 300]]))
+    assert len(draws(visits).unique()) == 101
 
 
 def test_the_fraction_is_hidden_and_the_rest_is_as_it_was():
