@@ -29,14 +29,14 @@ def test_imbalance_is_taken_per_step_before_any_mean():
 
 def test_expert_imbalance_by_hand():
     even = expert_imbalance([5, 5, 5, 5])
-    assert (even.max_violation, even.variation, even.dead) == (0.0, 0.0, 0)
+    assert (even.max_violation, even.variation) == (0.0, 0.0)
     assert even.entropy == pytest.approx(1.0)
     # Half and half of four: ln 2 / ln 4.
     half = expert_imbalance([6, 6, 0, 0])
-    assert (half.max_violation, half.variation, half.dead) == (1.0, 1.0, 2)
+    assert (half.max_violation, half.variation) == (1.0, 1.0)
     assert half.entropy == pytest.approx(0.5)
     assert expert_imbalance([7, 0]).entropy == 0.0
-    assert expert_imbalance([0, 0]).dead == 2
+    assert expert_imbalance([0, 0]).max_violation == 0.0
 
 
 def test_bounds_by_hand():

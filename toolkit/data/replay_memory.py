@@ -75,11 +75,6 @@ class ReplayMemory:
         epoch = derive_seed(self.seed, "visits", *address) % MOST_EPOCHS
         return self.draw(count, *address) + epoch * len(self.table)
 
-    def counts(self) -> dict[tuple[int, ...], int]:
-        """How many rows are remembered of each stratum, by its values of the columns `strata`."""
-        values, counts = self._values(self.rows).unique(dim=0, return_counts=True)
-        return {tuple(value): count for value, count in zip(values.tolist(), counts.tolist(), strict=True)}
-
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, equal on all ranks."""
         return {"rows": self.rows.tolist()}

@@ -59,8 +59,6 @@ class Migration:
     """Used after `step` steps."""
     predicted_imbalance: float
     """Busiest rank over the mean, for the last window's load under this placement."""
-    former_imbalance: float
-    """The same, under the placement that it replaced."""
     report: MigrationReport
 
 
@@ -155,9 +153,7 @@ class Replanner:
             if new is None:
                 continue
             report = migrate(stack, new, optimizer)
-            done.append(
-                Migration(step, name, new, rank_imbalance(load_E, new), rank_imbalance(load_E, current), report)
-            )
+            done.append(Migration(step, name, new, rank_imbalance(load_E, new), report))
         self.migrations += done
         return done
 

@@ -48,17 +48,13 @@ class ExpertImbalance:
     """Standard deviation / mean."""
     entropy: float
     """Normalised entropy of the fractions: 1 when balanced, 0 when one expert gets everything."""
-    dead: int
-    """Experts that got nothing."""
 
 
 def expert_imbalance(load_E: Load) -> ExpertImbalance:
     load = as_floats(load_E)
     mean = float(load.mean())
     if not mean:
-        return ExpertImbalance(0.0, 0.0, 1.0, len(load))
+        return ExpertImbalance(0.0, 0.0, 1.0)
     fraction = load[load > 0] / load.sum()
     entropy = float(-(fraction * np.log(fraction)).sum() / np.log(len(load))) if len(load) > 1 else 1.0
-    return ExpertImbalance(
-        float(load.max()) / mean - 1, float(load.std()) / mean, max(0.0, entropy), int((load == 0).sum())
-    )
+    return ExpertImbalance(float(load.max()) / mean - 1, float(load.std()) / mean, max(0.0, entropy))

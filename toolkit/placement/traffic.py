@@ -16,13 +16,11 @@ from toolkit.placement.loads import Floats, Ints
 from toolkit.placement.placement import ExpertPlacement, bytes_moved, bytes_on_busiest_rank, moves, owner_moves
 
 
-def rows_per_slot(
-    load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
-) -> Ints:
+def rows_per_slot(load_SE: NDArray[Any], placement: ExpertPlacement, *, sources: Sequence[int] | None = None) -> Ints:
     """int64 (..., S, G): how many of each rank's assignments go to each slot, in one forward or in each of several.
 
-    With `local_first`, a rank that has a replica of the expert uses it. Otherwise the i-th of a rank's tokens for an
-    expert with n replicas goes to replica (rank + i) mod n. `sources` names the ranks of S; None means all.
+    A rank that has a replica of the expert uses it. Otherwise the i-th of a rank's tokens for an expert with n replicas
+    goes to replica (rank + i) mod n. `sources` names the ranks of S; None means all.
     """
     load = np.asarray(load_SE, dtype=np.int64)
     source_S = np.arange(placement.ranks) if sources is None else np.asarray(sources)
@@ -39,11 +37,10 @@ def rows_per_slot(
         slots = [rank * placement.stride + slot for rank, slot in places]
         turn_SC = (np.arange(len(places)) - source_S[:, None]) % len(places)
         rows[..., slots] = (load[..., expert, None] + len(places) - 1 - turn_SC) // len(places)
-        if local_first:
-            for (rank, _), slot in zip(places, slots, strict=True):
-                for source in np.flatnonzero(source_S == rank):
-                    rows[..., source, slots] = 0
-                    rows[..., source, slot] = load[..., source, expert]
+        for (rank, _), slot in zip(places, slots, strict=True):
+            for source in np.flatnonzero(source_S == rank):
+                rows[..., source, slots] = 0
+                rows[..., source, slot] = load[..., source, expert]
     return rows
 
 
@@ -53,17 +50,6 @@ class Traffic:
 
     rows_SR: Ints
     """What each rank sends to each; the diagonal stays on its rank."""
-
-    @property
-    def load_R(self) -> Ints:
-        """Rows that each rank's experts compute."""
-        return self.rows_SR.sum(0)
-
-    @property
-    def local_fraction(self) -> float:
-        """The part of all rows that stays on its rank; 1 where there are none."""
-        total = int(self.rows_SR.sum())
-        return int(self.rows_SR.trace()) / total if total else 1.0
 
     def bytes_dispatched(self, bytes_per_row: int) -> Ints:
         """(R): sent by each rank to others in dispatch."""
@@ -89,10 +75,10 @@ class Traffic:
 
 
 def rows_between_ranks(
-    load_SE: NDArray[Any], placement: ExpertPlacement, *, local_first: bool = True, sources: Sequence[int] | None = None
+    load_SE: NDArray[Any], placement: ExpertPlacement, *, sources: Sequence[int] | None = None
 ) -> Ints:
     """int64 (..., S, R): how many of each rank's assignments go to each rank; see `rows_per_slot`."""
-    rows = rows_per_slot(load_SE, placement, local_first=local_first, sources=sources)
+    rows = rows_per_slot(load_SE, placement, sources=sources)
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
 

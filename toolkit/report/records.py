@@ -41,10 +41,6 @@ class RunRecord:
         """Optimizer steps up to its last line of metrics."""
         return self.lines[-1]["step"] if self.lines else 0
 
-    @property
-    def state(self) -> str:
-        return "finished" if self.finished else f"not finished: step {self.step:,}"
-
     def last(self, metric: str) -> float | None:
         """The last value of `metric`; None where it has none."""
         return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)

@@ -303,7 +303,7 @@ def test_counts_of_sources_add_up_to_those_of_all():
     assert (again.received_FLW == whole.received_FLW).all()
     for forward, layer, group in np.ndindex(5, 2, 2):
         ranks = slice(3 * group, 3 * group + 3)
-        expected = Traffic(rows_between_ranks(sent[forward, layer, ranks], placements[layer])).load_R
+        expected = rows_between_ranks(sent[forward, layer, ranks], placements[layer]).sum(0)
         assert (whole.received_FLW[forward, layer, ranks] == expected).all()
 
 

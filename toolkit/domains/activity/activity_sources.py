@@ -34,6 +34,9 @@ HMP_RANGE_G = 1.5
 HMP_CODES = 63
 """A reading is a code from 0 for -1.5 g to 63 for +1.5 g."""
 
+MADE_UP_VOLUNTEERS, MADE_UP_TRIALS, MADE_UP_SECONDS = 10, 2, 16
+"""Of the generated set: trials of each activity by each volunteer, and seconds of a trial."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -233,7 +236,7 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
     )
 
 
-def generate_trials(*, volunteers: int = 10, trials: int = 2, seconds: int = 16) -> list[Trial]:
+def generate_trials() -> list[Trial]:
     """Made-up wrist signals: each activity is gravity from one side and a movement of one frequency and direction;
     each volunteer is a little faster, stronger and more tilted than the next. Always the same.
     """
@@ -241,14 +244,14 @@ def generate_trials(*, volunteers: int = 10, trials: int = 2, seconds: int = 16)
     frequencies = {"stir": 0.7, "walk": 1.9, "run": 2.9, "wave": 1.2, "rest": 0.0, "brush": 4.0}
     gravities = random.normal(size=(len(frequencies), 3))
     directions = random.normal(size=(len(frequencies), 3))
-    time = np.arange(seconds * HMP_RATE_HZ) / HMP_RATE_HZ
+    time = np.arange(MADE_UP_SECONDS * HMP_RATE_HZ) / HMP_RATE_HZ
     made = []
-    for volunteer in range(volunteers):
+    for volunteer in range(MADE_UP_VOLUNTEERS):
         pace = random.uniform(0.85, 1.15)
         strength = random.uniform(0.7, 1.3)
         tilt = random.normal(scale=0.4, size=3)
         for activity, frequency in enumerate(frequencies.values()):
-            for _ in range(trials):
+            for _ in range(MADE_UP_TRIALS):
                 gravity = gravities[activity] + tilt + random.normal(scale=0.2, size=3)
                 phase = 2 * np.pi * (frequency * pace * time + random.uniform())
                 movement = 0.4 * strength * (np.sin(phase) + 0.4 * np.sin(2 * phase)) * (frequency > 0)
