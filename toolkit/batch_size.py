@@ -26,7 +26,7 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, is_out_of_memory
 from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.parallel.ownership import is_owned, ownership_of
-from toolkit.run.folder import write_json
+from toolkit.run.folder import write_json, write_text
 from toolkit.run.hardware import mappable_bytes, memory_limit_bytes, peak_bytes, reset_peak
 from toolkit.run.run import Run
 from toolkit.task import Task
@@ -97,9 +97,8 @@ def shrink(run: Run, accumulation: int) -> int | None:
     }
     try:
         # Several ranks may do so at once: each has its own unfinished file.
-        partial = run.folder / f".{CHOICE_FILE}.{run.rank}.partial"
-        partial.write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
-        partial.replace(run.folder / CHOICE_FILE)
+        text = json.dumps(choice, indent=2) + "\n"
+        write_text(run.folder / CHOICE_FILE, text, partial=f".{CHOICE_FILE}.{run.rank}.partial")
     except OSError:
         return None
     return chosen

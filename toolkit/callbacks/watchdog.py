@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.callbacks.base import Callback
 from toolkit.errors import EXIT_BUG
 from toolkit.launch.restarts import send
+from toolkit.run.folder import write_text
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -219,11 +220,9 @@ def _file_of(rank: int, suffix: str = ".json") -> str:
 
 def _write(path: Path, heartbeat: Heartbeat) -> None:
     """Nothing of it may end a run: a full disk is no hang."""
-    partial = path.with_suffix(".partial")
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(asdict(heartbeat)), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, json.dumps(asdict(heartbeat)), durable=False)
 
 
 def _read(path: Path) -> Heartbeat | None:

@@ -128,18 +128,21 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_text(path, to_json(values, indent=2) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, partial: str | None = None, durable: bool = True) -> None:
     """Replace `path` by `text` atomically: a kill leaves the old file or the new one.
 
+    The unfinished file has the name `partial` beside `path`; processes that may write at once need one each. Of a file
+    that is not `durable`, a machine that stops may leave neither the old text nor the new one.
     A link in the place of `path` or of the unfinished file is replaced, not followed.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with partial.open("x", encoding="utf-8") as file:
+    unfinished = path.with_name(partial or f".{path.name}.partial")
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("x", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
