@@ -204,7 +204,7 @@ class Probe:
                 for _ in range(2):
                     with self.run.accelerator.autocast():
                         loss = self.task.loss(self.model, batch)
-                    (loss.sum if loss.penalty is None else loss.sum + loss.penalty).backward()
+                    loss.total.backward()
                     self.optimizer.step()
                     self.optimizer.zero_grad()
         except (RuntimeError, MemoryError) as error:

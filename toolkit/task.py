@@ -35,6 +35,11 @@ class Loss:
     """More sums to report as means over the same count, such as the number of correct answers, or a table of counts
     for `summarise` to turn into a number."""
 
+    @property
+    def total(self) -> Float[Tensor, ""]:
+        """`sum` and, if there is one, `penalty`: for the backward of a batch that is no part of a step."""
+        return self.sum if self.penalty is None else self.sum + self.penalty
+
 
 class Task(Protocol):
     """Computes a `Loss` from a model and a batch. Holds no model: the trainer passes the prepared one.

@@ -125,5 +125,5 @@ def settle_buckets(trainer: Trainer) -> None:
     trainer.model.train()
     with trainer.run.accelerator.autocast():
         loss = trainer.task.loss(trainer.model, trainer.batches.empty())
-    (loss.sum if loss.penalty is None else loss.sum + loss.penalty).backward()
+    loss.total.backward()
     trainer.optimizer.zero_grad()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_BUG, EXIT_DONE, UserError
+from toolkit.run.console import log_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         steps=args.steps,
         tolerance=args.tolerance,
         timeout_s=args.timeout,
-        log=_log,
+        log=log_line,
     )
     if args.out is not None:
         try:
@@ -48,8 +49,3 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"--out {args.out}: cannot be written ({error.strerror}): choose another.") from None
     sys.stdout.write(f"{report}")
     return EXIT_DONE if report.ok else EXIT_BUG
-
-
-def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

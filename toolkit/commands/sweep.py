@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError
+from toolkit.run.console import log_line
 
 EXAMPLE = """
   toolkit sweep --grid labels=100,600 --grid corruption-rate=0,0.2 --num-seeds 5 recipes/vae_robustness.py full --cpu
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     first = recipe.config(()).seed + args.seed_offset
     cells = grid_cells(recipe, axes, range(first, first + args.num_seeds))
     folder = args.out / "cells"
-    runner = CellRunner(recipe, folder, jobs=args.jobs, log=_log)
+    runner = CellRunner(recipe, folder, jobs=args.jobs, log=log_line)
 
     def write() -> None:
         with FileLock(args.out / ".tables.lock"):  # the tasks of an array share the tables
@@ -80,20 +81,15 @@ def main(argv: Sequence[str]) -> int:
                 minimise=args.minimise,
                 seed=first,
                 journal=args.out / "search.journal",
-                log=_log,
+                log=log_line,
             )
     elif not folder.is_dir():
         raise UserError(f"--out {args.out}: holds no sweep: leave --collect out to begin one.")
     write()
     sys.stdout.write((args.out / "table.md").read_text(encoding="utf-8"))
     if outcome.elsewhere:
-        _log(f"{len(outcome.elsewhere)} runs are another job's")
+        log_line(f"{len(outcome.elsewhere)} runs are another job's")
     if outcome.stopped:
-        _log("stopped: run the same command again to continue.")
+        log_line("stopped: run the same command again to continue.")
         return EXIT_PREEMPTED
     return EXIT_BUG if outcome.failed else EXIT_DONE
-
-
-def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.pictures.knowledge_graph_plot import draw_knowledge_graph, positions_on_circle
-from toolkit.pictures.plots import GREY, INK, TRAIN, draw_loss, palette, save_figure, spread, step_axis
+from toolkit.pictures.plots import GREY, INK, TRAIN, draw_loss, ink_on, palette, save_figure, spread, step_axis
 from toolkit.tracking.jsonl import read_metrics
 from toolkit.tracking.lifecycle_records import Epoch, LayerState, read_lifecycle
 
@@ -289,8 +289,3 @@ def _epoch_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
     axes.set_axisbelow(True)
-
-
-def ink_on(colour: Mapping[int, float] | Sequence[float]) -> str:
-    """A text colour that is readable on `colour`."""
-    return "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.6 else INK

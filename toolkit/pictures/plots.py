@@ -180,7 +180,7 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
                 colour = colours[expert]
                 axes.barh(rank, 0.92, left=slot, height=0.8, color=colour)
                 if widest <= MOST_IDS:
-                    ink = "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.6 else INK
+                    ink = ink_on(colour)
                     axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color=ink, fontsize=9)
         axes.set_title(f"Experts per process: {layer}" if layer else "Experts per process")
         axes.set_yticks(range(len(by_rank)), [f"rank {rank}" for rank in range(len(by_rank))])
@@ -189,6 +189,11 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
         axes.set_ylim(ranks - 0.4, -0.6)
         axes.spines[["bottom", "left"]].set_visible(False)
         axes.tick_params(length=0)
+
+
+def ink_on(colour: Mapping[int, float] | Sequence[float]) -> str:
+    """A text colour that is readable on `colour`."""
+    return "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.6 else INK
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:

@@ -18,6 +18,12 @@ def can_redraw() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
+def log_line(line: str) -> None:
+    """Print `line` to standard error at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def print_nowhere() -> None:
     """Send what is printed from now on, and what Python still holds back of it, to the null device: writing to a pipe
     that nobody reads would fail once more when Python ends."""

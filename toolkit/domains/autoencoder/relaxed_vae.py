@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.domains.autoencoder.labels import UNLABELLED
 from toolkit.domains.autoencoder.vae import to_unit
 
 SAMPLES = 8
@@ -46,7 +47,7 @@ class RelaxedVAE(nn.Module):
         y = self.relaxed(logits, noise[..., : self.num_classes])
         if label is not None:
             given = F.one_hot(label.clamp_min(0), self.num_classes).float()[:, None]
-            y = torch.where((label == -1)[:, None, None], y, given)
+            y = torch.where((label == UNLABELLED)[:, None, None], y, given)
         mean, log_std = (
             self.to_style(torch.cat([y, hidden[:, None].expand(-1, y.shape[1], -1)], -1)).float().chunk(2, -1)
         )

@@ -7,10 +7,10 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.domains.autoencoder.labels import UNLABELLED
 from toolkit.task import Batch, Loss
 from toolkit.tasks.classification import correct
 
-UNLABELLED = -1
 CONFIDENT = 0.95
 
 

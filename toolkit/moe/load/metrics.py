@@ -15,13 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance
+from toolkit.placement.loads import Floats, Ints
 from toolkit.placement.placement import ExpertPlacement
 from toolkit.placement.planners.bounds import lower_bound
 from toolkit.placement.traffic import Traffic, hierarchical_traffic, rows_between_ranks
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
 
 PER_FORWARD = {"received_FLW", "imbalance_FL"}
 
