@@ -44,7 +44,8 @@ from toolkit.checkpoint.tensor_files import (
     on_cpu,
     targets,
 )
-from toolkit.config.run import LENGTH, NOT_OF_THE_TRAJECTORY, to_dict
+from toolkit.config.run import LENGTH, to_dict
+from toolkit.config.settings import decides_what_is_learned
 from toolkit.errors import UserError
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.run.data import other_data
@@ -339,4 +340,4 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _trajectory(run: Run) -> dict[str, Any]:
     """The settings and data that training results depend on."""
     settings = mask(to_dict(run.config)).items()
-    return {name: value for name, value in settings if name not in NOT_OF_THE_TRAJECTORY} | {DATA: run.data}
+    return {name: value for name, value in settings if decides_what_is_learned(name)} | {DATA: run.data}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, ONLY_OF_THE_SPEED
+from toolkit.config.settings import differing_names, leaves
 from toolkit.report.records import RunRecord
 from toolkit.run.summary import duration
-from toolkit.sweep.tables import Table, is_number, leaves, tabulate
+from toolkit.sweep.tables import Table, is_number, tabulate
 
 NOT_COMPARED = NOT_OF_THE_TRAJECTORY - ONLY_OF_THE_SPEED
 """Settings that change neither what a run learns nor how fast, or for which `world_size`, `device` and the digests of
@@ -31,9 +31,7 @@ def is_compared(setting: str) -> bool:
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
     """The settings in which runs differ, without folders. One that a run lacks is no difference."""
-    found = [settings(run) for run in runs]
-    names = dict.fromkeys(name for values in found for name in values if name != "run_dir")
-    return [name for name in names if len({json.dumps(values[name]) for values in found if name in values}) > 1]
+    return [name for name in differing_names([settings(run) for run in runs]) if name != "run_dir"]
 
 
 def final_numbers(runs: Sequence[RunRecord]) -> Table:

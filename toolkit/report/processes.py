@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY
+from toolkit.config.settings import differing_names
 from toolkit.report.comparison import is_compared, settings
 from toolkit.report.records import RunRecord
 from toolkit.sweep.tables import is_number
@@ -77,9 +78,7 @@ def process_notices(runs: Sequence[RunRecord]) -> list[str]:
                 )
     finished = [run for run in runs if run.finished]
     if not notices and not process_rows(runs) and len({_processes(run) for run in finished}) > 1:
-        found = [settings(run) for run in finished]
-        names = dict.fromkeys(name for values in found for name in values if _decides(name))
-        differ = [name for name in names if len({json.dumps(v[name]) for v in found if name in v}) > 1]
+        differ = [name for name in differing_names([settings(run) for run in finished]) if _decides(name)]
         notices.append(
             f"numbers of processes are not compared: these runs differ in what they learn, too ({', '.join(differ)})."
         )
@@ -119,13 +118,11 @@ def _same_trainings(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 def _rows(group: Sequence[RunRecord]) -> list[ProcessRow]:
     found = {run.name: settings(run) for run in group}
-    names = dict.fromkeys(name for values in found.values() for name in values)
     how = [
         name
-        for name in names
+        for name in differing_names(list(found.values()))
         if is_compared(name) and not _decides(name) and name not in NOT_HOW
-        and len({json.dumps(values[name]) for values in found.values() if name in values}) > 1
-    ]  # fmt: skip
+    ]
     parts: dict[str, list[RunRecord]] = {}
     for run in sorted(group, key=_processes):
         key = json.dumps([_processes(run), [found[run.name].get(name) for name in how]])

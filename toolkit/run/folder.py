@@ -25,7 +25,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.config.run import LENGTH, NOT_OF_THE_TRAJECTORY, RunConfig, to_dict
+from toolkit.config.run import LENGTH, RunConfig, to_dict
+from toolkit.config.settings import decides_what_is_learned, leaves
 from toolkit.errors import UserError
 from toolkit.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
@@ -193,8 +194,8 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     now = recorded_config(name, config)
     if before.get("recipe") != name:
         raise UserError(f"--run-dir {folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
-    old = dict(_leaves(before))
-    new = dict(_leaves(now))
+    old = _trajectory(before)
+    new = _trajectory(now)
     for field in old | new:
         if old.get(field) != new.get(field) and not (config.extend and field in LENGTH):
             flag = "--" + field.replace("_", "-")
@@ -207,11 +208,6 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     return before
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields that determine training results, by dotted name."""
-    for name, value in values.items():
-        if prefix or name not in NOT_OF_THE_TRAJECTORY:
-            if isinstance(value, dict):
-                yield from _leaves(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, value
+def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json that training results depend on, by dotted name."""
+    return {field: value for field, value in leaves(config) if decides_what_is_learned(field)}

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY
+from toolkit.config.settings import decides_what_is_learned
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.launch.children import POLL_S, Children
 from toolkit.run.folder import read_json, results_of
@@ -92,7 +92,7 @@ class CellRunner:
         remedy = f"delete {path.parent}, and run the same command again to have that run anew"
         before = read_json(path, remedy) if path.exists() else {}
         for name, value in cell.config.items():
-            if name not in NOT_OF_THE_TRAJECTORY and before.get(name, value) != value:
+            if decides_what_is_learned(name) and before.get(name, value) != value:
                 raise UserError(
                     f"--out {self.folder.parent}: {cell} was run with {name} {before[name]}, which is {value} by now: "
                     f"choose another folder, or delete {path.parent}."

@@ -14,7 +14,8 @@ from typing import Any
 
 from toolkit.cli import instead_of, parse
 from toolkit.config.flags import value_types
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY, to_dict
+from toolkit.config.run import to_dict
+from toolkit.config.settings import decides_what_is_learned
 from toolkit.errors import UserError
 
 
@@ -119,8 +120,6 @@ def config_digest(recipe: str, config: Any) -> str:
     """
     plain = to_dict(config)
     usual = {name: value for name, value in to_dict(type(config)()).items() if name in plain}
-    fields = {
-        name: value for name, value in plain.items() if name not in NOT_OF_THE_TRAJECTORY and value != usual[name]
-    }
+    fields = {name: value for name, value in plain.items() if decides_what_is_learned(name) and value != usual[name]}
     text = json.dumps({"recipe": recipe, **fields}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY
+from toolkit.config.settings import decides_what_is_learned, differing_names, leaves
 from toolkit.run.folder import read_json, write_text
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None
     for path in sorted(folder.glob("*/results.json")):
         remedy = f"delete {path.parent}, and run the same command again to have that run anew"
         config = read_json(path.parent / "config.json", remedy)
-        settings = {name: value for name, value in leaves(config) if _decides_what_is_learned(name)}
+        settings = {name: value for name, value in leaves(config) if decides_what_is_learned(name)}
         found.append((path.parent.name, settings, read_json(path, remedy)))
     return tabulate(found, axes, metrics)
 
@@ -79,8 +79,7 @@ def tabulate(
     """The table of runs given as (name, settings, results); the axes as `gather` has them."""
     fields = dict.fromkeys(name for _, config, _ in found for name in config)
     named = [axis.replace("-", "_") for axis in axes]
-    # A field that a later version added is missing in earlier runs, which is no difference.
-    differ = [f for f in fields if f != "seed" and len({json.dumps(c[f]) for _, c, _ in found if f in c}) > 1]
+    differ = [name for name in differing_names([config for _, config, _ in found]) if name != "seed"]
     columns = list(dict.fromkeys([*(axis for axis in named if axis in fields), *differ]))
     if metrics is None:
         numbers = {name for _, _, results in found for name, value in results.items() if is_number(value)}
@@ -110,19 +109,6 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """The settings of a config.json by dotted name."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _decides_what_is_learned(setting: str) -> bool:
-    return setting.partition(".")[0] not in NOT_OF_THE_TRAJECTORY
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -20,6 +20,7 @@ import psutil
 from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
 from toolkit.compat import is_wandb_service, wandb_privacy
+from toolkit.config.settings import leaves
 from toolkit.errors import UserError
 from toolkit.tracking.guard import Backend, GuardedTracker
 from toolkit.tracking.secrets import mask_text
@@ -274,12 +275,6 @@ def _pixels(path: Path) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested values under dotted names, as types that TensorBoard takes."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
+    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in leaves(values)}
