@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from toolkit.run.hardware import processor
+from toolkit.run.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD_BEFORE = os.getloadavg()[0]
@@ -75,8 +76,7 @@ def _version(package: str) -> str | None:
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """`rows` as a Markdown table."""
     columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *([str(row[column]) for column in columns] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table([columns, *([str(row[column]) for column in columns] for row in rows)])
 
 
 def put_tables(page: Path, script: str, tables: str) -> None:

@@ -90,7 +90,7 @@ def test_tables_take_the_place_of_older_ones(tmp_path, monkeypatch):
     for accuracy in (1, 2):
         benchmark.write_page({"drift": [{"arm": "replay", "percent": accuracy}]})
     comment = "<!-- figures: continual_learning_drift.json -->\n"
-    table = f"{comment}| arm | percent |\n| --- | --- |\n| replay | 2 |\n"
+    table = f"{comment}| arm | percent |\n|---|---|\n| replay | 2 |\n"
     assert page.read_text().count(f"**{benchmark.TITLES['drift']}**\n\n{table}") == 1
     assert "| replay | 1 |" not in page.read_text()
     assert page.read_text().startswith("# Train on a sequence of tasks\n")

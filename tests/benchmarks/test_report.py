@@ -27,7 +27,7 @@ def test_a_record_tells_how_it_was_made(tmp_path: Path, monkeypatch: pytest.Monk
     assert machine["load before"] >= 0
     assert machine["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"processor", "cores", "python", "accelerate", "numpy", "date"} <= set(machine)
-    assert capsys.readouterr().out == "| arm | ms |\n| --- | --- |\n| a | 1.5 |\n"
+    assert capsys.readouterr().out == "| arm | ms |\n|---|---|\n| a | 1.5 |\n"
 
 
 def test_tables_replace_those_between_their_own_marks(tmp_path: Path):

@@ -21,8 +21,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     args = parser.parse_args(argv)
 
-    from toolkit.report.comparison import as_json, differing, final_rows, is_compared, summary_rows, text_table
+    from toolkit.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
     from toolkit.report.processes import as_values, process_notices, process_tables
+    from toolkit.run.markdown import markdown_table
     from toolkit.tracking.jsonl import to_json
 
     runs = readable_runs(args.run)
@@ -31,12 +32,14 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         sys.stdout.write(to_json(as_json(runs) | {"processes": as_values(runs)}, indent=2) + "\n")
         return EXIT_DONE
-    sys.stdout.write(text_table(summary_rows(runs, [name for name in differing(runs) if is_compared(name)])))
+    differ = [name for name in differing(runs) if is_compared(name)]
+    sys.stdout.write(markdown_table(summary_rows(runs, differ), aligned=True))
     if any(run.finished for run in runs):
         sys.stdout.write("\nFinished runs, those that differ in their seed alone in one row:\n\n")
-        sys.stdout.write(text_table(final_rows(runs)))
+        sys.stdout.write(markdown_table(final_rows(runs), aligned=True))
     for rows in process_tables(runs):
-        sys.stdout.write("\nThe same training on several numbers of processes:\n\n" + text_table(rows))
+        sys.stdout.write("\nThe same training on several numbers of processes:\n\n")
+        sys.stdout.write(markdown_table(rows, aligned=True))
     notices = [f"{run.name}: {notice}\n" for run in runs for notice in run.notices]
     notices += [f"{notice}\n" for notice in process_notices(runs)]
     sys.stdout.write("".join(["\n", *notices]) if notices else "")

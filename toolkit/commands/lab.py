@@ -20,6 +20,7 @@ from toolkit.lab.traces import read_trace
 from toolkit.pictures.plots import draw_imbalances
 from toolkit.placement.planners import PLANNERS, planner_named
 from toolkit.placement.workloads import WORKLOADS, Sizes
+from toolkit.run.markdown import markdown_table
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]
@@ -105,14 +106,13 @@ def _markdown(cases: Sequence[Case], rows: Sequence[dict[str, Any]], rules: Rule
             f"{experts} experts on {ranks} ranks, {layers} layer(s), {steps} steps; seed {case.seed}, "
             f"SHA-256 {case.digest[:16]}",
             "",
-            "| " + " | ".join(columns) + " |",
-            "|" + "---|" * len(columns),
         ]
+        table = [columns]
         for row in rows:
             if row["case"] == case.name:
                 cells = {**row, "planner": row["planner"] + (", guarded" if row["guarded"] else "")}
-                lines.append("| " + " | ".join(_cell(name, cells[name]) for name in columns) + " |")
-        lines.append("")
+                table.append([_cell(name, cells[name]) for name in columns])
+        lines.append(markdown_table(table))
     return "\n".join(lines)
 
 

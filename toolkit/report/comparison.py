@@ -108,14 +108,6 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """A head and rows as a Markdown table with columns of even width, to be read in a terminal, too."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines) + "\n"
-
-
 def _time(run: RunRecord) -> str:
     seconds = run.results.get("wall_seconds")
     return duration(seconds) if is_number(seconds) else ""

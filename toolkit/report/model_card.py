@@ -10,9 +10,10 @@ from typing import Any
 
 from toolkit.data.identity import describe
 from toolkit.data.sources import HUB_REPOS
-from toolkit.report.comparison import metric_cell, text_table
+from toolkit.report.comparison import metric_cell
 from toolkit.report.records import RunRecord
 from toolkit.run.folder import DATA
+from toolkit.run.markdown import markdown_table
 from toolkit.run.summary import facts
 from toolkit.sweep.tables import is_number
 
@@ -120,7 +121,7 @@ def _section(title: str, text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return text_table([head, *([cell.replace("|", "\\|") for cell in row] for row in rows)])
+    return markdown_table([head, *rows], aligned=True)
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from toolkit.config.settings import decides_what_is_learned, differing_names, leaves
 from toolkit.run.folder import read_json, write_text
+from toolkit.run.markdown import markdown_table
 
 Row = dict[str, Any]
 
@@ -53,10 +54,7 @@ class Table:
 
     def markdown(self) -> str:
         """`cells` as a Markdown table."""
-        head, *rows = self.cells()
-        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        return "\n".join(lines) + "\n"
+        return markdown_table(self.cells())
 
 
 def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None = None) -> Table:
