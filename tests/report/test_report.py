@@ -17,7 +17,7 @@ from tests.report.conftest import write_run
 from tests.small_run import small_config, small_trainer
 from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-from toolkit.report.comparison import final_rows
+from toolkit.report.comparison import final_rows, metric_cell
 from toolkit.report.curves import curves_by_metric, decimate
 from toolkit.report.experts import loads_of, placements_of
 from toolkit.report.records import read_runs
@@ -195,6 +195,11 @@ def test_without_bokeh_one_line_says_what_to_install(
     assert main(["report", str(write_run(tmp_path / "run"))]) == EXIT_USER_ERROR
     told = capsys.readouterr().err
     assert told == "error: toolkit report needs Bokeh, which is missing: pip install 'moe-toolkit[report]'.\n"
+
+
+def test_accuracies_and_f1_are_in_percent():
+    cells = [metric_cell(name, 0.9173) for name in ("test_accuracy", "test_macro_f1", "test_loss")]
+    assert cells == ["91.73 %", "91.73 %", "0.9173"]
 
 
 def test_compare_prints_tables_and_json(several: list[Path], capsys: pytest.CaptureFixture[str]):

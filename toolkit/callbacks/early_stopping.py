@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.errors import UserError
+from toolkit.tracking.metric_names import is_share
 
 if TYPE_CHECKING:
     from toolkit.trainer import Trainer
@@ -25,7 +26,7 @@ class EarlyStopping(Callback):
 
     def __init__(self, *, patience: int | None, metric: str = "loss", min_delta: float = 0.0):
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
-        self._sign = -1 if "accuracy" in metric or "f1" in metric else 1
+        self._sign = -1 if is_share(metric) else 1
         self._best: float | None = None
         self._waited = 0
 

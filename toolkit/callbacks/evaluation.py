@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.throughput import Throughput
 from toolkit.run.data import record_data
+from toolkit.tracking.metric_names import is_share
 
 if TYPE_CHECKING:
     from toolkit.data.loader import AnyEvalBatches
@@ -75,7 +76,7 @@ class Evaluation(Callback):
         if isinstance(value, list):
             return
         best = self._results.get(f"best_{name}", math.nan)
-        better = value > best if "accuracy" in name or "f1" in name else value < best
+        better = value > best if is_share(name) else value < best
         if better or math.isnan(best):
             self._results[f"best_{name}"] = value
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.pictures.plots import GREY, INK, palette, save_figure
+from toolkit.tracking.metric_names import is_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +32,7 @@ def _draw(figure: Figure, metric: str, axis: str, fields: Sequence[str], runs: S
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(", ".join(f"{field} {row[field]}" for field in fields if field != axis), []).append(row)
-    scale = 100 if metric.endswith(("accuracy", "f1")) else 1
+    scale = 100 if is_share(metric) else 1
     figure.set_size_inches(7.5, 4.5)
     axes = figure.subplots()
     shown = list(lines.items())[:MOST_LINES]

@@ -10,6 +10,7 @@ from toolkit.config.settings import differing_names, leaves
 from toolkit.report.records import RunRecord
 from toolkit.run.summary import duration
 from toolkit.sweep.tables import Table, is_number, tabulate
+from toolkit.tracking.metric_names import is_share
 
 NOT_COMPARED = NOT_OF_THE_TRAJECTORY - ONLY_OF_THE_SPEED
 """Settings that change neither what a run learns nor how fast, or for which `world_size`, `device` and the digests of
@@ -114,10 +115,10 @@ def _time(run: RunRecord) -> str:
 
 
 def metric_cell(name: str, value: float | None) -> str:
-    """A value of the metric `name`, accuracies in percent; empty where there is none."""
+    """A value of the metric `name`, shares in percent; empty where there is none."""
     if not is_number(value):
         return ""
-    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
+    return f"{100 * value:.2f} %" if is_share(name) else f"{value:.4g}"
 
 
 def _cell(value: Any) -> str:

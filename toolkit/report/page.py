@@ -20,6 +20,7 @@ from toolkit.report.experts import Event, events_of, viewer_data
 from toolkit.report.processes import process_notices, process_tables
 from toolkit.report.records import RunRecord
 from toolkit.tracking.jsonl import to_json
+from toolkit.tracking.metric_names import is_share
 from toolkit.version import __version__
 
 COLOURS = (
@@ -146,7 +147,7 @@ def _plot(name: str, curves: Sequence[Curve], runs: Sequence[RunRecord]) -> Any:
         )
         view = CDSView(filter=BooleanFilter(booleans=[True] * len(points)))
         plot.scatter("x", "y", source=source, view=view, size=5, color="colour")
-    value = "@name: $data_y{0.00 %}" if name.endswith("accuracy") else "@name: $data_y{0.[0000]a}"
+    value = "@name: $data_y{0.00 %}" if is_share(name) else "@name: $data_y{0.[0000]a}"
     plot.add_tools(
         HoverTool(renderers=[drawn], line_policy="nearest", tooltips=f"{value}<br>step $data_x{{0,0}}", mode="mouse")
     )

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 from toolkit.config.settings import decides_what_is_learned, differing_names, leaves
 from toolkit.run.folder import read_json, write_text
 from toolkit.run.markdown import markdown_table
+from toolkit.tracking.metric_names import is_share
 
 Row = dict[str, Any]
 
@@ -128,7 +129,7 @@ def _spread(row: Row, metric: str) -> str:
     sd = row.get(f"{metric} sd")
     if mean is None:
         return ""
-    if metric.endswith(("accuracy", "f1")):
+    if is_share(metric):
         return f"{100 * mean:.2f} %" + (f" (sd {100 * sd:.2f})" if sd is not None else "")
     if abs(mean) >= 1000:
         return f"{mean:,.0f}" + (f" (sd {sd:,.0f})" if sd is not None else "")
