@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import toolkit as tk
-from benchmarks.report import write_report
+from benchmarks.report import sd, write_report
 from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
 from toolkit.config.experts import LifecycleConfig
 from toolkit.data.batches import EvalBatches
@@ -69,7 +69,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             {
                 "arm": arm,
                 "test accuracy %": round(statistics.mean(accuracy), 2),
-                "sd": round(statistics.stdev(accuracy), 2) if seeds > 1 else None,
+                "sd": sd(accuracy, 2),
                 "experts at the end": [run.get("active_experts", 8) for run in runs],
                 "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
                 **counts,

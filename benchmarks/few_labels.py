@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import markdown, put_tables, write_report
+from benchmarks.report import markdown, put_tables, sd, write_report
 from toolkit.commands.sweep import main as sweep
 from toolkit.errors import EXIT_PREEMPTED
 from toolkit.sweep.tables import gather
@@ -44,10 +44,7 @@ METRICS = ("test_accuracy", "train_seconds")
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """A row per combination of settings, as far as it has been run: errors in percent, seed by seed."""
     table = gather(folder / "cells", ["method"], METRICS)
-    grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for run in table.runs:
-        grouped.setdefault(tuple(run[axis] for axis in table.axes), []).append(run)
-    return [dict(zip(table.axes, key, strict=True)) | summary(runs) for key, runs in grouped.items()]
+    return [{axis: mean[axis] for axis in table.axes} | summary(table.runs_of(mean)) for mean in table.means()]
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "runs": len(runs),
         "error %": round(statistics.fmean(errors), 2),
-        "sd": round(statistics.stdev(errors), 2) if len(errors) > 1 else None,
+        "sd": sd(errors, 2),
         "each seed": [round(error, 2) for error in errors],
         "minutes": round(statistics.median(run["train_seconds"] for run in runs) / 60, 1),
     }

@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import write_report
+from benchmarks.report import sd, write_report
 from recipes.finetune_moe import CONTROLS, Config, full, main
 from toolkit.data.text import split
 from toolkit.run.folder import results_of
@@ -78,9 +78,9 @@ def row(trained: str, runs: list[dict[str, Any]], parameters: int, when: str = "
         "trained": trained,
         "parameters": parameters,
         "new text": round(statistics.mean(new), 4),
-        "new sd": round(statistics.stdev(new), 4) if len(new) > 1 else None,
+        "new sd": sd(new, 4),
         "old text": round(statistics.mean(old), 4),
-        "old sd": round(statistics.stdev(old), 4) if len(old) > 1 else None,
+        "old sd": sd(old, 4),
         "new of each seed": [round(each, 4) for each in new],
         "old of each seed": [round(each, 4) for each in old],
         "steps": runs[0]["steps"],

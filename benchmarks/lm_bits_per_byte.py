@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import write_report
+from benchmarks.report import sd, write_report
 from recipes.lm_moe import Config, dense, full, larger, main
 from toolkit.data.images import VALIDATION
 from toolkit.data.text import SHAKESPEARE
@@ -58,7 +58,7 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "arm": arm,
         "bits per byte": round(statistics.mean(bits), 4),
-        "sd": round(statistics.stdev(bits), 4) if len(bits) > 1 else None,
+        "sd": sd(bits, 4),
         "each seed": [round(each, 4) for each in bits],
         "active parameters": runs[0]["active_parameters"],
         "parameters": runs[0]["parameters"],

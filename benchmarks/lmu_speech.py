@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.report import write_report
+from benchmarks.report import sd, write_report
 from recipes.lmu_speech import Config, connected, fsdd, main
 
 SPEAKERS = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
@@ -130,7 +130,7 @@ def each_speaker(args: argparse.Namespace) -> list[dict[str, object]]:
         {
             "held out": name,
             "accuracy %": round(statistics.mean(values), 1),
-            "sd": round(statistics.stdev(values), 1) if len(values) > 1 else None,
+            "sd": sd(values, 1),
             "each seed": [round(value, 1) for value in values],
         }
         for name, values in accuracies.items()

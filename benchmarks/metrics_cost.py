@@ -10,8 +10,6 @@ reduction and the wait for the other process included. Writes benchmarks/results
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -21,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
+from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
 from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
@@ -113,17 +110,11 @@ def train(log_every: int) -> list[float]:
     return clock.share
 
 
-def rank_main(rank: int, world: int, port: int, queue: Any) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+def measure() -> dict[int, list[list[float]]]:
+    """What `train` gives in each run, by steps between lines."""
     RoutingLog.add = timed(RoutingLog.add)  # type: ignore[method-assign]
     ExpertLoad.on_step_end = timed(ExpertLoad.on_step_end)  # type: ignore[method-assign]
-    results = {log_every: [train(log_every) for _ in range(RUNS)] for log_every in (10, 50)}
-    if rank == 0:
-        queue.put(results)
+    return {log_every: [train(log_every) for _ in range(RUNS)] for log_every in (10, 50)}
 
 
 def main() -> None:
@@ -131,12 +122,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     rows = []
     for world in (1, 2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        queue = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(rank_main, (world, port, queue), nprocs=world)
-        for log_every, runs in queue.get().items():
+        for log_every, runs in run_distributed(measure, world, timeout_s=1800)[0].items():
             shares = [100 * metrics / total for metrics, total in runs]
             rows.append(
                 {

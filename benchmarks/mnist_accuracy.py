@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.report import COMMIT, markdown, write_report
+from benchmarks.report import COMMIT, markdown, sd, write_report
 from recipes.mnist_moe import dense, full, main
 from toolkit.run.folder import write_json
 
@@ -74,7 +74,7 @@ def row(arm: str, epochs: int, runs: Sequence[Mapping[str, float]]) -> dict[str,
         "arm": arm,
         "epochs": epochs,
         "test accuracy %": round(statistics.mean(accuracies), 2),
-        "sd": round(statistics.stdev(accuracies), 2) if len(runs) > 1 else None,
+        "sd": sd(accuracies, 2),
         "each seed": [round(a, 2) for a in accuracies],
     }
     experts = ARMS[arm]().experts

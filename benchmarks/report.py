@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -77,6 +78,11 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """`rows` as a Markdown table."""
     columns = list(rows[0])
     return markdown_table([columns, *([str(row[column]) for column in columns] for row in rows)])
+
+
+def sd(values: Sequence[float], digits: int) -> float | None:
+    """The standard deviation (of a sample), rounded; None of one value."""
+    return round(statistics.stdev(values), digits) if len(values) > 1 else None
 
 
 def put_tables(page: Path, script: str, tables: str) -> None:

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.continual_learning import CELLS, PAGE, SPLIT_SAMPLES, Cell, mean_and_error, train
-from benchmarks.report import markdown, put_tables, write_report
+from benchmarks.report import markdown, put_tables, sd, write_report
 from recipes.mnist_moe import build_model, dense
 from toolkit.config.run import OptimizerConfig
 from toolkit.data.images import ImageData, held_out, load_images
@@ -316,7 +316,7 @@ def table(found: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) -> list[
             "memory": memory,
             "seeds": len(values),
             "average accuracy %": round(statistics.mean(values), 1),
-            "sd": round(statistics.stdev(values), 1) if len(values) > 1 else None,
+            "sd": sd(values, 1),
             "each seed": [round(value, 1) for value in values],
             "CPU seconds, median": round(statistics.median(each["seconds"] for each in runs), 1),
             "less the reference": None,

@@ -72,7 +72,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for mean in table.means():
         key = {axis: mean[axis] for axis in table.axes}
-        runs = [run for run in table.runs if {axis: run[axis] for axis in table.axes} == key]
+        runs = table.runs_of(mean)
         errors = [round(100 * (1 - run["test_accuracy"]), 2) for run in runs]
         row: dict[str, Any] = {"cell": " ".join(f"{axis}={value}" for axis, value in key.items())}
         row |= {"runs": mean["runs"], "test error %": round(100 * (1 - mean["test_accuracy mean"]), 2)}

@@ -6,9 +6,10 @@ A script that calls `fork` goes on once for each rank of each run; the process t
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
+
+from toolkit.launch.port import reserve_port, world_environment
 
 RANKS = 2
 
@@ -17,20 +18,17 @@ def fork(runs: Mapping[str, Sequence[str]]) -> None:
     """Go on as each rank of each of `runs`, one run after another: the arguments of the script, by the folder that
     TrainCheck writes the trace to."""
     for folder, arguments in runs.items():
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
         children = []
-        for rank in range(RANKS):
-            child = os.fork()
-            if child == 0:
-                world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank}
-                os.environ.update({name: str(value) for name, value in world.items()})
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TRAINCHECK_OUTPUT_DIR=folder)
-                sys.argv[1:] = arguments
-                return
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        with reserve_port() as reserved:
+            for rank in range(RANKS):
+                child = os.fork()
+                if child == 0:
+                    os.environ.update(world_environment(RANKS, reserved))
+                    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), TRAINCHECK_OUTPUT_DIR=folder)
+                    sys.argv[1:] = arguments
+                    return
+                children.append(child)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
             print(f"run {os.path.basename(folder)}: ranks ended with {codes}", flush=True)
             os._exit(1)

@@ -39,3 +39,8 @@ def test_tables_replace_those_between_their_own_marks(tmp_path: Path):
     assert text.startswith(f"Before.\n{first}Between.\n")
     assert "| new |\n<!-- end of tables -->\nAfter." in text
     assert text.count("old") == 1
+
+
+def test_the_spread_of_one_value_is_not_known():
+    assert report.sd([1.0, 2.0, 4.0], 2) == 1.53
+    assert report.sd([1.0], 2) is None

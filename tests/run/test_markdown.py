@@ -1,7 +1,6 @@
 """Tables in Markdown."""
 
 from toolkit.run.markdown import markdown_table
-from toolkit.sweep.tables import tabulate
 
 ROWS = [["name", "loss"], ["a", "0.125"], ["x|y", ""]]
 
@@ -13,8 +12,3 @@ def test_a_bar_in_a_cell_does_not_end_it():
 def test_columns_may_have_even_width():
     aligned = markdown_table(ROWS, aligned=True)
     assert aligned == "| name | loss  |\n|------|-------|\n| a    | 0.125 |\n| x\\|y |       |\n"
-
-
-def test_a_setting_with_a_bar_keeps_the_columns_of_a_sweep():
-    runs = [(name, {"pattern": name}, {"test_loss": 0.5}) for name in ("a|b", "c")]
-    assert "| a\\|b | 1 | 0.5 |" in tabulate(runs).markdown()

@@ -52,10 +52,7 @@ def final_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
     table = final_numbers(runs)
     axes = len(table.axes)
     head, *rows = table.cells()
-    names = [
-        ", ".join(run["digest"] for run in table.runs if all(run[axis] == mean[axis] for axis in table.axes))
-        for mean in table.means()
-    ]
+    names = [", ".join(run["digest"] for run in table.runs_of(mean)) for mean in table.means()]
     ordered = [[name, *row[axes:], *row[:axes]] for name, row in zip(names, rows, strict=True)]
     return [["runs", "number", *head[axes + 1 :], *head[:axes]], *ordered]
 

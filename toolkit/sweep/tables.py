@@ -45,6 +45,10 @@ class Table:
             rows.append(row)
         return rows
 
+    def runs_of(self, mean: Row) -> list[Row]:
+        """The runs of a row of `means`."""
+        return [run for run in self.runs if _key(run, self.axes) == _key(mean, self.axes)]
+
     def cells(self) -> list[list[str]]:
         """A head, then means and spreads, a row per combination of the axes."""
         rows = [
