@@ -25,12 +25,9 @@ from torch import Tensor, nn
 from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
 from toolkit.moe.load.forwards import Forwards, ModelForwards
-from toolkit.moe.load.load_meter import weight_bytes
 from toolkit.moe.load.metrics import RowBytes
 from toolkit.moe.load.routing_log import Choices, count_pairs
-from toolkit.moe.stack import ExpertStack
-from toolkit.parallel.unwrapping import unwrapped
-from toolkit.placement.cost_model import state_bytes
+from toolkit.moe.stack import optimizer_bytes, weight_bytes
 from toolkit.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -239,10 +236,3 @@ class TraceRecorder(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         if self.enabled:
             self.close()
-
-
-def optimizer_bytes(stack: ExpertStack, optimizer: Any) -> int:
-    """Bytes of optimizer state of one expert of `stack`."""
-    if optimizer is None:
-        return 0
-    return sum(state_bytes(p, unwrapped(optimizer)) for p in stack.parameters.values())

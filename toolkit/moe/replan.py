@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -23,16 +23,14 @@ from toolkit.errors import UserError
 from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
-from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.moe.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
 from toolkit.parallel.nodes import ranks_per_node
-from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.cost_model import (
     EXPERT_SHARE,
     LINK_BYTES_PER_SECOND,
     CostModel,
     link_bytes_per_second,
     measured_cost_model,
-    state_bytes,
 )
 from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance, shares
@@ -198,31 +196,29 @@ class Replanner:
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
         stacks = list(self.stacks.values())
-        inner = unwrapped(optimizer)
         if self.link_gbytes_per_second is None:
             group = stacks[0].storage_groups.ep_group
             device = stacks[0].log.load_E.device
             self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
-        kept = [sum(state_bytes(p, inner) for p in stack.parameters.values()) for stack in stacks]
+        kept = [optimizer_bytes(stack, optimizer) for stack in stacks]
         agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
         if dist.is_initialized():
             agreed = agreed.to(stacks[0].log.load_E.device)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        seconds, *optimizer_bytes = agreed.tolist()
+        seconds, *most_kept = agreed.tolist()
         rows = sum(
             float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
         )
-        for (name, stack), most in zip(self.stacks.items(), optimizer_bytes, strict=True):
+        for (name, stack), most in zip(self.stacks.items(), most_kept, strict=True):
             cost_model = measured_cost_model(
-                stack.parameters.values(),
-                None,
                 step_seconds=seconds,
                 rows=rows,
+                weight_bytes=weight_bytes(stack),
+                optimizer_bytes=int(most),
                 expert_share=self.expert_time_share,
                 bytes_per_second=self.link_gbytes_per_second * 1e9,
             )
-            cost_model = replace(cost_model, optimizer_bytes=int(most))
             if name in self.guards:
                 self.guards[name].cost_model = cost_model
             else:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from toolkit.moe.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
 from toolkit.moe.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
@@ -20,6 +21,7 @@ from toolkit.moe.rows.order import SlotOrder
 from toolkit.parallel.gradients import average_in_backward
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
+from toolkit.parallel.unwrapping import unwrapped
 from toolkit.placement.placement import ExpertPlacement
 
 
@@ -211,6 +213,29 @@ def crossings(
 
 def _row_bytes(rows: Tensor) -> int:
     return rows.shape[-1] * rows.element_size()
+
+
+def weight_bytes(stack: ExpertStack) -> int:
+    """Bytes of the weights of one physical expert of `stack`."""
+    return sum(_bytes_of_slot(parameter) for parameter in stack.parameters.values())
+
+
+def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
+    """Bytes of the state that `optimizer` keeps of one expert of `stack`; 0 before its first step, and without one."""
+    if optimizer is None:
+        return 0
+    inner = unwrapped(optimizer)
+    return sum(
+        _bytes_of_slot(value)
+        for parameter in stack.parameters.values()
+        for value in inner.state.get(parameter, {}).values()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+    )
+
+
+def _bytes_of_slot(stacked: Tensor) -> int:
+    # Also on a rank that has no slot.
+    return stacked.shape[1:].numel() * stacked.element_size()
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
 from toolkit.config.experts import ExpertExchange
 from toolkit.placement.imbalance import shares
@@ -99,8 +98,6 @@ class CostModel:
     """Of one physical expert."""
     optimizer_bytes: int = 0
     """Of one expert, at its owner."""
-    seconds_per_migration: float = 0.0
-    """What a change of placement costs besides its bytes: planning, synchronising, waiting."""
     seconds_per_slot: float = 0.0
     """Of each slot of a rank, however many rows it has: its weights are read, its weight gradients written."""
     seconds_per_layer: float = 0.0
@@ -190,7 +187,7 @@ class CostModel:
         if old == new:
             return 0.0
         cost = migration_cost(old, new, weight_bytes=self.weight_bytes, optimizer_bytes=self.optimizer_bytes)
-        return cost.busiest_rank_bytes / self.bytes_per_second + self.seconds_per_migration
+        return cost.busiest_rank_bytes / self.bytes_per_second
 
     def together(self, seconds_R: NDArray[Any]) -> Floats:
         """(...): until the last rank is done with its part (..., R), which takes so many seconds of a rank alone."""
@@ -203,40 +200,26 @@ class CostModel:
 
 
 def measured_cost_model(
-    parameters: Iterable[nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
     *,
     step_seconds: float,
     rows: float,
+    weight_bytes: int,
+    optimizer_bytes: int,
     expert_share: float = EXPERT_SHARE,
     bytes_per_second: float = LINK_BYTES_PER_SECOND,
-    seconds_per_migration: float = 0.0,
 ) -> CostModel:
-    """CostModel of one layer with the stacked expert `parameters` (dimension 0: slots).
+    """CostModel of one layer whose experts have `weight_bytes` and `optimizer_bytes` each.
 
     `step_seconds`: the mean of steps that planned nothing. `rows`: assignments in a step at the busiest rank, summed
     over all MoE layers, so that each row of this layer has its part of the step. Pass equal
     numbers on all ranks, so that all ranks decide alike.
     """
-    stacked = list(parameters)
     return CostModel(
         seconds_per_row=expert_share * step_seconds / max(rows, 1.0),
         bytes_per_second=bytes_per_second,
-        weight_bytes=sum(_row_bytes(p) for p in stacked),
-        optimizer_bytes=sum(state_bytes(p, optimizer) for p in stacked) if optimizer else 0,
-        seconds_per_migration=seconds_per_migration,
+        weight_bytes=weight_bytes,
+        optimizer_bytes=optimizer_bytes,
     )
-
-
-def _row_bytes(stacked: torch.Tensor) -> int:
-    # Also on a rank that has no slot.
-    return stacked.shape[1:].numel() * stacked.element_size()
-
-
-def state_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer keeps for one row of `parameter`; 0 before its first step."""
-    states = optimizer.state.get(parameter, {}).values()
-    return sum(_row_bytes(s) for s in states if isinstance(s, torch.Tensor) and s.shape == parameter.shape)
 
 
 def link_bytes_per_second(

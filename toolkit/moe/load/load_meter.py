@@ -20,7 +20,7 @@ from toolkit.moe.load.metrics import (
     replica_metrics,
     traffic_metrics,
 )
-from toolkit.moe.stack import ExpertStack
+from toolkit.moe.stack import weight_bytes
 from toolkit.parallel.nodes import ranks_per_node as launched_per_node
 
 MOST_WAITING = 512
@@ -133,8 +133,3 @@ class LoadMeter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.begin(state["line_began"])
         self.window = Window.from_dict(state["line"], self.empty())
-
-
-def weight_bytes(stack: ExpertStack) -> int:
-    """Bytes of the weights of one expert."""
-    return sum(p.shape[1:].numel() * p.element_size() for p in stack.parameters.values())
