@@ -1,4 +1,4 @@
-"""Compares the measured numbers of README.md and docs/ with the records in benchmarks/results/.
+"""Compares the measured numbers of README.md, recipes/README.md and docs/ with the records in benchmarks/results/.
 
     python benchmarks/figures.py            prints each number that no record has, and fails if there is one
 
@@ -35,7 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 UNRECORDED = "measured once, without a record"
 
 NOT_MEASURED = ("rows", "machine", "command", "commit", "sha256")

@@ -1,4 +1,4 @@
-"""Each measured number of README.md and docs/ is in the record that its page names."""
+"""Each measured number of README.md, recipes/README.md and docs/ is in the record that its page names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import PAGES, RECORDS, blocks, problems, problems_of
+from benchmarks.figures import PAGES, RECORDS, ROOT, blocks, problems, problems_of
 
 ROW = {
     "arm": "mixture",
@@ -29,7 +29,7 @@ def records(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_agrees_with_the_records(page: Path):
     assert problems(page.read_text(encoding="utf-8")) == []
 
