@@ -193,7 +193,7 @@ class LifecycleConfig:
     sleep_every: int = 1000
     """Optimizer steps between sleep phases."""
     adaptive_sleep: bool = True
-    """Sleep more often when there are more than 1.5 times the initial experts."""
+    """Sleep more often when there are more than twice the initial experts."""
     min_sleep_every: int = 500
     """Minimum optimizer steps between sleep phases."""
     max_sleep_every: int = 2000

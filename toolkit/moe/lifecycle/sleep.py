@@ -15,8 +15,8 @@ from toolkit.parallel.unwrapping import unwrapped
 class SleepSchedule:
     """Optimizer steps between two sleeps.
 
-    `adaptive`: with more than 1.5 times the initial number of experts, every `every` / max(1, growth / 2) steps with
-    growth = active / initial. Always within `min_every` and `max_every`.
+    `adaptive`: every `every` / max(1, growth / 2) steps, where growth = active / initial: more often with more than
+    twice the initial number of experts. Always within `min_every` and `max_every`.
     """
 
     every: int = 1000
@@ -25,8 +25,7 @@ class SleepSchedule:
     adaptive: bool = True
 
     def steps(self, active: int, initial: int) -> int:
-        growth = active / initial
-        wanted = self.every / max(1.0, growth / 2) if self.adaptive and growth > 1.5 else self.every
+        wanted = self.every / max(1.0, active / initial / 2) if self.adaptive else self.every
         return round(min(self.max_every, max(self.min_every, wanted)))
 
 
