@@ -1,4 +1,4 @@
-"""What `save_state` and `load_state` lose, break or do not notice, and that our checkpoints do not."""
+"""What `save_state`, `load_state` and `save_model` lose, break or do not notice, and that our checkpoints do not."""
 
 import os
 import signal
@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import run_distributed
+from tests.hosts.test_engine import Model
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.errors import UserError
+from toolkit.hosts.engine import ExpertParallel
 from toolkit.parallel.groups import ExpertGroups
 from toolkit.parallel.ownership import is_owned, ownership_of
 from toolkit.trainer import Trainer
@@ -106,6 +109,34 @@ def test_g5_fact_6_a_reload_gives_every_rank_the_experts_of_rank_0_and_ours_give
     loaded = run_distributed(load_spread, 2, tmp_path / "ours", (0, 1, 2, 3))
     for found, expected in zip(loaded, saved, strict=True):
         assert_same_rows(found, expected)
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """Saves a plain model with an expert of each rank's own, and `Model` under `ExpertParallel`; the plain expert, as
+    it is on this rank and as `get_state_dict` has it."""
+    torch.manual_seed(1 + dist.get_rank())
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, ["1.weight", "1.bias"])
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(plain)
+    accelerator.save_model(prepared, folder / "plain")
+    answer = {"expert": plain[1].weight.detach(), "state": accelerator.get_state_dict(prepared)["1.weight"]}
+
+    model = Model()
+    spread_model, _ = ExpertParallel(accelerator).prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.save_model(spread_model, folder / "ours")
+    return answer
+
+
+def test_a_plain_export_has_the_experts_of_rank_0_alone_and_ours_has_all(tmp_path: Path):
+    first, second = run_distributed(exported, 2, tmp_path)
+    assert not torch.equal(first["expert"], second["expert"])
+    assert all(torch.equal(rank["state"], rank["expert"]) for rank in (first, second)), "each rank's own, no error"
+    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["1.weight"], first["expert"])
+
+    found, expected = load_file(tmp_path / "ours" / "model.safetensors"), Model().state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def load_plainly_on_one_process(folder: Path) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from tests.helpers import run_distributed
 from tests.traps.toys import ToyMixture, toy_data, toy_trainer
 from toolkit.callbacks.base import Callback
+from toolkit.errors import UserError
 from toolkit.moe.losses import global_load
+from toolkit.optim import initial_rates
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import ownership_of
 from toolkit.parallel.prepare import prepare
@@ -45,6 +47,19 @@ def test_a_prepared_scheduler_steps_once_per_process_and_our_rate_is_a_function_
     for answer in run_distributed(rates_over_two_steps, 2):
         assert answer["plain"] == [1.0, 0.25], "one step taken, two counted"
         assert answer["ours"] == [1.0, 0.5]
+
+
+def test_a_scheduler_with_a_warmup_leaves_a_rate_of_0_and_ours_takes_the_one_from_before():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    assert optimizer.param_groups[0]["lr"] == 0.0, "a loop that does not step the scheduler learns nothing"
+
+    said: list[str] = []
+    assert initial_rates(optimizer, said.append) == [0.5]
+    assert "is not used" in said[0]
+
+    with pytest.raises(UserError, match="the learning rate of every group is 0"):
+        initial_rates(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0), said.append)
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------
