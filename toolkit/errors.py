@@ -12,6 +12,8 @@ EXIT_SMALLER_BATCHES = 76
 """Of a rank, to the process that started it: a step ran out of memory, start all again with smaller micro-batches."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C."""
+MOST_QUOTED = 200
+"""Characters of a library's message that one of ours quotes."""
 
 
 class UserError(ValueError):
@@ -45,3 +47,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error`, without a full stop, for a sentence that quotes it: its words in one line, at most
+    `MOST_QUOTED` characters, because libraries put lists and whole traces into theirs. The error's type where it has no
+    message."""
+    return " ".join(str(error).split())[:MOST_QUOTED].rstrip(". ") or type(error).__name__

@@ -1,6 +1,7 @@
 """`toolkit transcribe`: a stream says what the whole says, and bad input ends in one sentence."""
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,12 +9,13 @@ import torch
 
 from tests.domains.speech.sounds import encode_wav
 from toolkit.commands import main
+from toolkit.domains.speech import transcribe
 from toolkit.domains.speech.audio import LogMel
 from toolkit.domains.speech.characters import Characters
 from toolkit.domains.speech.decoding import best_path
 from toolkit.domains.speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from toolkit.domains.speech.transcribe import load_recogniser, save_recogniser
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
 
@@ -89,3 +91,9 @@ def test_bad_input_ends_in_one_sentence(folder, tmp_path, capsys):
         assert error.count("\n") == 1
     (folder / "recogniser" / "config.json").write_text("{}")
     assert main(["transcribe", str(folder), str(tmp_path / "a.wav")]) == EXIT_USER_ERROR
+
+
+def test_an_error_without_a_message_is_told_by_its_type(folder, monkeypatch):
+    monkeypatch.setattr(transcribe, "load_file", mock.Mock(side_effect=OSError))
+    with pytest.raises(UserError, match=r"holds no recogniser \(OSError\)"):
+        load_recogniser(folder / "recogniser")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit.commands.arguments import Parser
 from toolkit.commands.compare import readable_runs
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,9 +49,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         workspace.save()
     except Exception as error:  # of W&B's client, or its answer
-        (line, *_) = str(error).strip().splitlines() or [""]
         raise UserError(
-            f"W&B does not take the workspace ({type(error).__name__}: {mask_text(line[:200])}): "
+            f"W&B does not take the workspace ({type(error).__name__}: {mask_text(one_line(error))}): "
             f"has {entity} a project {project}?"
         ) from error
     sys.stdout.write(f"{workspace.url}: {len(workspace.sections)} sections\n")

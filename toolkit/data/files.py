@@ -84,8 +84,3 @@ def unreadable(error: OSError) -> UserError:
 def damaged(path: Path, fault: str) -> UserError:
     """The error for an invalid file."""
     return UserError(f"{path} {fault}: replace the file, or point --data-dir to another one.")
-
-
-def first_line(error: Exception) -> str:
-    """The message of `error`, in one line without a full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

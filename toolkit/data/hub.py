@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 ANSWER_S = 2.0
 """How long the Hub may take to connect, and then to answer, in seconds."""
@@ -129,8 +129,7 @@ def upload_model(folder: Path, name: str, *, public: bool) -> str:
         answer: BaseException | None = error
         while answer is not None and not isinstance(answer, HfHubHTTPError):
             answer = answer.__cause__
-        (line, *_) = str(error).strip().splitlines() or [""]
-        reason = f"cannot be uploaded ({type(error).__name__}: {line})"
+        reason = f"cannot be uploaded ({type(error).__name__}: {one_line(error)})"
         if answer is not None:
             code = answer.response.status_code
             remedy = (

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.files import check_digest, content_key, damaged, first_line
+from toolkit.data.files import check_digest, content_key, damaged
 from toolkit.data.parquet import read_columns
 from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
 from toolkit.data.table import TensorTable
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 SIZE = 28
 NUM_CLASSES = 10
@@ -221,7 +221,7 @@ def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
         try:
             pixels = np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("L"))
         except Exception as error:
-            raise damaged(path, f"has an image that cannot be decoded in row {row} ({first_line(error)})") from None
+            raise damaged(path, f"has an image that cannot be decoded in row {row} ({one_line(error)})") from None
         if pixels.shape != (SIZE, SIZE):
             raise damaged(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
         return pixels

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.files import check_digest, damaged, first_line
-from toolkit.errors import UserError
+from toolkit.data.files import check_digest, damaged
+from toolkit.errors import UserError, one_line
 
 ROWS_PER_READ = 4096
 
@@ -52,7 +52,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
             raise
         # Apache Arrow, fsspec and datasets raise their own kinds for a file that is damaged.
         except Exception as error:
-            raise damaged(path, f"cannot be read as Parquet ({first_line(error)})") from None
+            raise damaged(path, f"cannot be read as Parquet ({one_line(error)})") from None
         finally:
             datasets.logging.set_verbosity(verbosity)
     return {name: [value for batch in batches for value in batch[name]] for name in names}

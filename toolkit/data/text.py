@@ -24,7 +24,7 @@ from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import VALIDATION, OnMain
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 SHAKESPEARE, STDLIB, FOLDER, REFERENCE, PROSE = "tinyshakespeare", "stdlib", "folder", "reference", "prose"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
@@ -275,8 +275,9 @@ def _read_dataset(
         splits = datasets.load_dataset(**what)
     # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise UserError(f"--dataset {name}: cannot be loaded ({reason}): check its name and the network.") from error
+        raise UserError(
+            f"--dataset {name}: cannot be loaded ({one_line(error)}): check its name and the network."
+        ) from error
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     column = _text_column(name, train)

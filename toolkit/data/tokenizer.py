@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.hub import pretrained_folder
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 BYTES = "bytes"
 FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -67,8 +67,9 @@ def write_conversation(tokenizer: Tokenizer, messages: Any, what: str) -> bytes:
     try:
         return tokenizer.write(messages).encode()
     except Exception as error:  # of the template's language, or raised by the template
-        reason = " ".join(str(error).split())[:120].rstrip(". ")
-        raise UserError(f"{what}: the tokenizer's chat template refuses a row of {MESSAGES} ({reason}).") from error
+        raise UserError(
+            f"{what}: the tokenizer's chat template refuses a row of {MESSAGES} ({one_line(error)})."
+        ) from error
 
 
 class ByteTokenizer:
@@ -124,9 +125,8 @@ class PretrainedTokenizer:
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # Whatever a half-written file makes it raise: there is no tokenizer.
         except Exception as error:
-            reason = " ".join(str(error).split())[:120].rstrip(". ")
             raise UserError(
-                f"--tokenizer {name}: cannot be loaded ({reason}): give bytes, a folder or a Hub name."
+                f"--tokenizer {name}: cannot be loaded ({one_line(error)}): give bytes, a folder or a Hub name."
             ) from error
         separators = (self._inner.eos_token_id, self._inner.sep_token_id)
         separator = next((id for id in separators if id is not None), None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.hosts.foreign import compute_rows
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.placement.placement import contiguous
@@ -77,7 +77,7 @@ def _accepted(kind: str, module: nn.Module, ids_TK: Tensor, weights_TK: Tensor, 
         try:
             found = module.forward(x_TD, ids_TK, weights_TK)
         except Exception as error:
-            refusals.append(" ".join(str(error).split())[:200])
+            refusals.append(one_line(error))
             continue
         if not isinstance(found, Tensor) or found.shape == x_TD.shape:
             return x_TD

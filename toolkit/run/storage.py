@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Storage:
         try:
             self._files, self._root = url_to_fs(uri)
         except (ImportError, ValueError) as error:
-            raise UserError(f"--storage {uri}: cannot be used ({str(error).rstrip('.')}).") from None
+            raise UserError(f"--storage {uri}: cannot be used ({one_line(error)}).") from None
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     def _at(self, path: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from toolkit.errors import one_line
 from toolkit.tracking.secrets import mask_text
 
 QUEUE_LENGTH = 2000
@@ -94,8 +95,7 @@ class GuardedTracker:
             while not self._off.is_set() and (call := self._calls.get()) is not None:
                 call()
         except BaseException as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._turn_off(lines[0][:200])
+            self._turn_off(one_line(error))
         with contextlib.suppress(BaseException):
             self.backend.abandon()
 

@@ -21,7 +21,7 @@ from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
 from toolkit.compat import is_wandb_service, wandb_privacy
 from toolkit.config.settings import leaves
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.tracking.guard import Backend, GuardedTracker
 from toolkit.tracking.secrets import mask_text
 
@@ -74,8 +74,7 @@ class WandB:
             try:
                 return f"W&B: {self._init('online').url}"
             except Exception as error:
-                first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
-                reason = mask_text(first_line[:200])
+                reason = mask_text(one_line(error))
                 self._id_file.unlink()  # its service does not start a second run of one id
         self._init("offline")
         folder = self._run_folder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -104,6 +105,12 @@ def test_files_that_are_not_what_they_claim_are_refused(tmp_path, path, text, me
     else:
         (tmp_path / path).write_text(text)
     assert message in refusal("uci_har", tmp_path)
+
+
+def test_an_error_without_a_message_is_told_by_its_type(tmp_path, monkeypatch):
+    write_uci_har(tmp_path)
+    monkeypatch.setattr(np, "loadtxt", mock.Mock(side_effect=OSError))
+    assert "cannot be read as rows of numbers (OSError)" in refusal("uci_har", tmp_path)
 
 
 # --- the wrist accelerometer

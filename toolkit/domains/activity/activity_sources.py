@@ -15,6 +15,7 @@ import numpy as np
 from toolkit.data.files import check_digest, damaged
 from toolkit.data.parquet import read_columns
 from toolkit.data.sources import SPLITS, NotFoundHere, find_on_hub
+from toolkit.errors import one_line
 
 Name = Literal["hmp", "uci_har", "generated"]
 
@@ -181,7 +182,7 @@ def _read_table(path: Path, columns: int) -> np.ndarray:
         with warnings.catch_warnings(action="ignore"):  # of an empty file, which is refused below
             table = np.loadtxt(path, dtype=np.float32, ndmin=2)
     except (OSError, ValueError) as error:
-        raise damaged(path, f"cannot be read as rows of numbers ({str(error).splitlines()[0].rstrip('.')})") from None
+        raise damaged(path, f"cannot be read as rows of numbers ({one_line(error)})") from None
     if not table.size:
         raise damaged(path, "has no rows")
     if table.shape[1] != columns:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 
 def decode(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
@@ -42,7 +42,7 @@ def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     try:
         samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:
-        raise UserError(f"{name} cannot be read as sound ({str(error).rstrip('.')}): replace the file.") from None
+        raise UserError(f"{name} cannot be read as sound ({one_line(error)}): replace the file.") from None
     return samples.mean(1), rate
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.data.files import check_digest, content_key, damaged, first_line
+from toolkit.data.files import check_digest, content_key, damaged
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.parquet import read_columns
 from toolkit.domains.speech.audio import decode
 from toolkit.domains.speech.characters import without_tags
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HUB = {"librispeech": "openslr/librispeech_asr", "gigaspeech": "speechcolab/gigaspeech"}
@@ -272,7 +272,7 @@ def on_hub(name: str, subset: str | None) -> Source:
         # The Hub's client, fsspec and datasets raise their own kinds.
         except Exception as error:
             raise UserError(
-                f"--dataset {name}: the Hub does not give {HUB[name]} ({first_line(error)}): pass --data-dir with "
+                f"--dataset {name}: the Hub does not give {HUB[name]} ({one_line(error)}): pass --data-dir with "
                 "the publisher's folder, or log in with `hf auth login` where the set asks for it."
             ) from None
 

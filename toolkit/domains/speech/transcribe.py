@@ -19,7 +19,7 @@ from torch import nn
 from toolkit.domains.speech.audio import LogMel
 from toolkit.domains.speech.characters import Characters
 from toolkit.domains.speech.model import MemoryEncoder, SpeechRecogniser, Standardise, States
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -114,6 +114,7 @@ def load_recogniser(folder: Path) -> Recogniser:
         model = SpeechRecogniser(Standardise(bands, bands), encoder, len(characters))
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{folder} holds no recogniser ({reason}): take the folder that a run left behind.") from None
+        raise UserError(
+            f"{folder} holds no recogniser ({one_line(error)}): take the folder that a run left behind."
+        ) from None
     return Recogniser(model.eval(), features, characters, encoder.stride, config["tail_s"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.data.hub import pretrained_folder
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -54,8 +54,9 @@ def causal_lm(
 
 
 def _refused(source: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:200].rstrip(". ")
-    return UserError(f"model {source} cannot be built ({reason}): use a causal language model that transformers knows.")
+    return UserError(
+        f"model {source} cannot be built ({one_line(error)}): use a causal language model that transformers knows."
+    )
 
 
 def model_folder(source: str | os.PathLike[str]) -> str:
