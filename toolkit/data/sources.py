@@ -38,6 +38,14 @@ class ImageFiles:
     test: tuple[Path, ...]
 
 
+def data_folder(data_dir: Path | None) -> Path:
+    """`data_dir`, else the folder that $TOOLKIT_DATA_DIR names. Raises NotFoundHere where there is neither."""
+    folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
+    if not folder:
+        raise NotFoundHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
+    return Path(folder).expanduser()
+
+
 def locate(name: str, data_dir: Path | None) -> ImageFiles:
     """The files of set `name` in the first place that has them: `data_dir` alone, if given; else
     $TOOLKIT_DATA_DIR, the Hub's cache, the Hub.
@@ -85,10 +93,7 @@ def _idx_files(folder: Path) -> ImageFiles | None:
 
 
 def _in_environment_folder(name: str) -> ImageFiles:
-    folder = os.environ.get("TOOLKIT_DATA_DIR")
-    if not folder:
-        raise NotFoundHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
-    return find_in_folder(Path(folder).expanduser(), name)
+    return find_in_folder(data_folder(None), name)
 
 
 def _in_hub_cache(name: str) -> ImageFiles:

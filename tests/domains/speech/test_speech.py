@@ -300,6 +300,11 @@ def test_a_recording_of_another_name_is_refused(tmp_path):
         load("fsdd", tmp_path)
 
 
+def test_the_environment_names_the_folder_of_a_manifest_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_DATA_DIR", str(write_manifest(tmp_path)))
+    assert texts(load("manifest")) == ["HELLO WORLD"]
+
+
 def test_a_null_in_a_manifest_is_refused(tmp_path):
     write_manifest(tmp_path, {"audio": "a.wav", "text": None})
     with pytest.raises(UserError, match=r"train\.jsonl, line 1 is not right \(its text is no string\)"):

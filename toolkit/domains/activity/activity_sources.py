@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 
 from toolkit.data.files import check_digest, damaged
 from toolkit.data.parquet import read_columns
-from toolkit.data.sources import SPLITS, NotFoundHere, find_on_hub
+from toolkit.data.sources import SPLITS, NotFoundHere, data_folder, find_on_hub
 from toolkit.errors import one_line
 
 Name = Literal["hmp", "uci_har", "generated"]
@@ -90,18 +89,15 @@ def locate(names: Iterable[Name], data_dir: Path | None) -> ActivityFiles:
 
 
 def _places(names: tuple[Name, ...], data_dir: Path | None) -> Iterator[Callable[[], ActivityFiles]]:
-    folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
-    for name in names if folder else ():
-        yield partial(find_in_folder, Path(folder).expanduser(), name)  # type: ignore[arg-type]
-    if not folder:
-        yield _nowhere
+    for name in names:
+        yield partial(_in_data_folder, data_dir, name)
     if data_dir is None and "uci_har" in names:
         for ask in (False, True):
             yield partial(find_on_hub, UCI_HAR_REPO, UCI_HAR_PATTERNS, _uci_har_files, ask=ask)
 
 
-def _nowhere() -> ActivityFiles:
-    raise NotFoundHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
+def _in_data_folder(data_dir: Path | None, name: Name) -> ActivityFiles:
+    return find_in_folder(data_folder(data_dir), name)
 
 
 def find_in_folder(folder: Path, name: Name) -> ActivityFiles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor
 
 from toolkit.data.cache import cached_columns, mapped_columns
+from toolkit.data.files import unreadable
 from toolkit.data.images import OnMain
 from toolkit.data.ragged import RaggedColumn, RaggedTable
+from toolkit.data.sources import NotFoundHere, data_folder
 from toolkit.domains.speech import speech_sources as sources
 from toolkit.domains.speech.audio import LogMel, resample
 from toolkit.domains.speech.characters import Characters, min_frames
-from toolkit.domains.speech.speech_sources import NotHere, Source, Utterance
+from toolkit.domains.speech.speech_sources import Source, Utterance
 from toolkit.errors import UserError
 
 CACHE_FORMAT = 1
@@ -127,46 +128,38 @@ def load_speech(
 
 def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
     name, _, subset = dataset.partition(":")
-    place = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
-    folder = Path(place).expanduser() if place else None
     try:
         if name == "tones":
             return sources.tones(), "Synthetic tones in place of speech: good for trying things out, no more."
         if name == "auto":
             try:
-                return sources.find_digits(_needed(folder)), None
-            except NotHere as reason:
+                return sources.find_digits(data_folder(data_dir)), None
+            except NotFoundHere as reason:
                 if data_dir is not None:
                     raise
                 return sources.tones(), f"No spoken digits were found ({reason}); training on synthetic tones."
         if name == "fsdd":
-            digits = sources.find_digits(_needed(folder))
+            digits = sources.find_digits(data_folder(data_dir))
             return (sources.validation(digits) if subset == "validation" else digits), None
         if name == "connected_digits":
-            return sources.connect(sources.find_digits(_needed(folder)), CONNECTED), None
+            return sources.connect(sources.find_digits(data_folder(data_dir)), CONNECTED), None
         if name == "manifest":
-            return sources.find_manifest(_needed(data_dir)), None
+            return sources.find_manifest(data_folder(data_dir)), None
         if name in ("librispeech", "gigaspeech"):
             try:
                 if name == "librispeech":
-                    return sources.find_librispeech(_needed(folder)), None
-                return sources.find_gigaspeech(_needed(folder), subset or "xs"), None
-            except NotHere:
+                    return sources.find_librispeech(data_folder(data_dir)), None
+                return sources.find_gigaspeech(data_folder(data_dir), subset or "xs"), None
+            except NotFoundHere:
                 if data_dir is not None:
                     raise
                 return sources.on_hub(name, subset or None), None
-    except NotHere as reason:
+    except NotFoundHere as reason:
         raise UserError(f"--dataset {dataset}: {reason}; pass --data-dir with the folder that does.") from None
     except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}): check permissions.") from None
+        raise unreadable(error) from None
     known = "auto, fsdd, connected_digits, librispeech, gigaspeech, manifest or tones"
     raise UserError(f"--dataset {dataset}: there is no such set; choose one of {known}.")
-
-
-def _needed(folder: Path | None) -> Path:
-    if folder is None:
-        raise NotHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
-    return folder
 
 
 # --- features --------------------------------------------------------------------------------------------------------

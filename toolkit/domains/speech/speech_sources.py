@@ -21,6 +21,7 @@ import numpy as np
 from toolkit.data.files import check_digest, content_key, damaged
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.parquet import read_columns
+from toolkit.data.sources import NotFoundHere
 from toolkit.domains.speech.audio import decode
 from toolkit.domains.speech.characters import without_tags
 from toolkit.errors import UserError, one_line
@@ -54,10 +55,6 @@ class Source:
     """The utterances of "train" or of "test"."""
 
 
-class NotHere(Exception):
-    """A folder does not have the set; the message says what it would need."""
-
-
 def _sound(path: Path) -> tuple[np.ndarray, int]:
     """Samples and rate of a sound file. Raises UserError where it is not as it should be."""
     check_digest(path)
@@ -79,7 +76,7 @@ def find_digits(folder: Path) -> Source:
             return Source("fsdd", content_key([*train, *test]), partial(_digits_in_parquet, files))
         if recordings := sorted((place / "recordings").glob("*_*_*.wav")):
             return Source("fsdd", content_key(recordings), partial(_digits_in_folder, recordings))
-    raise NotHere(f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav")
+    raise NotFoundHere(f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav")
 
 
 def _digits_in_parquet(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Utterance]:
@@ -169,7 +166,7 @@ def find_manifest(folder: Path) -> Source:
     """train.jsonl and test.jsonl, a line per utterance: {"audio": "a.wav", "text": "...", "speaker": "..."}."""
     manifests = {split: folder / f"{split}.jsonl" for split in ("train", "test")}
     if not all(path.is_file() for path in manifests.values()):
-        raise NotHere(f"{folder} holds no train.jsonl and test.jsonl")
+        raise NotFoundHere(f"{folder} holds no train.jsonl and test.jsonl")
 
     def read(split: str) -> Iterator[Utterance]:
         for number, line in enumerate(manifests[split].read_text(encoding="utf-8").splitlines(), start=1):
@@ -206,7 +203,7 @@ def find_librispeech(folder: Path) -> Source:
         if train and test:
             break
     else:
-        raise NotHere(f"{folder} holds no LibriSpeech/train-*/ with LibriSpeech/test-clean/ or dev-clean/")
+        raise NotFoundHere(f"{folder} holds no LibriSpeech/train-*/ with LibriSpeech/test-clean/ or dev-clean/")
     transcripts = {"train": train, "test": test}
 
     def read(split: str) -> Iterator[Utterance]:
@@ -228,7 +225,7 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
     if not index.is_file():
         index = folder / "gigaspeech" / "GigaSpeech.json"
     if not index.is_file():
-        raise NotHere(f"{folder} holds no GigaSpeech.json")
+        raise NotFoundHere(f"{folder} holds no GigaSpeech.json")
     wanted = {"train": f"{{{subset.upper()}}}", "test": "{TEST}"}
 
     def read(split: str) -> Iterator[Utterance]:
