@@ -37,6 +37,12 @@ def has_stacked_parameters(module: nn.Module) -> bool:
     return isinstance(experts, int) and bool(parameters) and stacked
 
 
+def num_experts(experts: nn.Module) -> int:
+    """Over all ranks: of our layer, or of a foreign module, whose own number is of this rank once it is sharded."""
+    stack = getattr(experts, "expert_stack", None)
+    return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
+
+
 def outside_wrappers(name: str) -> str:
     """The name of the outermost of PEFT's wrappers around the module `name`, or that module's where there are none."""
     return re.sub(r"(\.base_layer)+$", "", name)

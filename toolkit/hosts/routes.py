@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import has_fused_tables
-from toolkit.hosts.foreign import outside_wrappers
-from toolkit.hosts.transformers.anatomy import experts_modules, num_experts
+from toolkit.hosts.foreign import num_experts, outside_wrappers
+from toolkit.hosts.transformers.anatomy import experts_modules
 from toolkit.moe.layer import MoE
 from toolkit.moe.lifecycle.router import DynamicRouter
 from toolkit.moe.recompute import decide, in_region, recomputing, replaying

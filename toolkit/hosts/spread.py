@@ -16,7 +16,7 @@ from toolkit.config.experts import InitialPlacement
 from toolkit.errors import UserError
 from toolkit.hosts.adapters import adapt_experts
 from toolkit.hosts.contract import check_experts
-from toolkit.hosts.foreign import has_stacked_parameters, run_experts
+from toolkit.hosts.foreign import has_stacked_parameters, num_experts, run_experts
 from toolkit.hosts.peft.adapters import adapter_rows, stack_adapters
 from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
@@ -121,11 +121,6 @@ def _holds_stacked_experts(module: nn.Module) -> bool:
     taken = inspect.signature(module.forward).parameters.values()
     required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
     return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)
-
-
-def num_experts(module: nn.Module) -> int:
-    """Of one layer, before it is sharded."""
-    return module.expert_stack.num_experts if isinstance(module, MoE) else int(module.num_experts)  # type: ignore[arg-type]
 
 
 def _dispatch_tokens(module: nn.Module, stack: ExpertStack) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.hosts.foreign import has_stacked_parameters, outside_wrappers
+from toolkit.hosts.foreign import has_stacked_parameters, num_experts, outside_wrappers
 from toolkit.moe.load.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import in_reentrant_forward, recomputing
@@ -52,12 +52,6 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
             )
         found[name] = candidates[0]
     return found
-
-
-def num_experts(experts: nn.Module) -> int:
-    """Over all ranks."""
-    stack = getattr(experts, "expert_stack", None)
-    return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
 
 
 class RouterWatch:
