@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.parallel.optimizer_rows import rows_of_state
-from toolkit.parallel.ownership import EMPTY_ROW, Ownership, local_rows, ownership_of
+from toolkit.parallel.ownership import EMPTY_ROW, Ownership, local_rows, ownership_of, shard_like, spread_like
 from toolkit.parallel.unwrapping import unwrapped
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -238,14 +238,7 @@ def load_model(model: nn.Module, tensors: SavedTensors) -> None:
     with torch.no_grad():
         for weight, target in targets(model):
             value = tensors.weight(weight)
-            target.copy_(_spread_like(target, value) if isinstance(target, DTensor) else value)
-
-
-def _spread_like(target: DTensor, whole: Tensor) -> DTensor:
-    """This rank's shard of `whole`, without communication: the other ranks have read the same."""
-    part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-    assert isinstance(part, DTensor)
-    return part
+            target.copy_(spread_like(target, value) if isinstance(target, DTensor) else value)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> None:
@@ -270,7 +263,7 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
     if ownership is None:
         state = tensors.state(name)
         if isinstance(parameter, DTensor):
-            return {key: _spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
+            return {key: spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
         return {key: _strided_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
     state = {}
     rows = {row_id: row for row, row_id in _owned(ownership)}
@@ -285,7 +278,7 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
             if row_id in rows:
                 whole[rows[row_id]] = value[0]
     if isinstance(parameter, DTensor):
-        return {key: _sharded_like(parameter, value) if value.ndim else value for key, value in state.items()}
+        return {key: shard_like(parameter, value) if value.ndim else value for key, value in state.items()}
     return state
 
 
@@ -293,18 +286,6 @@ def _strided_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """`value` with the parameter's memory format. A fused optimizer goes through both as they lie in memory: of a
     convolution in channels_last it would pair weights with the moments of others."""
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _sharded_like(parameter: DTensor, rows: Tensor) -> DTensor:
-    """The rows of this rank as its shard of an optimizer state of `parameter`."""
-    return DTensor.from_local(
-        rows,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.parallel.groups import ExpertGroups
 
@@ -147,3 +147,16 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
 def local_rows(tensor: Tensor) -> Tensor:
     """The rows that this rank holds: its shard of a `DTensor`, else all of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(like: Any, rows: Tensor) -> DTensor:
+    """`rows` as this rank's shard of a tensor that is sharded as the `DTensor` `like`, and of its shape."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def spread_like(like: DTensor, whole: Tensor) -> DTensor:
+    """This rank's shard of `whole`, sharded as `like`, without communication: each rank has the same `whole`."""
+    part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    assert isinstance(part, DTensor)
+    return part

@@ -28,6 +28,7 @@ from toolkit.hosts.foreign import run_experts
 from toolkit.moe.migrate import migrate
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import shard_like
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
 NAME = "toolkit"
@@ -143,18 +144,12 @@ class ToolkitEP:
         for name in loaded.keys() - sharded.keys():
             here = list(stack.stored(stack.placement).slots[dist.get_rank()])
             parameter = stack.parameters[name]
-            sharded[name] = _shard_like(parameter, loaded[name][here].to(parameter.device))
+            sharded[name] = shard_like(parameter, loaded[name][here].to(parameter.device))
         state.update({prefix + name: value for name, value in sharded.items()})
 
 
 def _clone(value: DTensor) -> DTensor:
-    return _shard_like(value, value.to_local().detach().clone())
-
-
-def _shard_like(like: Any, rows: Tensor) -> DTensor:
-    """`rows` as this rank's shard of a tensor that is spread as `like`."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return shard_like(value, value.to_local().detach().clone())
 
 
 def _holding(tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.hosts.balance import describe_balance
@@ -15,6 +15,7 @@ from toolkit.hosts.transformers.training_state import TrainingState
 from toolkit.moe.replan import Replanner
 from toolkit.moe.stack import expert_stacks
 from toolkit.parallel.optimizer_rows import refuse_coupled_rows
+from toolkit.parallel.ownership import spread_like
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -94,5 +95,4 @@ def _distribute(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            state[prefix + name] = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+            state[prefix + name] = spread_like(parameter, value)
