@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.data.files import first_line
+from toolkit.errors import one_line
 from toolkit.moe.layer import make_moe
 
 
@@ -101,7 +101,7 @@ def measure(
             work()
             contenders[f"transformers {name}"] = work
         except Exception as reason:  # each misses something else: a package, a kernel, memory
-            print(f"{shape.name}: transformers {name} is left out: {first_line(reason)}", file=sys.stderr)
+            print(f"{shape.name}: transformers {name} is left out: {one_line(reason)}", file=sys.stderr)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 3):
         for name, work in contenders.items():

@@ -121,6 +121,15 @@ def test_the_budget_keeps_below_the_limits_of_the_group_and_of_the_process(monke
     assert memory_budget(cpu, 0.5) == (100 + 5) * MEBI
 
 
+def test_processes_of_a_launcher_that_does_not_count_those_of_a_node_share_its_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(batch_size, "memory_limit_bytes", lambda: 600 * MEBI)
+    monkeypatch.setattr(batch_size, "mappable_bytes", lambda: None)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: 2)
+    assert memory_budget(torch.device("cpu"), 0.5) == 150 * MEBI
+
+
 def choose(folder, monkeypatch, limit: int, **settings) -> int:
     """With a made-up memory in which a micro-batch of `limit` samples just fits."""
     monkeypatch.setattr(Probe, "peak_bytes", lambda _, size: 100 * size)

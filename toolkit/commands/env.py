@@ -14,7 +14,8 @@ from pathlib import Path
 
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE
-from toolkit.run.hardware import memory_limit_bytes, processor, usable_cores
+from toolkit.launch.node import usable_cores
+from toolkit.run.hardware import memory_limit_bytes, processor
 from toolkit.run.summary import aligned
 from toolkit.tracking.secrets import mask
 from toolkit.version import __version__

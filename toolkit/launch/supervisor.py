@@ -22,6 +22,7 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.launch.children import GRACE_S, Children
+from toolkit.launch.node import usable_cores
 from toolkit.launch.port import reserve_port, world_environment
 from toolkit.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, restarted
 from toolkit.launch.world import BLOCKED, launched_world
@@ -89,7 +90,7 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     reserved = reserve_port()
     shared = {**os.environ, **environment, **world_environment(count, reserved), REPORT_PIPE: str(outbox)}
     if count > 1:
-        shared.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // count)))
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     if config.cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
     try:
@@ -155,10 +156,6 @@ def _stopped(ranks: Children) -> list[int]:
             if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 stopped.append(rank)
     return stopped
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _drain(inbox: int) -> list[str]:

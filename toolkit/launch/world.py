@@ -22,6 +22,7 @@ from typing import NoReturn
 from toolkit.config.run import RunConfig
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
 from toolkit.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
+from toolkit.launch.node import ranks_per_node
 from toolkit.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, past_restarts, restarted, send
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -94,7 +95,7 @@ def _check_devices(world: int, cpu: bool) -> None:
     import torch
 
     devices = torch.accelerator.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    here = ranks_per_node(world)
     if devices == 0 and (REPORT_PIPE in os.environ or _accelerate_launch_orders()[1]):
         # `use_cpu: true` beside MULTI_GPU reaches the launcher but not the ranks, which then train without each other.
         os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from toolkit.callbacks.base import Callback
 from toolkit.checkpoint.collectives import is_main
 from toolkit.errors import UserError
+from toolkit.launch.node import ranks_per_node
 from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
-from toolkit.parallel.nodes import ranks_per_node
 from toolkit.placement.cost_model import (
     EXPERT_SHARE,
     LINK_BYTES_PER_SECOND,

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from toolkit.compat import timeout_of
 from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
-from toolkit.parallel.nodes import ranks_per_node, rows_of_nodes
+from toolkit.launch.node import ranks_per_node
+from toolkit.parallel.nodes import rows_of_nodes
 from toolkit.parallel.waits import waits
 
 Partition = tuple[tuple[int, ...], ...]

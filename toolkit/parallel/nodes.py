@@ -1,19 +1,10 @@
-"""Which ranks are on one node, as the launcher says."""
+"""The ranks of an EP group on each node."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from toolkit.errors import UserError
-
-
-def ranks_per_node(default: int) -> int:
-    """Processes that the launcher started on this node, from LOCAL_WORLD_SIZE; `default` where it does not say.
-
-    Nodes are emulated on one machine by as many launchers: `torchrun --nnodes 2 --nproc-per-node 2` for each.
-    """
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or default)
 
 
 def rows_of_nodes(ep_ranks: Sequence[int], per_node: int) -> list[list[int]]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from toolkit.launch.node import usable_cores
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,11 +25,6 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def memory_limit_bytes() -> int | None:

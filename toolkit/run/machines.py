@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -12,13 +11,14 @@ import torch.distributed as dist
 
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
+from toolkit.launch.node import ranks_per_node
 
 SEEN = ".ranks"
 
 
 def is_on_one_machine(world_size: int) -> bool:
     """Whether the launcher started all ranks on this machine, as far as it says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or world_size) >= world_size
+    return ranks_per_node(world_size) >= world_size
 
 
 def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: int) -> tuple[Path, list[int]]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.launch.node import ranks_per_node as launched_per_node
 from toolkit.moe.load.forwards import ModelForwards
 from toolkit.moe.load.metrics import (
     Counts,
@@ -21,7 +22,6 @@ from toolkit.moe.load.metrics import (
     traffic_metrics,
 )
 from toolkit.moe.stack import weight_bytes
-from toolkit.parallel.nodes import ranks_per_node as launched_per_node
 
 MOST_WAITING = 512
 """Forwards whose loads are kept before they are reduced, if readings are rare."""
