@@ -24,6 +24,7 @@ from toolkit.data.batches import AugmentedTable
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, is_out_of_memory
 from toolkit.launch.node import ranks_per_node
+from toolkit.parallel.collectives import world_size
 from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.parallel.ownership import is_owned, ownership_of
 from toolkit.run.folder import write_json, write_text
@@ -232,7 +233,7 @@ def memory_budget(device: torch.device, fraction: float) -> int:
         others = total - free - torch.cuda.memory_reserved(device)
         return int(fraction * total) - others
     here = psutil.Process().memory_info().rss
-    processes = ranks_per_node(dist.get_world_size() if dist.is_initialized() else 1)
+    processes = ranks_per_node(world_size())
     budgets = [fraction * psutil.virtual_memory().available / processes + here]
     if (limit := memory_limit_bytes()) is not None:
         budgets.append(fraction * limit / processes)

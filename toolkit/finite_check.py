@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.checkpoint.collectives import together
 from toolkit.errors import UserError
+from toolkit.parallel.collectives import together
 from toolkit.parallel.waits import Mark, mark
 from toolkit.run.run import Run
 from toolkit.task import Batch, Task

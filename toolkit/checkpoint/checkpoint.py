@@ -27,7 +27,6 @@ from torch import nn
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.background import Write
-from toolkit.checkpoint.collectives import is_main, on_main, rank, together
 from toolkit.checkpoint.copies import put_checkpoint
 from toolkit.checkpoint.retention import drop_older, free_bytes, make_room, prune
 from toolkit.checkpoint.tensor_files import (
@@ -47,6 +46,7 @@ from toolkit.checkpoint.tensor_files import (
 from toolkit.config.run import LENGTH, to_dict
 from toolkit.config.settings import decides_what_is_learned
 from toolkit.errors import UserError
+from toolkit.parallel.collectives import is_main, on_main, rank, together
 from toolkit.parallel.unwrapping import unwrapped
 from toolkit.run.data import other_data
 from toolkit.run.folder import DATA

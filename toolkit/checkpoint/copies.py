@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.collectives import on_main, together
 from toolkit.checkpoint.retention import newest_first, step_of
+from toolkit.parallel.collectives import on_main, together
 from toolkit.run.storage import CHECKPOINTS, Storage
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.parallel.collectives import gather_objects, is_main, rank
 from toolkit.parallel.optimizer_rows import rows_of_state
 from toolkit.parallel.ownership import EMPTY_ROW, Ownership, local_rows, ownership_of, shard_like, spread_like
 from toolkit.parallel.unwrapping import unwrapped
@@ -51,9 +52,8 @@ def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
 
 def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, to_cpu: ToCPU = on_cpu) -> FileContents:
     """What this rank writes. A collective, because sharded tensors are gathered."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    rows_file = ROWS.format(rank=rank)
-    files: FileContents = {MODEL: dict(_buffers(model)) if rank == 0 else {}, OPTIMIZER: {}, rows_file: {}}
+    rows_file = ROWS.format(rank=rank())
+    files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
     states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
         state = _tensors_of(name, states.get(parameter, {}))
@@ -62,9 +62,9 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, to_cpu: T
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
             for file, key, value in [(MODEL, name, parameter), *moments]:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
-                if rank == 0:  # a gathered tensor at once, so that no device holds two
+                if is_main():  # a gathered tensor at once, so that no device holds two
                     files[file][key] = value if whole is value else whole.cpu()
-        elif _writes(ownership, rank):
+        elif _writes(ownership):
             for row, row_id in _owned(ownership):
                 files[rows_file][f"{name}/{row_id}"] = local_rows(parameter)[row : row + 1]
                 for key, value in state.items():
@@ -75,7 +75,7 @@ def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, to_cpu: T
     return {
         file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
         for file, tensors in files.items()
-        if tensors or (rank == 0 and file == MODEL)
+        if tensors or (is_main() and file == MODEL)
     }
 
 
@@ -97,13 +97,8 @@ def _tensors_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Parameter -> its rows' ids, in the order of slots, on each rank of an EP group. A collective."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
     shardings = {name: s for name, parameter in model.named_parameters() if (s := ownership_of(parameter)) is not None}
-    mine = {name: list(ownership.row_ids) for name, ownership in shardings.items()}
-    everyones: list[Any] = [mine]
-    if world > 1:
-        everyones = [None] * world
-        dist.all_gather_object(everyones, mine)
+    everyones = gather_objects({name: list(ownership.row_ids) for name, ownership in shardings.items()})
     # All EP groups hold the same.
     firsts = {name: ownership.groups.ep_groups[0] for name, ownership in shardings.items()}
     return {name: {"slots": [everyones[rank][name] for rank in ranks]} for name, ranks in firsts.items()}
@@ -135,10 +130,10 @@ def _owned(ownership: Ownership) -> Iterator[tuple[int, int]]:
     return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if ownership.owns[row])
 
 
-def _writes(ownership: Ownership, rank: int) -> bool:
+def _writes(ownership: Ownership) -> bool:
     """Whether this rank saves its rows: the first of its expert data-parallel group does."""
     if ownership.groups.ep_size == 1:
-        return rank == 0
+        return is_main()
     replicas = ownership.groups.expert_dp_group
     return replicas is None or dist.get_rank(replicas) == 0
 

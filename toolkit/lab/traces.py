@@ -28,6 +28,7 @@ from toolkit.moe.load.forwards import Forwards, ModelForwards
 from toolkit.moe.load.metrics import RowBytes
 from toolkit.moe.load.routing_log import Choices, count_pairs
 from toolkit.moe.stack import optimizer_bytes, weight_bytes
+from toolkit.parallel.collectives import is_main, world_size
 from toolkit.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class TraceRecorder(Callback):
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._is_main = not dist.is_initialized() or dist.get_rank() == 0
+        self._is_main = is_main()
 
     def step_done(self, step: int) -> None:
         """Record the forwards since the last call as those of optimizer step `step`, from 0. A collective."""
@@ -204,7 +205,7 @@ class TraceRecorder(Callback):
         stacks = self.forwards.stacks
         facts = {
             "layers": self.forwards.names,
-            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "world_size": world_size(),
             "ep_size": stacks[0].groups.ep_size,
             "row_bytes": [[size.dispatched, size.combined] for size in self.forwards.row_bytes],
             "weight_bytes": [weight_bytes(stack) for stack in stacks],

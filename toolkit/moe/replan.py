@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from toolkit.callbacks.base import Callback
-from toolkit.checkpoint.collectives import is_main
 from toolkit.errors import UserError
 from toolkit.launch.node import ranks_per_node
 from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.load.routing_log import take_loads
 from toolkit.moe.migrate import MigrationReport, migrate
 from toolkit.moe.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
+from toolkit.parallel.collectives import is_main, world_size
 from toolkit.placement.cost_model import (
     EXPERT_SHARE,
     LINK_BYTES_PER_SECOND,
@@ -187,8 +187,7 @@ class Replanner:
     def _window(self) -> list[Tensor]:
         """float64 (E) of each layer: mean assignments per step and EP group since the last plan. A collective."""
         stacks = list(self.stacks.values())
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        groups = world // stacks[0].groups.ep_size
+        groups = world_size() // stacks[0].groups.ep_size
         return [load_E.cpu().double() / (self.every * groups) for load_E in take_loads(list(self._cursors.values()))]
 
     def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:

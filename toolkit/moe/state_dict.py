@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack, expert_stacks
+from toolkit.parallel.collectives import is_main
 from toolkit.parallel.ownership import EMPTY_ROW
 
 _names_are_read = ContextVar("names_are_read", default=False)
@@ -98,13 +99,8 @@ class Gatherer:
             whole = value.full_tensor().cpu()
         elif id(value) in self._place_of:
             whole = gather_experts(*self._place_of[id(value)])
-        if is_first() and whole is not None:
+        if is_main() and whole is not None:
             state[name] = whole
-
-
-def is_first() -> bool:
-    """Whether this process is rank 0, which writes."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _is_part(stack: ExpertStack) -> bool:

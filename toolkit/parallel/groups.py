@@ -16,6 +16,7 @@ from toolkit.compat import timeout_of
 from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.launch.node import ranks_per_node
+from toolkit.parallel.collectives import gather_objects, rank, world_size
 from toolkit.parallel.nodes import rows_of_nodes
 from toolkit.parallel.waits import waits
 
@@ -110,7 +111,7 @@ def make_expert_groups(
     `ranks` are no such groups, groups are on one node or have unequal parts of several and the exchange is
     hierarchical, or there are fewer chunks than one.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = world_size()
     if (ep_size is None) == (ranks is None):
         raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
     if ranks is not None and stride != 1:
@@ -165,7 +166,6 @@ def divisors_text(number: int, *, least: int = 1) -> str:
 
 def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Partition:
     """The groups that `ranks` names, on every rank. A collective: ranks may have been given different ones."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
             raise UserError(f'ranks={ranks} has {ranks.ndim} dimensions: give one of them, such as mesh["ep"].')
@@ -173,13 +173,9 @@ def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Par
     else:
         groups = [sorted(group) for group in ranks or ()]
     listed = [each for group in groups for each in group]
-    is_listed_once = listed.count(rank) == 1 and set(listed) <= set(range(world))
-    mine = next(group for group in groups if rank in group) if is_listed_once else []
-    everyones: list[list[int]] = [mine]
-    if world > 1:
-        everyones = [[] for _ in range(world)]
-        dist.all_gather_object(everyones, mine)
-    return partition_of(everyones)
+    is_listed_once = listed.count(rank()) == 1 and set(listed) <= set(range(world_size()))
+    mine = next(group for group in groups if rank() in group) if is_listed_once else []
+    return partition_of(gather_objects(mine))
 
 
 def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
@@ -201,10 +197,8 @@ def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
 
 def _node_groups(partition: Partition) -> NodeGroups:
     """Of the EP groups in `partition`. A collective; raises UserError on all ranks or on none."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, ranks_per_node(world))
-    if len(sizes := sorted(set(found))) > 1:
+    sizes = sorted(set(gather_objects(ranks_per_node(world_size()))))
+    if len(sizes) > 1:
         raise UserError(
             f"--exchange hierarchical: nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
             "on each."
@@ -214,8 +208,8 @@ def _node_groups(partition: Partition) -> NodeGroups:
         of_nodes = [new_group(row) for row in rows]
         of_places = [new_group(list(column)) for column in zip(*rows, strict=True)]
         for inside, row in zip(of_nodes, rows, strict=True):
-            if rank in row:
-                mine = NodeGroups(len(rows), len(row), inside, of_places[row.index(rank)])
+            if rank() in row:
+                mine = NodeGroups(len(rows), len(row), inside, of_places[row.index(rank())])
     assert mine is not None
     return mine
 

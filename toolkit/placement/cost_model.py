@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from toolkit.config.experts import ExpertExchange
+from toolkit.parallel.collectives import world_size
 from toolkit.placement.imbalance import shares
 from toolkit.placement.loads import Floats
 from toolkit.placement.placement import ExpertPlacement
@@ -228,7 +229,7 @@ def link_bytes_per_second(
     """Measured bytes per second at which a rank of `group` sends to the next one while it receives from the one before:
     the median of `repeats`, of the slowest rank, hence the same on all. A collective. LINK_BYTES_PER_SECOND where there
     is no other rank."""
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    ranks = world_size(group)
     if ranks == 1:
         return LINK_BYTES_PER_SECOND
     size = megabytes * 2**20

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from toolkit.data.identity import Identity, describe, same_data
 from toolkit.errors import UserError
+from toolkit.parallel.collectives import gather_objects
 from toolkit.run.folder import DATA, recorded_config, write_json
 
 if TYPE_CHECKING:
@@ -23,10 +22,7 @@ def record_data(run: Run, **identities: Identity | None) -> None:
 
     Raises UserError on every rank where another process, or the run that is continued, has other data.
     """
-    found: list[dict[str, Any]] = [{part: dict(of) for part, of in identities.items() if of is not None}]
-    if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, found[run.rank])
+    found = gather_objects({part: dict(of) for part, of in identities.items() if of is not None})
 
     def decide() -> dict[str, Any]:
         for rank, theirs in enumerate(found):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
 from toolkit.launch.node import ranks_per_node
+from toolkit.parallel.collectives import gather_objects
 
 SEEN = ".ranks"
 
@@ -32,7 +30,7 @@ def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: in
     if config.run_dir is not None:
         folder = config.run_dir.resolve()
     ranks = ranks_that_share(folder, rank)
-    if config.storage is None and max(_gather(len(ranks) < world_size)):
+    if config.storage is None and max(gather_objects(len(ranks) < world_size)):
         raise UserError(f"--run-dir {folder}: is not the same on all machines: give one that they share, or --storage.")
     return folder, ranks
 
@@ -44,7 +42,7 @@ def ranks_that_share(folder: Path, rank: int) -> list[int]:
     Each leaves a file in its folder and looks which others are there: a path says nothing of the disk behind it.
     """
     mark = uuid.uuid4().hex if rank == 0 else ""
-    mark = _gather(mark)[0]
+    mark = gather_objects(mark)[0]
     seen = folder / SEEN / mark
     failure = ""
     try:
@@ -52,17 +50,11 @@ def ranks_that_share(folder: Path, rank: int) -> list[int]:
         (seen / str(rank)).touch()
     except OSError as error:
         failure = f"--run-dir {folder}: cannot be used by rank {rank} ({error.strerror}): choose another."
-    failures = [line for line in _gather(failure) if line]
+    failures = [line for line in gather_objects(failure) if line]
     if failures:
         raise UserError(failures[0])
     ranks = sorted(int(path.name) for path in seen.iterdir())
-    _gather(None)  # all have looked
+    gather_objects(None)  # all have looked
     if rank == ranks[0]:
         shutil.rmtree(folder / SEEN, ignore_errors=True)
     return ranks
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

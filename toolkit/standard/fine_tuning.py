@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from toolkit.callbacks.evaluation import Evaluation
@@ -19,6 +18,7 @@ from toolkit.errors import UserError
 from toolkit.hosts.peft.saving import save_merged
 from toolkit.hosts.transformers.build import model_folder
 from toolkit.hosts.transformers.saving import save_pretrained
+from toolkit.parallel.collectives import is_main
 from toolkit.run.folder import results_of
 from toolkit.run.run import Run
 from toolkit.standard.cached_run import cached_run
@@ -79,7 +79,7 @@ def save_trained(model: nn.Module, folder: Path, options: AdapterOptions, tokeni
     save_pretrained(model, folder / "adapter" if options.lora_rank else whole)
     if options.merge:
         save_merged(model, whole)
-    if whole.is_dir() and (not dist.is_initialized() or dist.get_rank() == 0):
+    if whole.is_dir() and is_main():
         tokenizer.save_pretrained(whole)
 
 

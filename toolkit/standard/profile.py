@@ -17,10 +17,10 @@ from torch.profiler import profile as torch_profile
 
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.throughput import Throughput
-from toolkit.checkpoint.collectives import together
 from toolkit.config.experts import ExpertRunConfig
 from toolkit.config.run import RunConfig
 from toolkit.moe.load.load_meter import LoadMeter
+from toolkit.parallel.collectives import together
 from toolkit.parallel.waits import Mark, Wait, mark, seconds_between, waits
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from toolkit.callbacks.base import Callback
 from toolkit.data.batches import split
 from toolkit.errors import UserError
+from toolkit.parallel.collectives import world_size
 from toolkit.parallel.groups import sum_over_ranks
 from toolkit.seeding import generator
 
@@ -112,12 +112,11 @@ class ElasticWeights:
         return [self.model.get_buffer(f"ewc_anchor_{index}") for index in range(len(self.held))]
 
     def __call__(self) -> Tensor:
-        world = dist.get_world_size() if dist.is_initialized() else 1
         terms = [
             (importance * (parameter - anchor).square()).sum()
             for parameter, importance, anchor in zip(self.held.values(), self.importance, self.anchors, strict=True)
         ]
-        return torch.stack(terms).sum() * (self.strength / 2 / world)
+        return torch.stack(terms).sum() * (self.strength / 2 / world_size())
 
     @torch.no_grad()
     def consolidate(self, fisher: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.parallel.collectives import gather_objects
 from toolkit.parallel.ownership import ownership_of
 
 NAME = "adapter_record.json"
@@ -50,10 +51,7 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
 
 def _differing(checks: dict[str, int]) -> list[str]:
     """The names of which ranks have different values. A collective."""
-    everyones: list[Any] = [checks]
-    if dist.is_initialized():
-        everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, checks)
+    everyones = gather_objects(checks)
     return sorted(name for name, value in checks.items() if any(rank[name] != value for rank in everyones))
 
 

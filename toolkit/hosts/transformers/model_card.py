@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import nn
 
 from toolkit.hosts.transformers.sampling import TEMPERATURE
 from toolkit.hosts.transformers.saving import save_pretrained
+from toolkit.parallel.collectives import is_main
 from toolkit.version import __version__
 
 CARD = """---
@@ -68,7 +68,7 @@ def export_language_model(
     """Write weights that any `from_pretrained` reads, the tokenizer, and a model card of `facts`, which are the fields
     of `CARD`. A collective. Raises UserError on every rank alike where the folder cannot be written."""
     save_pretrained(model, folder)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_main():
         tokenizer.save_pretrained(Path(folder))
         (Path(folder) / "README.md").write_text(model_card(facts, samples), encoding="utf-8")
 

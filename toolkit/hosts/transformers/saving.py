@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.hosts.peft.record import describe_adapters, write_records
-from toolkit.moe.state_dict import Gatherer, is_first
+from toolkit.moe.state_dict import Gatherer
+from toolkit.parallel.collectives import is_main
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -43,7 +44,7 @@ def write_pretrained(
 ) -> None:
     """Have rank 0 write `state` as the type of `model` does, and `records` of adapters beside it. A collective."""
     failure: list[str | None] = [None]
-    if is_first():
+    if is_main():
         try:
             # Not the instance's own: where the engine has spread experts, that one refuses.
             type(model).save_pretrained(model, folder, state_dict=state, **options)

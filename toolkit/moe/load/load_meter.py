@@ -22,6 +22,7 @@ from toolkit.moe.load.metrics import (
     traffic_metrics,
 )
 from toolkit.moe.stack import weight_bytes
+from toolkit.parallel.collectives import rank, world_size
 
 MOST_WAITING = 512
 """Forwards whose loads are kept before they are reduced, if readings are rare."""
@@ -37,11 +38,10 @@ class LoadMeter:
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
         self.forwards = ModelForwards(model)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # Counts are in the order of EP groups: the first ranks are those of the first group, and so on.
-        order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank]
-        self.place, self.world_size = order.index(rank), world
-        per_node = ranks_per_node or launched_per_node(world)
+        order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank()]
+        self.place, self.world_size = order.index(rank()), world_size()
+        per_node = ranks_per_node or launched_per_node(self.world_size)
         self.node_of_place = [r // per_node for r in order]
         for stack in self.stacks:
             first = self.place - stack.groups.ep_rank

@@ -1,4 +1,4 @@
-"""Work that succeeds on every rank, or raises on every rank."""
+"""Values of all ranks on each of them, and work that succeeds on every rank or raises on every rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,28 @@ _KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
 """In order of precedence: a bug comes before a full disk, which may be its consequence."""
 
 
-def is_main() -> bool:
-    """Whether this is the main process."""
-    return rank() == 0
-
-
 def rank() -> int:
     """Of this process; 0 where it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_main() -> bool:
+    """Whether this is the main process, which is rank 0."""
+    return rank() == 0
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks `group` has, by default the world; 1 where this process is alone."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank, in order of rank, on each. A collective of `group`, by default of all ranks."""
+    if world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
@@ -37,7 +51,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
     except Exception as error:
         failure = error
     report = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
-    outcomes = _gather((result, report), group)
+    outcomes = gather_objects((result, report), group)
     failures = [(*report, rank) for rank, (_, report) in enumerate(outcomes) if report is not None]
     if failures:
         kind, message, rank = min(failures)
@@ -49,14 +63,6 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
 def on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The result of `work`, which only the main process does, on every rank. A collective; raises as `together`."""
     return together(lambda: work() if is_main() else None, group)[0]  # type: ignore[return-value]
-
-
-def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _kind(failure: Exception) -> type[Exception]:
