@@ -13,6 +13,7 @@ from tests.helpers import run_distributed
 from tests.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from toolkit.errors import UserError
 from toolkit.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
+from toolkit.hosts.transformers.saving import write_pretrained
 from toolkit.moe.losses import RouterPenalty, global_load, load_balancing_share
 
 
@@ -147,6 +148,25 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         save_pretrained(model_of("mixtral"), tmp_path / "file" / "folder")
+
+
+class Unsavable:
+    """Cannot be written, for a reason that is not the disk's."""
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        raise ValueError("a setting that cannot be saved")
+
+
+def error_of_saving() -> str:
+    try:
+        write_pretrained(Unsavable(), "nowhere", {})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def test_a_model_that_rank_0_cannot_write_ends_all_ranks():
+    assert run_distributed(error_of_saving, 2) == ["RuntimeError: a setting that cannot be saved on rank 0"] * 2
 
 
 def test_a_transformers_model_has_the_scopes_of_our_own_layers():

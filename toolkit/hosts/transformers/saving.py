@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.hosts.peft.record import describe_adapters, write_records
 from toolkit.moe.state_dict import Gatherer
-from toolkit.parallel.collectives import is_main
+from toolkit.parallel.collectives import on_main
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -42,17 +41,20 @@ def write_pretrained(
     records: dict[str, dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
-    """Have rank 0 write `state` as the type of `model` does, and `records` of adapters beside it. A collective."""
-    failure: list[str | None] = [None]
-    if is_main():
-        try:
-            # Not the instance's own: where the engine has spread experts, that one refuses.
-            type(model).save_pretrained(model, folder, state_dict=state, **options)
-            if records is not None:
-                write_records(folder, records)
-        except OSError as error:
-            failure = [f"model folder {os.fspath(folder)} cannot be written ({error}): use one that can be."]
-    if dist.is_initialized():
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise UserError(failure[0])
+    """Have rank 0 write `state` as the type of `model` does, and `records` of adapters beside it. A collective.
+
+    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    """
+
+    def write() -> None:
+        # Not the instance's own: where the engine has spread experts, that one refuses.
+        type(model).save_pretrained(model, folder, state_dict=state, **options)
+        if records is not None:
+            write_records(folder, records)
+
+    try:
+        on_main(write)
+    except OSError as error:
+        raise UserError(
+            f"model folder {os.fspath(folder)} cannot be written ({error}): use one that can be."
+        ) from error
