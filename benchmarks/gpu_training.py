@@ -98,7 +98,7 @@ class Job:
 
     def model(self, experts_implementation: str) -> nn.Module:
         with self.device:  # where random weights take the least time
-            model = causal_lm(configuration(self.sizes), experts_implementation=experts_implementation)
+            model: nn.Module = causal_lm(configuration(self.sizes), experts_implementation=experts_implementation)
         model.load_state_dict(self.weights)
         return model.to(self.device)
 
@@ -249,7 +249,7 @@ def race(job: Job, rounds: int, rate: float) -> list[dict[str, Any]]:
     for name, each in clocks.items():
         step = statistics.median(clock.seconds for clock in each) / job.steps
         ratios = [mine.seconds / other.seconds for mine, other in zip(each, clocks[OURS], strict=True)]
-        gib = {"weights": parameters, "gradients": parameters, "AdamW": 2 * parameters}
+        gib: dict[str, float] = {"weights": parameters, "gradients": parameters, "AdamW": 2 * parameters}
         gib["activations"] = max(0, statistics.median(clock.peak for clock in each) - sum(gib.values()))
         rows.append(
             {
@@ -278,7 +278,7 @@ def check_losses(job: Job) -> None:
     ids, _ = next(batches(job))
     with torch.no_grad():
         found = [job.model(each)(input_ids=ids, labels=ids).loss for each in (use_toolkit_kernel(), "grouped_mm")]
-    if not torch.allclose(*found, rtol=1e-3):
+    if not torch.allclose(found[0], found[1], rtol=1e-3):
         raise RuntimeError(f"the contenders do not compute the same: {found}")
 
 
