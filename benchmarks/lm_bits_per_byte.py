@@ -41,7 +41,7 @@ LARGER = {
 }
 """For as long: a step of the mixture takes about one and a half times as long as one of the dense model."""
 
-RATES = {False: (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), True: (1e-3, 2e-3, 3e-3, 6e-3)}
+RATES = {False: (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2), True: (1.5e-3, 3e-3, 6e-3)}
 """Learning rates among which --choose chooses: of the presets `full` and `dense`, and with --larger."""
 CHOICE_SEED = 100
 
