@@ -16,7 +16,7 @@ from torch import nn
 import toolkit as tk
 from tests.helpers import run_distributed
 from toolkit import batch_size
-from toolkit.batch_size import CHOICE_FILE, Probe, accumulation_steps, memory_budget, shrink, shrunk, try_sizes
+from toolkit.batch_size import CHOICE_FILE, TrialSteps, accumulation_steps, memory_budget, shrink, shrunk, try_sizes
 from toolkit.data.table import TensorTable
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.optim import build_optimizer
@@ -89,19 +89,19 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return build_optimizer(model, lr=1e-3, config=tk.OptimizerConfig())
 
 
-def test_a_probe_measures_activations_and_leaves_no_trace(tmp_path):
+def test_trial_steps_measure_activations_and_leave_no_trace(tmp_path):
     with tk.start_run("small", config(tmp_path)) as run:
         model = Wide()
         weights, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
-        probe = Probe(run, tk.Classification(), model, table(), optimizer)
+        trial = TrialSteps(run, tk.Classification(), model, table(), optimizer)
         # Stem, sine and dropout keep a MiB each. There is no upper bound: a run keeps freed memory, and a hole that is
         # too small for the next tensor comes on top; 7 to 16 MiB per sample were seen.
-        peaks = [min(probe.peak_bytes(size) for _ in range(2)) for size in (1, 64)]
+        peaks = [min(trial.peak_bytes(size) for _ in range(2)) for size in (1, 64)]
         assert peaks[1] - peaks[0] > 63 * 2 * MEBI
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
         assert (model.seen, torch.equal(torch.get_rng_state(), state)) == (0, True)
         assert all(p.grad is None for p in model.parameters())
-        probe.close()
+        trial.close()
 
 
 def test_the_budget_is_a_fraction_of_what_the_machine_can_give():
@@ -132,7 +132,7 @@ def test_processes_of_a_launcher_that_does_not_count_those_of_a_node_share_its_m
 
 def choose(folder, monkeypatch, limit: int, **settings) -> int:
     """With a made-up memory in which a micro-batch of `limit` samples just fits."""
-    monkeypatch.setattr(Probe, "peak_bytes", lambda _, size: 100 * size)
+    monkeypatch.setattr(TrialSteps, "peak_bytes", lambda _, size: 100 * size)
     monkeypatch.setattr(batch_size, "memory_budget", lambda _, fraction: int(100 * limit * fraction))
     with tk.start_run("small", config(folder, batch_size=24, **settings)) as run:
         model = nn.Linear(4, 2)
@@ -190,8 +190,8 @@ def ranks_disagree(folder) -> int:
     """Rank 1 has a third of rank 0's memory; the layer's experts are spread over both."""
     with tk.start_run("small", config(folder, batch_size=24)) as run:
         batch_size.memory_budget = lambda *_: 1000 - 700 * run.rank
-        measured = Probe.peak_bytes
-        Probe.peak_bytes = lambda self, size: 0 * measured(self, size) + 100 * size
+        measured = TrialSteps.peak_bytes
+        TrialSteps.peak_bytes = lambda self, size: 0 * measured(self, size) + 100 * size
         groups = tk.make_expert_groups(2)
         model = nn.Sequential(nn.Linear(4, 6), tk.make_moe(6, 4, 4, 2, groups=groups), nn.Linear(6, 2))
         task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=0.1))

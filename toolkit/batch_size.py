@@ -156,10 +156,10 @@ def _measure(
     sizes: Sequence[int],
 ) -> tuple[dict[int, int], int]:
     """By micro-batch size, the largest peak bytes of all ranks; and the smallest budget of all ranks."""
-    probe = Probe(run, task, model, table, make_optimizer)
+    trial = TrialSteps(run, task, model, table, make_optimizer)
 
     def worst(size: int) -> int:
-        largest, _ = extremes_over_ranks(torch.tensor(probe.peak_bytes(size), device=run.device))
+        largest, _ = extremes_over_ranks(torch.tensor(trial.peak_bytes(size), device=run.device))
         return int(largest)
 
     mine = memory_budget(run.device, run.config.memory_fraction)
@@ -167,10 +167,10 @@ def _measure(
     try:
         return try_sizes(sizes, worst, budget), budget
     finally:
-        probe.close()
+        trial.close()
 
 
-class Probe:
+class TrialSteps:
     """Trains a deep copy of a model and its task: the originals keep their counters and random state."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Patches of Accelerate, torch and this toolkit that call the probe."""
+"""Patches of Accelerate, torch and this toolkit that call the recorder."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DistributedSampler
 
 from toolkit.compat import wrap_method
-from toolkit.doctor.probe import Probe
+from toolkit.doctor.recorder import Recorder
 from toolkit.parallel import gradients, groups
 
 DROPOUT_NOTE = "dropout was switched off: masks differ between ranks"
 
 
-def attach(probe: Probe) -> None:
-    """Patch the script's libraries so that they call the probe, for the rest of this process."""
-    _attach_accelerator(probe)
-    register_optimizer_step_pre_hook(probe.before_update)
-    register_optimizer_step_post_hook(probe.after_update)
+def attach(recorder: Recorder) -> None:
+    """Patch the script's libraries so that they call the recorder, for the rest of this process."""
+    _attach_accelerator(recorder)
+    register_optimizer_step_pre_hook(recorder.before_update)
+    register_optimizer_step_post_hook(recorder.after_update)
     for owner in (torch.nn.utils, gradients):
         original = owner.clip_grad_norm_
-        _replace(original, lambda *args, _clip=original, **kw: probe.clip(lambda: _clip(*args, **kw)), owner)
+        _replace(original, lambda *args, _clip=original, **kw: recorder.clip(lambda: _clip(*args, **kw)), owner)
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         _replace(groups.make_expert_groups, lambda *_, **__: groups.ExpertGroups(), groups)
-    _switch_off_dropout(probe)
-    _attach_sampler(probe)
-    _attach_ours(probe)
+    _switch_off_dropout(recorder)
+    _attach_sampler(recorder)
+    _attach_ours(recorder)
 
 
-def _switch_off_dropout(probe: Probe) -> None:
+def _switch_off_dropout(recorder: Recorder) -> None:
     """In modules, which call these functions, and outside of them; what LSTMs and their kin do inside is left."""
 
     def note(p: float, training: bool = True) -> None:
-        if p and training and DROPOUT_NOTE not in probe.record.notes:
-            probe.record.notes.append(DROPOUT_NOTE)
+        if p and training and DROPOUT_NOTE not in recorder.record.notes:
+            recorder.record.notes.append(DROPOUT_NOTE)
 
     def without(original: Callable[..., Tensor], training: bool) -> Callable[..., Tensor]:
         def call(input: Tensor, p: float = 0.5, training: bool = training, *args: Any, **kw: Any) -> Tensor:
@@ -87,12 +87,12 @@ def _replace(original: Any, replacement: Any, owner: Any) -> None:
             setattr(module, name, replacement)
 
 
-def _attach_sampler(probe: Probe) -> None:
+def _attach_sampler(recorder: Recorder) -> None:
     def iterating(original: Callable[..., Any]) -> Callable[..., Any]:
         def iterate(self: Any) -> Iterator[int]:
             ended = vars(self).setdefault("_ended_epochs", set())
             if self.shuffle and self.epoch in ended:
-                probe.record.repeated_orders.append(type(self).__name__)
+                recorder.record.repeated_orders.append(type(self).__name__)
             yield from original(self)
             ended.add(self.epoch)
 
@@ -101,11 +101,11 @@ def _attach_sampler(probe: Probe) -> None:
     wrap_method(DistributedSampler, "__iter__", iterating)
 
 
-def _attach_accelerator(probe: Probe) -> None:
+def _attach_accelerator(recorder: Recorder) -> None:
     def starting(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, *args: Any, **settings: Any) -> None:
             loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
-            probe.splits = not loading.split_batches
+            recorder.splits = not loading.split_batches
             loading.split_batches = loading.use_seedable_sampler = True
             if loading.data_seed is None:
                 loading.data_seed = 0
@@ -116,24 +116,24 @@ def _attach_accelerator(probe: Probe) -> None:
     def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare(self: Any, *args: Any, **settings: Any) -> Any:
             models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
-            if probe.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
-                probe.splits = False
-                probe.record.notes.append(
+            if recorder.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
+                recorder.splits = False
+                recorder.record.notes.append(
                     "split_batches=True was set, so that every world sees the same global batches"
                 )
-            result = probe.prepare(self, models, lambda: original(self, *args, **settings))
+            result = recorder.prepare(self, models, lambda: original(self, *args, **settings))
             for wrapper in result if isinstance(result, tuple) else (result,):
-                if isinstance(wrapper, DistributedDataParallel) and not probe.is_preparing:
-                    wrapper.register_forward_pre_hook(lambda *_: probe.before_wrapped_forward())
+                if isinstance(wrapper, DistributedDataParallel) and not recorder.is_preparing:
+                    wrapper.register_forward_pre_hook(lambda *_: recorder.before_wrapped_forward())
             return result
 
         return prepare
 
     def running_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, loss, **kw: probe.backward(loss, lambda: original(self, loss, **kw))
+        return lambda self, loss, **kw: recorder.backward(loss, lambda: original(self, loss, **kw))
 
     def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args, **kw: probe.clip(lambda: original(self, *args, **kw))
+        return lambda self, *args, **kw: recorder.clip(lambda: original(self, *args, **kw))
 
     wrappers = {
         "__init__": starting,
@@ -146,7 +146,7 @@ def _attach_accelerator(probe: Probe) -> None:
         wrap_method(accelerate.Accelerator, name, wrap)
 
 
-def _attach_ours(probe: Probe) -> None:
+def _attach_ours(recorder: Recorder) -> None:
     """What this toolkit shows beyond torch and Accelerate: how it saves, and the penalty of the router."""
     from toolkit.hosts.engine import ExpertParallel
     from toolkit.launch import world
@@ -161,9 +161,9 @@ def _attach_ours(probe: Probe) -> None:
         @functools.wraps(start)
         def init(self: Any, *args: Any, **settings: Any) -> None:
             start(self, *args, **settings)
-            probe.save = save(self)
-            probe.load = load(self)
-            probe.record.saved_by = name
+            recorder.save = save(self)
+            recorder.load = load(self)
+            recorder.record.saved_by = name
 
         cls.__init__ = init
 
@@ -174,7 +174,7 @@ def _attach_ours(probe: Probe) -> None:
     def call(self: Any) -> Any:
         value = penalty(self)
         if value is not None and torch.is_grad_enabled():
-            probe.step.penalties.append(float(value.detach()))
+            recorder.step.penalties.append(float(value.detach()))
         return value
 
     RouterPenalty.__call__ = call  # type: ignore[method-assign]

@@ -178,7 +178,7 @@ def _run(
     wait_s: float,
     rounding: float,
 ) -> Evidence:
-    """Run `script` under the probe as the ranks of one world; raises ScriptFailed with the last line of an error."""
+    """Run `script` under the recorder as the ranks of one world; raises ScriptFailed with the last line of an error."""
     folder.mkdir()
     words = [*args, *_recipe_flags(script, args, folder)]
     environment = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

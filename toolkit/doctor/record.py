@@ -59,7 +59,7 @@ class Record:
     world: int = 1
     precision: str = "no"
     notes: list[str] = field(default_factory=list)
-    """What the probe changed in the script, in words."""
+    """What the recorder changed in the script, in words."""
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     modules: list[list[str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Run a script under the probe: `python -m toolkit.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`."""
+"""Run a script under the recorder: `python -m toolkit.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import traceback
 from pathlib import Path
 
 from toolkit.doctor.attach import attach, limit_waits
-from toolkit.doctor.probe import Finished, Probe
 from toolkit.doctor.record import Record
+from toolkit.doctor.recorder import Finished, Recorder
 
 
 def watch(out: Path, steps: int, script: str, args: list[str], rounding: float = 0.0) -> Record:
     """Run `script` as if from the command line, and leave it once `steps` optimizer steps were seen."""
-    probe = Probe(out, steps, rounding)
-    attach(probe)
+    recorder = Recorder(out, steps, rounding)
+    attach(recorder)
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     with contextlib.suppress(Finished):
@@ -26,11 +26,11 @@ def watch(out: Path, steps: int, script: str, args: list[str], rounding: float =
         except SystemExit as stop:
             if stop.code not in (None, 0):
                 raise
-    if not probe.done:  # it came to its end before
-        if probe._open_step and probe.record.phases:
-            probe.take_phase()
-        probe.finish()
-    return probe.record
+    if not recorder.done:  # it came to its end before
+        if recorder._open_step and recorder.record.phases:
+            recorder.take_phase()
+        recorder.finish()
+    return recorder.record
 
 
 def main() -> None:

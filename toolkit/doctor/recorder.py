@@ -30,7 +30,7 @@ class Finished(BaseException):
     """Raised in the script when enough steps were recorded."""
 
 
-class Probe:
+class Recorder:
     """Watches the models that are prepared in this process for `steps` optimizer steps.
 
     With `rounding`, what each module with parameters returns, the gradient of it, and the gradients of parameters are
