@@ -21,7 +21,7 @@ from toolkit.config.experts import InitialPlacement
 from toolkit.errors import UserError
 from toolkit.lab.simulate import Machine, simulate
 from toolkit.lab.traces import Trace
-from toolkit.moe.load.metrics import Counts, RowBytes, Window, balance_metrics, count, traffic_metrics
+from toolkit.moe.load.metrics import DispatchCounts, RowBytes, Window, balance_metrics, count, traffic_metrics
 from toolkit.placement.cost_model import CostModel
 from toolkit.placement.guard import MigrationGuard
 from toolkit.placement.imbalance import rank_imbalance
@@ -204,7 +204,7 @@ def _timed(planner: Planner, seconds: list[float]) -> Callable[..., ExpertPlacem
 def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
     """All steps but those of the first window, under the placements in force."""
     ranks = load_TLSE.shape[2]
-    counts: Counts | None = None
+    counts: DispatchCounts | None = None
     for number, placements in enumerate(zip(*(run.placements for run in runs), strict=True)):
         if number:
             steps = load_TLSE[number * every : (number + 1) * every]

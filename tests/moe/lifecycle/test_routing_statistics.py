@@ -9,7 +9,7 @@ import toolkit as tk
 from tests.helpers import run_distributed
 from toolkit.moe.layer import moe_layers
 from toolkit.moe.lifecycle import routing_statistics as statistics
-from toolkit.moe.lifecycle.routing_statistics import Counts, RoutingStatistics
+from toolkit.moe.lifecycle.routing_statistics import RoutingCounts, RoutingStatistics
 from toolkit.parallel.groups import make_expert_groups
 
 DIM, EXPERTS, CLASSES = 6, 4, 3
@@ -29,8 +29,8 @@ def batch(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, DIM, generator=draws), torch.randint(CLASSES, (tokens,), generator=draws)
 
 
-def by_hand(choices: list[list[int]], labels: list[int]) -> Counts:
-    none = Counts.none(CLASSES)
+def by_hand(choices: list[list[int]], labels: list[int]) -> RoutingCounts:
+    none = RoutingCounts.none(CLASSES)
     together = [[0] * EXPERTS for _ in range(EXPERTS)]
     classes = [[0] * CLASSES for _ in range(EXPERTS)]
     for chosen, label in zip(choices, labels, strict=True):
@@ -39,7 +39,7 @@ def by_hand(choices: list[list[int]], labels: list[int]) -> Counts:
             for f in chosen:
                 together[e][f] += 1
     values = {"ids": list(range(EXPERTS)), "together": together, "classes": classes}
-    return none + Counts.from_dict(values, CLASSES)
+    return none + RoutingCounts.from_dict(values, CLASSES)
 
 
 def test_a_step_is_counted_as_by_hand():

@@ -15,7 +15,7 @@ from toolkit.moe.lifecycle.callback import Lifecycle
 from toolkit.moe.lifecycle.graph import KnowledgeGraph, Similarity
 from toolkit.moe.lifecycle.plans import Pair
 from toolkit.moe.lifecycle.roster import ExpertRoster, LifecycleEvent
-from toolkit.moe.lifecycle.routing_statistics import Counts, Ids, RoutingStatistics
+from toolkit.moe.lifecycle.routing_statistics import Ids, RoutingCounts, RoutingStatistics
 from toolkit.tracking.jsonl import MetricsFile
 from toolkit.tracking.lifecycle_records import LIFECYCLE_FILE, graph_stem
 
@@ -190,7 +190,7 @@ class LifecycleReport(Callback):
         self._seconds = state["seconds"]
 
 
-def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: Counts, layer: MoE, *, step: int) -> None:
+def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: RoutingCounts, layer: MoE, *, step: int) -> None:
     """Update `graph` with the counts of an epoch, or since the last sleep."""
     graph.observe_roster(roster, step=step)
     graph.decay()

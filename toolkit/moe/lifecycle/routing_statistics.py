@@ -21,7 +21,7 @@ Ids = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Counts:
+class RoutingCounts:
     """Counts of one layer over a period, by uid."""
 
     ids: tuple[int, ...]
@@ -31,17 +31,17 @@ class Counts:
     """Tokens of each class."""
 
     @classmethod
-    def none(cls, classes: int) -> Counts:
+    def none(cls, classes: int) -> RoutingCounts:
         return cls((), np.zeros((0, 0), dtype=np.int64), np.zeros((0, classes), dtype=np.int64))
 
     @classmethod
-    def of_logical_ids(cls, ids: Ids, together_SS: NDArray[np.int64], classes_SC: NDArray[np.int64]) -> Counts:
+    def of_logical_ids(cls, ids: Ids, together_EE: NDArray[np.int64], classes_EC: NDArray[np.int64]) -> RoutingCounts:
         """From counts by logical expert, whose uids are `ids`. Inactive ones have no tokens."""
         logical_ids = [logical_id for logical_id, id in enumerate(ids) if id is not None]
         active = tuple(id for id in ids if id is not None)
-        return cls(active, together_SS[np.ix_(logical_ids, logical_ids)], classes_SC[logical_ids])
+        return cls(active, together_EE[np.ix_(logical_ids, logical_ids)], classes_EC[logical_ids])
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: RoutingCounts) -> RoutingCounts:
         ids = tuple(sorted({*self.ids, *other.ids}))
         place = {id: e for e, id in enumerate(ids)}
         together = np.zeros((len(ids), len(ids)), dtype=np.int64)
@@ -50,13 +50,13 @@ class Counts:
             rows = [place[id] for id in part.ids]
             together[np.ix_(rows, rows)] += part.together_EE
             classes[rows] += part.classes_EC
-        return Counts(ids, together, classes)
+        return RoutingCounts(ids, together, classes)
 
     def to_dict(self) -> dict[str, Any]:
         return {"ids": list(self.ids), "together": self.together_EE.tolist(), "classes": self.classes_EC.tolist()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], classes: int) -> Counts:
+    def from_dict(cls, values: Mapping[str, Any], classes: int) -> RoutingCounts:
         ids = tuple(values["ids"])
         together = np.array(values["together"], dtype=np.int64).reshape(len(ids), len(ids))
         return cls(ids, together, np.array(values["classes"], dtype=np.int64).reshape(len(ids), classes))
@@ -152,20 +152,20 @@ class RoutingStatistics:
                 part, table = next(found)
                 counts = part.view(table.shape).numpy()
                 logical_experts = len(ids)
-                self._total[name] += Counts.of_logical_ids(
+                self._total[name] += RoutingCounts.of_logical_ids(
                     ids, counts[:, :logical_experts], counts[:, logical_experts:]
                 )
             sums.clear()
 
-    def take(self) -> dict[str, Counts]:
+    def take(self) -> dict[str, RoutingCounts]:
         """The counts of all ranks since the last call, by layer; ends the step. A collective."""
         self.end_step()
         self._collect()
         total, self._total = self._total, self._nothing()
         return total
 
-    def _nothing(self) -> dict[str, Counts]:
-        return {name: Counts.none(self.num_classes) for name in self.layers}
+    def _nothing(self) -> dict[str, RoutingCounts]:
+        return {name: RoutingCounts.none(self.num_classes) for name in self.layers}
 
     def state_dict(self) -> dict[str, Any]:
         """A collective."""
@@ -174,7 +174,7 @@ class RoutingStatistics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._forget()
-        self._total = {name: Counts.from_dict(state[name], self.num_classes) for name in self.layers}
+        self._total = {name: RoutingCounts.from_dict(state[name], self.num_classes) for name in self.layers}
 
 
 def _labels(note: _Note, classes: int) -> Tensor:

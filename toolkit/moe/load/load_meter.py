@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.launch.node import ranks_per_node as launched_per_node
 from toolkit.moe.load.forwards import ModelForwards
 from toolkit.moe.load.metrics import (
-    Counts,
+    DispatchCounts,
     Window,
     balance_metrics,
     count,
@@ -62,7 +62,7 @@ class LoadMeter:
 
     def fold(self) -> Window | None:
         """Add all ranks' new forwards to the window and return them. A collective, one reduction."""
-        counts: Counts | None = None
+        counts: DispatchCounts | None = None
         for placements, sent_FLE, dropped_FLE, crossings_FLR, _ in self.forwards.take():
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],

@@ -42,7 +42,7 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class Counts(_Sums):
+class DispatchCounts(_Sums):
     """What some source ranks sent. Counts of different sources in the same forwards add up element by element."""
 
     load_LE: Ints
@@ -61,11 +61,11 @@ class Counts(_Sums):
         """All numbers in one array, for one reduction over ranks."""
         return np.concatenate([part.ravel() for part in self.parts().values()])
 
-    def unflat(self, numbers: Ints) -> Counts:
+    def unflat(self, numbers: Ints) -> DispatchCounts:
         """The inverse of `flat`, for counts of the same shapes."""
         ends = np.cumsum([part.size for part in self.parts().values()])[:-1]
         pieces = zip(np.split(numbers, ends), self.parts().values(), strict=True)
-        return Counts(*[piece.reshape(part.shape) for piece, part in pieces])
+        return DispatchCounts(*[piece.reshape(part.shape) for piece, part in pieces])
 
 
 def count(
@@ -76,7 +76,7 @@ def count(
     world_size: int,
     dropped_LE: NDArray[Any] | None = None,
     crossings_LSR: NDArray[Any] | None = None,
-) -> Counts:
+) -> DispatchCounts:
     """Counts of forwards under one placement per layer, given the rows that ranks `sources` sent to experts.
 
     `crossings_LSR` cannot be derived from loads, which do not tell which experts one token chose: see
@@ -97,7 +97,7 @@ def count(
             first = source // group * group
             received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
     load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
-    return Counts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_LWR)
+    return DispatchCounts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_LWR)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Window(_Sums):
     crossings_LWR: Ints
 
     @classmethod
-    def of(cls, counts: Counts) -> Window:
+    def of(cls, counts: DispatchCounts) -> Window:
         """`counts`: summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW)
         return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_LWR)
