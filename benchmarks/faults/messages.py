@@ -174,7 +174,7 @@ def forge(**fields: Any) -> Callable[[Lab, Path], None]:
     def change(_: Lab, folder: Path) -> None:
         newest = max((folder / "checkpoints").glob("step-*"))
         about = manifest.read_manifest(newest) | fields
-        manifest.write_json(newest / manifest.NAME, about | {"digest": manifest.digest(about)})
+        manifest.write_canonical(newest / manifest.NAME, about | {"digest": manifest.digest(about)})
 
     return change
 

@@ -409,7 +409,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Edit the manifest in `folder`, and give it the digest that fits."""
     about = manifest.read_manifest(folder)
     about = change(about) or about
-    manifest.write_json(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
+    manifest.write_canonical(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
 
 
 def seal_of(size: int) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def test_a_state_of_another_shape_is_passed_over(state, two_checkpoints, tmp_pat
     folder = tmp_path / "checkpoints"
     shutil.copytree(two_checkpoints, folder)
     file = folder / "step-00000007" / "state.json"
-    manifest.write_json(file, json.loads(state))
+    manifest.write_canonical(file, json.loads(state))
     forge(file.parent, lambda about: about["files"].update({"state.json": manifest.seal(file)}))
     run = OneRank()
     assert find_checkpoint(folder, run) == folder / "step-00000003"

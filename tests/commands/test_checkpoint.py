@@ -113,7 +113,7 @@ def test_inspect_shows_what_is_there_and_where_experts_are(saved, tmp_path, caps
 def test_inspect_knows_checkpoints_that_did_not_note_where_rows_were(saved, capsys):
     about = manifest.read_manifest(saved)
     del about["placement"]
-    manifest.write_json(saved / manifest.NAME, about | {"digest": manifest.digest(about)})
+    manifest.write_canonical(saved / manifest.NAME, about | {"digest": manifest.digest(about)})
     assert "  rank 0 | 0 1 2 3\n" in said_by(capsys, "inspect", saved)
 
 

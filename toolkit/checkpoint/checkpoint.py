@@ -206,7 +206,7 @@ def _write(
         save_file(tensors, writing / name)
     names = list(files)
     if content is not None:
-        manifest.write_json(writing / STATE, content)
+        manifest.write_canonical(writing / STATE, content)
         names.append(STATE)
     return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
 
@@ -297,7 +297,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             "use the version that wrote it, or another folder."
         )
     try:
-        return about, manifest.read_json(path / STATE)
+        return about, manifest.read_canonical(path / STATE)
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {STATE} cannot be read ({error}): use another.") from None
 

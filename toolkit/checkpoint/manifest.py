@@ -33,13 +33,13 @@ def seal(file: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Write `value` in the one form that `read_json` accepts."""
+def write_canonical(file: Path, value: Any) -> None:
+    """Write `value` in the one form that `read_canonical` accepts."""
     file.write_text(_canonical(value), encoding="utf-8")
 
 
-def read_json(file: Path) -> Any:
-    """What `write_json` wrote. Raises ValueError where the text is not exactly that."""
+def read_canonical(file: Path) -> Any:
+    """What `write_canonical` wrote. Raises ValueError where the text is not exactly that."""
     text = file.read_text(encoding="utf-8")
     try:
         value = json.loads(text)
@@ -58,7 +58,7 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collect
     A folder that had that name is deleted afterwards; `recover` completes the rename where the process was killed in
     between. Raises OSError where what is read differs from what was written.
     """
-    write_json(writing / NAME, manifest | {"digest": digest(manifest)})
+    write_canonical(writing / NAME, manifest | {"digest": digest(manifest)})
     seal(writing / NAME)
     _sync_folder(writing)
     if damage := find_damage(writing, names):
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     if (size := _size(folder / NAME)) > LARGEST_MANIFEST:
         raise ValueError(f"it has {size:,} bytes")
-    manifest = read_json(folder / NAME)
+    manifest = read_canonical(folder / NAME)
     if not isinstance(manifest, dict) or manifest.pop("digest", None) != digest(manifest):
         raise ValueError("it does not match its own digest")
     try:

@@ -107,5 +107,5 @@ def digests_find_damage(folder: Path) -> bool:
     """Whether digests as they are taken where a checkpoint is written, of the files that are there, say so."""
     seals = {path.name: manifest.seal(path) for path in folder.iterdir() if path.is_file()}
     about = {"format": 1, "step": None, "rows": {}, "files": seals}
-    manifest.write_json(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
+    manifest.write_canonical(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
     return manifest.find_damage(folder) is not None
