@@ -24,7 +24,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def begin(folder: Path, pair: Pair, state: dict[str, Any], background: BackgroundSave, run: OneRank) -> None:
     background.start(
         checkpoint.begin_checkpoint(
-            folder, model=pair[0], optimizer=pair[1], state=state, keep=2, run=run, to_cpu=background.copies
+            folder, model=pair[0], optimizer=pair[1], state=state, keep=2, run=run, to_cpu=background.buffers
         )
     )
 

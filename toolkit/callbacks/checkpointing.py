@@ -67,7 +67,7 @@ class Checkpointing(Callback):
                 trainer.save(self.keep)
                 return
             self._finish(trainer, self._background)
-            self._background.start(trainer.begin_save(self.keep, self._background.copies))
+            self._background.start(trainer.begin_save(self.keep, self._background.buffers))
             trainer.enter("callbacks")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002

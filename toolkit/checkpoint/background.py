@@ -16,7 +16,7 @@ Write = Callable[[dist.ProcessGroup | None], Path | None]
 """Writes a checkpoint that was begun. A collective of the group, by default of all ranks."""
 
 
-class Copies:
+class HostBuffers:
     """Copies tensors to memory of the host, which is kept for the next copy; pinned for those of a GPU."""
 
     def __init__(self) -> None:
@@ -38,22 +38,22 @@ class Copies:
 class BackgroundSave:
     """Writes one checkpoint at a time. Ranks meet in a process group of its own, so that training may use the other.
 
-    `copies` holds the tensors that are being written: the memory of one more model with its optimizer states.
+    `buffers` holds the tensors that are being written: the memory of one more model with its optimizer states.
     """
 
     def __init__(self) -> None:
-        self.copies = Copies()
+        self.buffers = HostBuffers()
         self._thread: Thread | None = None
         self._folder: Path | None = None
         self._error: Exception | None = None
         self._group: dist.ProcessGroup | None = None
 
     def start(self, write: Write) -> None:
-        """Write what was begun with `copies`. A collective; the save before must have been waited for."""
+        """Write what was begun with `buffers`. A collective; the save before must have been waited for."""
         assert self._thread is None
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = new_group(backend="gloo")
-        self.copies.wait_for_device()
+        self.buffers.wait_for_device()
         # The interpreter does not wait for a daemon, whose peers may be gone.
         self._thread = Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()

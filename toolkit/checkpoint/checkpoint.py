@@ -76,7 +76,7 @@ def begin_checkpoint(
 
     `model` is not wrapped. Writing returns the new folder; or None, after one line of warning, where it could not be
     written on some rank: then everything older is as it was. Where `to_cpu` copies each tensor
-    (`toolkit.checkpoint.background.Copies`), training may go on before it is written.
+    (`toolkit.checkpoint.background.HostBuffers`), training may go on before it is written.
     """
     step = state["step"]
     final = folder / f"step-{step:08d}"

@@ -122,8 +122,8 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
         if built == 1 and getattr(config, name) != usual:
             flag = "--" + name.replace("_", "-")
             run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")
-    unbalanced = isinstance(config, MoERunConfig) and config.balance == "loss" and config.balance_weight > 0
-    if unbalanced and isinstance(task, (Classification, LanguageModeling)) and task.penalty is None:
+    wants_penalty = isinstance(config, MoERunConfig) and config.balance == "loss" and config.balance_weight > 0
+    if wants_penalty and isinstance(task, (Classification, LanguageModeling)) and task.penalty is None:
         run.print(f"--balance-weight {config.balance_weight:g}: no effect, because the task has no tk.RouterPenalty.")
 
     def lacks(kind: type[Callback]) -> bool:

@@ -32,12 +32,12 @@ class ConsistencyRegularization(LabelledOnly):
         entropy_weight: float = 0.0,
     ):
         super().__init__()
-        self.pseudo_labels, self.confidence = pseudo_label_weight, confidence
+        self.pseudo_label_weight, self.confidence = pseudo_label_weight, confidence
         self.smoothness_weight, self.entropy_weight = smoothness_weight, entropy_weight
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         more: dict[str, Tensor] = {}
-        if self.pseudo_labels:
+        if self.pseudo_label_weight:
             with torch.no_grad():
                 confidence, answer = model(batch["input"], averaged=True)["logits"].softmax(-1).max(-1)
             more["strong"] = batch["strong"]
@@ -46,11 +46,11 @@ class ConsistencyRegularization(LabelledOnly):
         out = model(batch["input"], paired=batch["paired_input"], **more)
         total = F.cross_entropy(out["paired_logits"], batch["paired_label"], reduction="sum")
         sums = {"cross_entropy": total}
-        if self.pseudo_labels:
+        if self.pseudo_label_weight:
             confident = confidence >= self.confidence
             own = (F.cross_entropy(out["strong_logits"], answer, reduction="none") * confident).sum()
             sums |= {"pseudo_cross_entropy": own, "confident": confident.sum()}
-            total = total + self.pseudo_labels * own
+            total = total + self.pseudo_label_weight * own
         if self.smoothness_weight:
             log_q = out["logits"].log_softmax(-1)
             sums |= {"divergence": out["divergence"].sum(), "entropy": -(log_q.exp() * log_q).sum()}
