@@ -103,7 +103,7 @@ def _balance(c: Comparison) -> Finding:
         "rank-local balance loss",
         f"at step {check.step} the balance loss differs by {check.worst:.1e}, the counts of experts do not",
         "each rank multiplies the loads and probabilities of its own tokens, and the mean of those is another loss",
-        "sum the counts over all ranks before the product, as toolkit.moe.RouterPenalty does",
+        "sum the counts over all ranks before the product, as toolkit.moe.losses.RouterPenalty does",
     )
 
 

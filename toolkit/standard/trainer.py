@@ -62,12 +62,12 @@ def standard_trainer(
     with one row per sample. `steps_per_epoch` is for the latter two, by default the number of their batches; where that
     is not known, the run ends at `--max-steps` and counts as one epoch.
 
-    `augment` changes training batches, and what is replayed from a memory, see `toolkit.data.BlankPixels`. `order`
-    replaces the random permutation of each epoch, and `max_steps` the config's number of epochs. `evaluation` is a
-    callback in place of `test`, such as `toolkit.domains.continual.TaskEvaluation`; `more_evaluations` are of further
-    data sets. `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual ones, so
-    that what they record is on the line of metrics that is printed. Load metrics of experts, and what `--planner` and
-    `--record-traces` ask for, are added where missing.
+    `augment` changes training batches, and what is replayed from a memory, see `toolkit.data.blanking.BlankPixels`.
+    `order` replaces the random permutation of each epoch, and `max_steps` the config's number of epochs. `evaluation`
+    is a callback in place of `test`, such as `toolkit.domains.continual.TaskEvaluation`; `more_evaluations` are of
+    further data sets. `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual
+    ones, so that what they record is on the line of metrics that is printed. Load metrics of experts, and what
+    `--planner` and `--record-traces` ask for, are added where missing.
 
     Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
     for settings of experts that the model was not built with.

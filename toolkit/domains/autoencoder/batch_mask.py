@@ -1,7 +1,8 @@
 """Labels by the batch, as the reference of `recipes/vae_robustness.py` chose them.
 
 Which batches of an epoch have labels is drawn once, and the images are shuffled each epoch, so that in time most images
-are seen with their label. It is here to reproduce published figures; `toolkit.data.FewLabels` keeps the promise of few.
+are seen with their label. It is here to reproduce published figures; `toolkit.domains.autoencoder.FewLabels` keeps the
+promise of few.
 """
 
 from __future__ import annotations

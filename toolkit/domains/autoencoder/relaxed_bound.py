@@ -10,11 +10,12 @@ from toolkit.tasks.classification import correct
 
 
 class RelaxedBound:
-    """The bound of `toolkit.models.RelaxedVAE`; a known class adds 1 + `supervision_weight` times its log probability.
+    """The bound of `toolkit.domains.autoencoder.RelaxedVAE`.
 
-    (After Narayanaswamy et al. 2017, NeurIPS, with one weight.) With the class given, all samples weigh the same.
-    Labels are those of the batch, -1 where there is none. An image's answer is the best class in the weighted mean of
-    its samples, as the study has it; `logit_accuracy` asks the logits.
+    A known class adds 1 + `supervision_weight` times its log probability. (After Narayanaswamy et al. 2017, NeurIPS,
+    with one weight.) With the class given, all samples weigh the same. Labels are those of the batch, -1 where there is
+    none. An image's answer is the best class in the weighted mean of its samples, as the study has it; `logit_accuracy`
+    asks the logits.
     """
 
     def __init__(self, supervision_weight: float):

@@ -15,12 +15,12 @@ CONFIDENT = 0.95
 
 
 class SemiSupervised:
-    """The objective of M2 with exact inference (Kingma et al. 2014, eq. 9), for `toolkit.models.SemiSupervisedVAE`.
+    """The objective of M2 with exact inference (Kingma et al. 2014, eq. 9).
 
-    Each image of a batch gives its bound in nats: of the pair (x, y) where `label` is not -1, else of x with all
-    classes weighed by q(y | x). Beside it comes a labelled image `paired_input` with `paired_label`, whose
-    cross-entropy counts `supervision_weight` times. Virtual adversarial smoothness of q(y | x) counts
-    `smoothness_weight` times.
+    For `toolkit.domains.autoencoder.SemiSupervisedVAE`. Each image of a batch gives its bound in nats: of the pair (x,
+    y) where `label` is not -1, else of x with all classes weighed by q(y | x). Beside it comes a labelled image
+    `paired_input` with `paired_label`, whose cross-entropy counts `supervision_weight` times. Virtual adversarial
+    smoothness of q(y | x) counts `smoothness_weight` times.
     """
 
     def __init__(self, supervision_weight: float, *, smoothness_weight: float):

@@ -16,7 +16,7 @@ class ClassificationWithinTasks:
     """Cross-entropy in nats and accuracy among the classes of each example's task: `classes[batch["task"]]`.
 
     The scenario "task" of `toolkit.domains.continual.streams`: a head for each task, as one masked output.
-    `penalty` is as in `toolkit.tasks.Classification`.
+    `penalty` is as in `toolkit.tasks.classification.Classification`.
     """
 
     def __init__(self, classes: Sequence[Sequence[int]], *, penalty: Callable[[], Tensor | None] | None = None):

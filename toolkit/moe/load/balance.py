@@ -21,7 +21,7 @@ class BiasBalancing(Callback):
     """Auxiliary-loss-free balancing: each step lowers the router bias of overloaded experts and raises the others'.
 
     b_e += rate * sign(mean load - load_e), with the loads of the global batch (Wang et al. 2024, arXiv 2408.15664,
-    algorithm 1). Acts on routers made with `bias_balancing`.
+    algorithm 1). Acts on routers made with `balance="bias"`.
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 1e-3):

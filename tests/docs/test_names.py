@@ -1,0 +1,52 @@
+"""The dotted names that docstrings, messages and pages mention are names of modules and of what is in them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+
+import pytest
+
+from tests.helpers import ROOT
+
+HISTORY = {"docs/log.md"}
+"""Names as they were."""
+DOTTED = re.compile(r"(?<![\w./-])(?:toolkit|tk)((?:\.[A-Za-z]\w*)+)")
+
+
+def exists(name: str) -> bool:
+    """Whether dotted `name` is a module, or an attribute, of whatever depth, of one."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:depth]))
+        except ImportError:
+            continue
+        for attribute in parts[depth:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
+
+
+def missing(text: str) -> list[str]:
+    """The names in `text`, of this package or of its usual short form `tk`, that do not exist."""
+    return sorted({name for rest in DOTTED.findall(text) if not exists(name := f"toolkit{rest}")})
+
+
+def texts() -> list[str]:
+    folders = ["toolkit", "recipes", "docs", "README.md", "CONTRIBUTING.md"]
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return sorted({name for name in listed.stdout.split() if name.endswith((".py", ".pyi", ".md"))} - HISTORY)
+
+
+def test_a_name_that_does_not_exist_is_found():
+    text = "See `toolkit.trainer.Trainer.fit`, tk.Run, `toolkit.nowhere.Run`, and `tk.Walk(...)`; toolkit.yaml's."
+    assert missing(text) == ["toolkit.Walk", "toolkit.nowhere.Run", "toolkit.yaml"]
+
+
+@pytest.mark.parametrize("name", texts())
+def test_a_text_names_what_exists(name: str):
+    assert missing((ROOT / name).read_text()) == []
