@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from toolkit.callbacks.base import Callback
 from toolkit.domains.autoencoder.smoothness import local_divergence
@@ -89,11 +90,10 @@ class WeightAverage(Callback):
     def __init__(self, decay: float):
         self.decay = decay
 
-    @torch.no_grad()
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step
         decay = min(self.decay, (step + 1) / (step + 10))
         model = trainer.raw_model
         assert isinstance(model, ConvolutionalClassifier)
-        for average, weight in zip(model.average.parameters(), model.layers.parameters(), strict=True):
-            average.lerp_(weight, 1 - decay)
+        move = get_ema_multi_avg_fn(decay)
+        move(list(model.average.parameters()), list(model.layers.parameters()), None)
