@@ -197,6 +197,15 @@ def test_names_under_torch_compile_are_those_without_it():
         assert [compat.without_compile_prefix(name) for name in wrapped] == plain
 
 
+def world_timeout() -> float:
+    return compat.timeout_of().total_seconds()
+
+
+def test_a_process_group_knows_its_time_out():
+    with relying_on("torch", "ProcessGroup._get_backend, options._timeout"):
+        assert set(run_distributed(world_timeout, 2)) == {1800.0}
+
+
 # --- Accelerate --------------------------------------------------------------------------------------------------
 
 
@@ -325,15 +334,6 @@ def test_a_registered_ep_implementation_is_found_by_its_name():
     with relying_on("transformers", "EPImplementationInterface.register"):
         compat.register_ep_implementation("canary", Canary)
         assert interface()["canary"] is Canary
-
-
-def world_timeout() -> float:
-    return compat.timeout_of().total_seconds()
-
-
-def test_a_process_group_knows_its_time_out():
-    with relying_on("torch", "ProcessGroup._get_backend, options._timeout"):
-        assert set(run_distributed(world_timeout, 2)) == {1800.0}
 
 
 # --- datasets and wandb ------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-# --- torch: autograd, DDP and torch.compile ----------------------------------------------------------------------
+# --- torch: autograd, DDP, process groups and torch.compile ------------------------------------------------------
 
 
 def embedding_bag_weights_grad(
@@ -145,6 +145,13 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
 def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:
     """The C++ objects of DDP that keep its process group alive."""
     return model.reducer, model.logger
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of `group`, None for the world's, waits before it fails."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def without_compile_prefix(name: str) -> str:
@@ -231,10 +238,3 @@ def is_wandb_service(process_name: str) -> bool:
 def workspace_as_json(workspace: Any) -> str:
     """What a workspace of wandb_workspaces sends to W&B when it is saved."""
     return workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)
-
-
-def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long a collective of `group`, None for the world's, waits before it fails."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    return group._get_backend(group._device_types[0]).options._timeout

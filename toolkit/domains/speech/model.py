@@ -164,15 +164,15 @@ class SpeechRecogniser(nn.Module):
 
     def forward(
         self, features: Shaped[Tensor, "B T M"], lengths: Int[Tensor, " B"]
-    ) -> tuple[Float[Tensor, "B steps H"], Int[Tensor, " B"]]:
+    ) -> tuple[Float[Tensor, "B steps num_outputs"], Int[Tensor, " B"]]:
         """(B, T, M), (B,) to (B, steps, num_outputs) and the steps of each utterance (B,)."""
         hidden, steps = self.encoder(self.standardise(features), lengths)
         return self.head(hidden).float().log_softmax(-1), steps
 
     def advance(
         self, features: Shaped[Tensor, "B T M"], states: States | None
-    ) -> tuple[Float[Tensor, "B steps H"], States]:
-        """The same for the next frames of a stream; see `MemoryEncoder.advance`."""
+    ) -> tuple[Float[Tensor, "B steps num_outputs"], States]:
+        """The same for the next frames of a stream; see `MemoryEncoder.advance`. Raises TypeError with attention."""
         if not isinstance(self.encoder, MemoryEncoder):
             raise TypeError("attention looks at the whole utterance, which a stream has not")
         hidden, states = self.encoder.advance(self.standardise(features), states)
