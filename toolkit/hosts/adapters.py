@@ -2,7 +2,7 @@
 
 Known are experts that take an equal batch for each expert and are weighted at their input (Llama 4), and tables with
 the rows of all experts one after another, whose rows are computed by a part (DBRX). No family is named: a mixture is
-known by its parts. State dicts keep their names.
+known by its parts. State dicts keep their names. With either the host waits for the device in each forward.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def _scale_inputs(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 def _equal_batches(
     experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
 ) -> Float[Tensor, "N D"]:
-    """The experts' own forward for rows in order of slots, each slot's filled up with zeros to the largest."""
+    """The experts' own forward for rows in order of slots, each slot's filled up with zeros to the largest.
+
+    The host waits for the device in each forward, to learn the largest.
+    """
     most = int(rows_per_slot.max())
     slot_N = slots_of_rows(rows_per_slot, len(rows_ND)).squeeze(1)
     first_S = rows_per_slot.cumsum(0) - rows_per_slot
@@ -104,7 +107,10 @@ def _call_part(experts: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor
 
 
 def _one_by_one(part: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    """The part's own forward, of (rows, one expert's tables), for rows in order of slots."""
+    """The part's own forward, of (rows, one expert's tables), for rows in order of slots: called expert by expert.
+
+    The host waits for the device in each forward, to learn how many rows each expert has.
+    """
     tables = list(part.parameters())
     by_slot = enumerate(rows_ND.split(rows_per_slot.tolist()))
     return torch.cat([type(part).forward(part, rows, *(table[slot] for table in tables)) for slot, rows in by_slot])
