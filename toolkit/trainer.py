@@ -221,6 +221,7 @@ class Trainer:
     # --- metrics and state ------------------------------------------------------------------------------------
 
     def record_sums(self, loss: Loss, global_count: Any) -> None:
+        """Add a micro-batch, whose count over all ranks is `global_count`, to the means of the next line of metrics."""
         self.sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         if loss.penalty is not None:
             # Ranks' shares add up to one mean per micro-batch, which is weighted by the micro-batch's count.

@@ -143,7 +143,10 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @contextmanager
 def new_target(target: Path) -> Iterator[Path]:
-    """A temporary folder to write `target` in, which is deleted at the end."""
+    """A temporary folder to write `target` in, which is deleted at the end.
+
+    Raises UserError where `target` exists, or cannot be written.
+    """
     if target.exists():
         raise UserError(f"{target} exists already: choose another name.")
     writing = target.with_name(manifest.WRITING + target.name)

@@ -184,10 +184,12 @@ class SavedTensors:
         return f"{dtype}[{shape.removeprefix(', ')}"
 
     def weight(self, weight: str) -> Tensor:
+        """The value of `weight`, or of one row, `<parameter>/<row id>`. Raises KeyError where no file holds it."""
         file, key = self.weights[weight]
         return file.get_tensor(key)
 
     def state(self, weight: str) -> dict[str, Tensor]:
+        """The optimizer states of `weight`, or of one row, by name; empty where no file holds any."""
         return {name: file.get_tensor(key).clone() for name, (file, key) in self.states.get(weight, {}).items()}
 
     def __enter__(self) -> SavedTensors:

@@ -187,6 +187,7 @@ def read_idx(path: Path) -> np.ndarray:
     """The uint8 array in a file of the MNIST publishers' format, packed or not.
 
     Two zero bytes, the element type (8 is uint8), the number of dimensions, their sizes as big-endian int32, the data.
+    Raises UserError for a file that is damaged or cannot be read.
     """
     check_digest(path)
     try:
@@ -205,7 +206,10 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The columns "image" (encoded, such as PNG) and "label" of a Parquet file, as arrays."""
+    """The columns "image" (encoded, such as PNG) and "label" of a Parquet file: uint8 (N, 28, 28) and int64 (N).
+
+    Raises UserError for a file that is damaged or cannot be read.
+    """
     columns = read_columns(path, ("image", "label"))
     for row, label in enumerate(columns["label"]):
         if not isinstance(label, int):
@@ -214,7 +218,10 @@ def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
-    """Grey images (N, 28, 28) uint8 from structs with the encoded `bytes`."""
+    """Grey images (N, 28, 28) uint8 from structs with the encoded `bytes`, which are from the file `path`.
+
+    Raises UserError for one that cannot be decoded, or has another size.
+    """
     from PIL import Image
 
     def decode(row: int, image: Any) -> np.ndarray:
@@ -233,7 +240,8 @@ def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
 def read_digits() -> dict[str, np.ndarray]:
     """scikit-learn's 1,797 handwritten digits (8x8, 17 grey levels), as columns like those of `read_files`.
 
-    Every fifth image of each class is held out, in the order of the file, so that both splits have all writers.
+    Every fifth image of each class is held out, in the order of the file, so that both splits have all writers. Raises
+    UserError where scikit-learn is missing.
     """
     try:
         from sklearn.datasets import load_digits

@@ -64,7 +64,10 @@ def locate(name: str, data_dir: Path | None) -> ImageFiles:
 
 
 def find_in_folder(folder: Path, name: str) -> ImageFiles:
-    """The files of `name` in `folder/name` or `folder` itself."""
+    """The files of `name` in `folder/name` or `folder` itself.
+
+    Raises NotFoundHere where neither has them, and UserError for a folder that cannot be read.
+    """
     # The sets share file names, so a folder that is called after one set is never taken for another.
     own = [] if folder.name in HUB_REPOS and folder.name != name else [folder]
     try:

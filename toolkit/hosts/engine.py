@@ -168,7 +168,10 @@ class ExpertParallel:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """What `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts."""
+        """What `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts.
+
+        None, and nothing is clipped, before the last micro-batch of a step. Raises UserError unless `norm_type` is 2.
+        """
         if norm_type != 2:
             raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2-norm only.")
         if not self.accelerator.sync_gradients:

@@ -116,7 +116,10 @@ def case_of_workload(name: str, sizes: Sizes) -> Case:
 
 
 def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:
-    """One row of the report, for the planner `name` or `STAY`; `series` holds the imbalance of each step."""
+    """One row of the report, for the planner `name` or `STAY`; `series` holds the imbalance of each step.
+
+    Raises UserError where `case` has too few steps for `rules.every`, or lacks what the planner needs.
+    """
     load_TLSE, every = case.load_TLSE, rules.every
     steps, layers, ranks, experts = load_TLSE.shape
     if steps <= every:

@@ -118,7 +118,8 @@ def simulate(
 
     Ranks wait for each other in every all-to-all, so each layer takes the time of its busiest rank. S may be several EP
     groups of consecutive ranks; these wait for each other at the end of a step. Assumed: nothing runs beside an
-    exchange, and all micro-batches of a step are one.
+    exchange, and all micro-batches of a step are one. Raises ValueError where S is no multiple of the ranks of a
+    placement.
     """
     load = np.asarray(load_TLSE)
     ranks = placements[0].ranks

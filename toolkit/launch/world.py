@@ -39,7 +39,10 @@ BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
 
 
 def launched_world() -> int | None:
-    """How many processes the launcher of this one started, or None where there was none."""
+    """How many processes the launcher of this one started, or None where there was none.
+
+    Raises UserError where the environment says something else than a number.
+    """
     for name in WORLD_SIZES:
         if value := os.environ.get(name):
             if not value.isdecimal() or int(value) < 1:

@@ -57,6 +57,11 @@ ComputeRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class TokenDispatcher(Protocol):
+    """Sends tokens to the ranks of their experts, and brings the experts' outputs back to where the tokens are.
+
+    A collective of the EP group, but for a dispatcher of one rank.
+    """
+
     placement: ExpertPlacement
 
     def place(self, placement: ExpertPlacement) -> None:

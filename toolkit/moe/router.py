@@ -160,6 +160,7 @@ class TopKRouter(nn.Module):
         return scores_TE if self.uses_softmax else self.normalized(scores_TE)
 
     def normalized(self, scores: Tensor) -> Tensor:
+        """`scores` (T, E or K), divided by their sum for each token."""
         total = scores.sum(dim=-1, keepdim=True)
         # The sum of sigmoids may underflow to 0; that of the largest of a softmax may not.
         return scores / (total if self.uses_softmax else total + 1e-20)

@@ -51,6 +51,7 @@ class ExpertImbalance:
 
 
 def expert_imbalance(load_E: Load) -> ExpertImbalance:
+    """The measures of one load (E). Without any assignments it counts as balanced, and each expert as dead."""
     load = as_floats(load_E)
     mean = float(load.mean())
     if not mean:

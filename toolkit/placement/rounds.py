@@ -26,6 +26,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Round:
+    """Moves whose rows are sent together, after those of some slots were put into buffers."""
+
     parked: tuple[Place, ...]
     """Slots whose rows are put into their rank's buffer first."""
     transfers: tuple[Transfer, ...]

@@ -20,7 +20,8 @@ def rows_per_slot(load_SE: NDArray[Any], placement: ExpertPlacement, *, sources:
     """int64 (..., S, G): how many of each rank's assignments go to each slot, in one forward or in each of several.
 
     A rank that has a replica of the expert uses it. Otherwise the i-th of a rank's tokens for an expert with n replicas
-    goes to replica (rank + i) mod n. `sources` names the ranks of S; None means all.
+    goes to replica (rank + i) mod n. `sources` names the ranks of S; None means all. Raises ValueError unless `load_SE`
+    is (..., S, E).
     """
     load = np.asarray(load_SE, dtype=np.int64)
     source_S = np.arange(placement.ranks) if sources is None else np.asarray(sources)

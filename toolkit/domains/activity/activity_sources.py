@@ -101,7 +101,10 @@ def _in_data_folder(data_dir: Path | None, name: Name) -> ActivityFiles:
 
 
 def find_in_folder(folder: Path, name: Name) -> ActivityFiles:
-    """The files of `name` in a folder that is called after the set and lies in `folder`, or is `folder`."""
+    """The files of `name` in a folder that is called after the set and lies in `folder`, or is `folder`.
+
+    Raises NotFoundHere where there are none, or not all.
+    """
     if name == "hmp":
         for place in (folder / "hmp", folder):
             if place.name == "hmp" and (paths := tuple(sorted(place.glob("train-*.parquet")))):
@@ -140,7 +143,10 @@ def read_windows(files: ActivityFiles, window_seconds: float, overlap: float) ->
 
 
 def read_uci_har(folder: Path) -> Windows:
-    """The raw signals of both splits, in the publisher's layout: a row a window, 128 readings in each row."""
+    """The raw signals of both splits, in the publisher's layout: a row a window, 128 readings in each row.
+
+    Raises UserError for a file that is damaged or cannot be read.
+    """
     signals, labels, subjects, held_out = [], [], [], []
     for split in SPLITS:
         label, subject = (_read_table(folder / split / f"{part}_{split}.txt", 1)[:, 0] for part in ("y", "subject"))
@@ -189,7 +195,10 @@ def _read_table(path: Path, columns: int) -> np.ndarray:
 
 
 def read_hmp(paths: Iterable[Path]) -> list[Trial]:
-    """The trials of the wrist accelerometer set (Bruno et al. 2013), in g."""
+    """The trials of the wrist accelerometer set (Bruno et al. 2013), in g.
+
+    Raises UserError for a file that is damaged or cannot be read.
+    """
     trials = []
     for path in paths:
         columns = read_columns(path, ("activity", "volunteer", "x", "y", "z"))

@@ -67,7 +67,8 @@ def _sound(path: Path) -> tuple[np.ndarray, int]:
 def find_digits(folder: Path) -> Source:
     """The Free Spoken Digit Dataset as Parquet files, or as its authors publish it: recordings/7_theo_12.wav.
 
-    Recordings 0 to 4 of each digit and speaker are the test set, as the authors define it.
+    Recordings 0 to 4 of each digit and speaker are the test set, as the authors define it. Raises NotHere where
+    `folder` has neither, and UserError for a file that cannot be read; reading raises it for one that is damaged.
     """
     for place in (folder / "fsdd", folder / "free-spoken-digit-dataset", folder):
         train, test = (sorted(place.glob(f"{split}-*.parquet")) for split in ("train", "test"))
@@ -163,7 +164,11 @@ def tones() -> Source:
 
 
 def find_manifest(folder: Path) -> Source:
-    """train.jsonl and test.jsonl, a line per utterance: {"audio": "a.wav", "text": "...", "speaker": "..."}."""
+    """train.jsonl and test.jsonl, a line per utterance: {"audio": "a.wav", "text": "...", "speaker": "..."}.
+
+    Raises NotHere where `folder` has not both, and UserError for a file that cannot be read; reading raises it for a
+    line or a sound that is not right.
+    """
     manifests = {split: folder / f"{split}.jsonl" for split in ("train", "test")}
     if not all(path.is_file() for path in manifests.values()):
         raise NotFoundHere(f"{folder} holds no train.jsonl and test.jsonl")
@@ -196,7 +201,11 @@ def _sounds_of(manifests: Iterable[Path]) -> list[Path]:
 
 
 def find_librispeech(folder: Path) -> Source:
-    """LibriSpeech as its authors publish it: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean."""
+    """LibriSpeech as its authors publish it: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean.
+
+    Raises NotHere where `folder` has not both, and UserError for a file that cannot be read; reading raises it for a
+    sound that is missing or damaged.
+    """
     for place in (folder / "LibriSpeech", folder / "librispeech", folder):
         train = sorted(place.glob("train-*/*/*/*.trans.txt"))
         test = sorted(place.glob("test-clean/*/*/*.trans.txt")) or sorted(place.glob("dev-clean/*/*/*.trans.txt"))
@@ -220,7 +229,11 @@ def find_librispeech(folder: Path) -> Source:
 
 
 def find_gigaspeech(folder: Path, subset: str) -> Source:
-    """GigaSpeech as its authors publish it: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...)."""
+    """GigaSpeech as its authors publish it: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...).
+
+    Raises NotHere where `folder` has no GigaSpeech.json, and UserError where that cannot be read; reading raises it for
+    a sound that is damaged.
+    """
     index = folder / "GigaSpeech.json"
     if not index.is_file():
         index = folder / "gigaspeech" / "GigaSpeech.json"
@@ -244,7 +257,10 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
 
 
 def on_hub(name: str, subset: str | None) -> Source:
-    """LibriSpeech or GigaSpeech from the Hub, streamed; GigaSpeech asks for an account that agreed to its terms."""
+    """LibriSpeech or GigaSpeech from the Hub, streamed; GigaSpeech asks for an account that agreed to its terms.
+
+    Raises UserError where the package datasets is missing; reading raises it where the Hub does not give the set.
+    """
     try:
         import datasets
     except ImportError:

@@ -122,6 +122,8 @@ class _Stacked(ABC):
 
 
 class StackedA(_Stacked):
+    """A matrix A, of rank R and for I inputs. PEFT has the R rows of each expert one after another: (E * R, I)."""
+
     def stacked(self, saved: Float[Tensor, "ER I"]) -> Float[Tensor, "E R I"]:
         return saved.view(self.experts, -1, saved.shape[1])
 
@@ -130,6 +132,8 @@ class StackedA(_Stacked):
 
 
 class StackedB(_Stacked):
+    """A matrix B, for O outputs and of rank R. PEFT has columns of experts within those of ranks: (O, R * E)."""
+
     def stacked(self, saved: Float[Tensor, "O RE"]) -> Float[Tensor, "E O R"]:
         return saved.view(len(saved), -1, self.experts).permute(2, 0, 1).contiguous()
 

@@ -27,7 +27,7 @@ def affinity(
 
     `together_EE[e, f]`: how many tokens chose both. Plans from scratch, without replicas. The imbalance is at most (1 +
     `tolerance`) times that of `lpt`, and at least as many pairs share a rank as with `lpt`, or with a `current` within
-    the tolerance.
+    the tolerance. Raises ValueError where `together_EE` is not symmetric, or of another shape.
     """
     load = checked_load(load_E, current)
     together = np.array(together_EE, dtype=np.float64)
@@ -82,7 +82,7 @@ def node_aware(
 
     `source_load_RE[r, e]`: assignments of rank r to expert e. Plans from scratch, without replicas. The imbalance is at
     most (1 + `tolerance`) times that of `lpt`, and no more tokens cross nodes than with `lpt`, or with a `current`
-    within the tolerance.
+    within the tolerance. Raises ValueError where `node_of_rank` or `source_load_RE` are not of the placement's ranks.
     """
     load = checked_load(load_E, current)
     source_load = np.asarray(source_load_RE, dtype=np.float64)
