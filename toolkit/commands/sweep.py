@@ -18,29 +18,7 @@ EXAMPLE = """
 
 def main(argv: Sequence[str]) -> int:
     """0 where all runs are done, 1 where some failed, 2 for bad input, 75 where the same command has more to do."""
-    parser = Parser("toolkit sweep", __doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--grid", action="append", default=[], metavar="FLAG=A,B", help="an axis: a flag of the recipe and its values"
-    )
-    parser.add_argument("--num-seeds", type=int, default=1, metavar="N", help="seeds per cell (1)")
-    parser.add_argument(
-        "--seed-offset", type=int, default=0, metavar="N", help="first seed, counted from the recipe's --seed (0)"
-    )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
-    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the sweep (runs/sweep)")
-    parser.add_argument("--metric", default="test_accuracy", help="what is drawn, or searched for (test_accuracy)")
-    parser.add_argument(
-        "--search", type=int, metavar="TRIALS", help="let Optuna choose so many cells instead of running all"
-    )
-    parser.add_argument("--minimise", action="store_true", help="a lower --metric is better")
-    parser.add_argument("--collect", action="store_true", help="run nothing, write tables of what is there")
-    parser.add_argument("recipe", type=Path, help="a script with presets, such as recipes/mnist_moe.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a preset and flags for every run")
-    args = parser.parse_args(argv)
-    for name, least in (("num_seeds", 1), ("seed_offset", 0), ("jobs", 1), ("search", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value}: take {least} or more.")
+    args = _arguments(argv)
 
     from filelock import FileLock
 
@@ -93,3 +71,31 @@ def main(argv: Sequence[str]) -> int:
         log_line("stopped: run the same command again to continue.")
         return EXIT_PREEMPTED
     return EXIT_BUG if outcome.failed else EXIT_DONE
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """`argv`, parsed. Raises UserError for a number that is too small."""
+    parser = Parser("toolkit sweep", __doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="FLAG=A,B", help="an axis: a flag of the recipe and its values"
+    )
+    parser.add_argument("--num-seeds", type=int, default=1, metavar="N", help="seeds per cell (1)")
+    parser.add_argument(
+        "--seed-offset", type=int, default=0, metavar="N", help="first seed, counted from the recipe's --seed (0)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
+    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the sweep (runs/sweep)")
+    parser.add_argument("--metric", default="test_accuracy", help="what is drawn, or searched for (test_accuracy)")
+    parser.add_argument(
+        "--search", type=int, metavar="TRIALS", help="let Optuna choose so many cells instead of running all"
+    )
+    parser.add_argument("--minimise", action="store_true", help="a lower --metric is better")
+    parser.add_argument("--collect", action="store_true", help="run nothing, write tables of what is there")
+    parser.add_argument("recipe", type=Path, help="a script with presets, such as recipes/mnist_moe.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a preset and flags for every run")
+    args = parser.parse_args(argv)
+    for name, least in (("num_seeds", 1), ("seed_offset", 0), ("jobs", 1), ("search", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: take {least} or more.")
+    return args
