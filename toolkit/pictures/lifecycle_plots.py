@@ -195,7 +195,6 @@ def _draw_placement(axes: Axes, state: LayerState, title: str) -> None:
 def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str]) -> None:
     """Each expert as a bar from its creation to its removal, with splits, merges, prunes and sleeps."""
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import MaxNLocator
 
     last = epochs[-1]
     most = max(len(last.layers[layer].nodes) for layer in layers)
@@ -207,45 +206,15 @@ def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str
         count = grid[2 * index]
         spans = grid[2 * index + 1]
         nodes = last.layers[layer].nodes
-        removed_at = {
-            uid: last.step if node["removed_at"] is None else node["removed_at"] for uid, node in nodes.items()
-        }
-        steps = sorted({0, last.step, *(node["created_at"] for node in nodes.values()), *removed_at.values()})
-        active = [
-            sum(n["created_at"] <= step and (n["removed_at"] is None or step < n["removed_at"]) for n in nodes.values())
-            for step in steps
-        ]
-        count.step(steps, active, where="post", color=INK, lw=1.6)
-        count.fill_between(steps, active, step="post", color=TRAIN, alpha=0.15, lw=0)
-        count.set_ylim(0, max(active) + 1)
-        count.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+        _draw_active_count(count, nodes, last.step)
         count.set_title(_title("Active experts", layer, layers))
-        rows = {uid: row for row, uid in enumerate(sorted(nodes))}
-        for uid, node in nodes.items():
-            spans.barh(
-                rows[uid],
-                removed_at[uid] - node["created_at"],
-                left=node["created_at"],
-                height=0.62,
-                color=TRAIN if node["active"] else GREY,
-            )
-            if node["parent"] is not None:
-                _arrow(spans, node["created_at"], rows[node["parent"]], rows[uid], SPLIT)
-            if node["merged_into"] is not None:
-                _arrow(spans, removed_at[uid], rows[uid], rows[node["merged_into"]], MERGE)
-            elif not node["active"]:
-                spans.plot(removed_at[uid], rows[uid], marker="x", color=INK, ms=7, mew=2)
+        _draw_spans(spans, nodes, last.step)
         for event in (event for epoch in epochs for event in epoch.events_of(layer)):
             if event["kind"] in ("sleep", "undone"):
                 for axes in (count, spans):
                     axes.axvline(
                         event["step"], color=SLEEP, lw=1.2, ls="-" if event["kind"] == "sleep" else ":", zorder=0
                     )
-        spans.set_title("Experts, from creation to removal")
-        spans.set_ylabel("expert")
-        if len(rows) <= 60:
-            spans.set_yticks(list(rows.values()), [str(uid) for uid in rows], fontsize=8 if len(rows) <= 30 else 6)
-        spans.set_ylim(len(rows) - 0.4, -0.6)
         for axes in (count, spans):
             step_axis(axes)
             axes.set_xlim(0, last.step)
@@ -261,6 +230,47 @@ def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str
         Line2D([], [], color=SLEEP, lw=1.2, ls=":", label="undone"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+
+def _draw_active_count(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: int) -> None:
+    """How many experts are active, over the steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    changes = {node[key] for node in nodes.values() for key in ("created_at", "removed_at")} - {None}
+    steps = sorted({0, last_step, *changes})
+    active = [
+        sum(n["created_at"] <= step and (n["removed_at"] is None or step < n["removed_at"]) for n in nodes.values())
+        for step in steps
+    ]
+    axes.step(steps, active, where="post", color=INK, lw=1.6)
+    axes.fill_between(steps, active, step="post", color=TRAIN, alpha=0.15, lw=0)
+    axes.set_ylim(0, max(active) + 1)
+    axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+
+
+def _draw_spans(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: int) -> None:
+    """A row for each expert: a bar from its creation to its removal, where it came from, and where it went."""
+    removed_at = {uid: last_step if node["removed_at"] is None else node["removed_at"] for uid, node in nodes.items()}
+    rows = {uid: row for row, uid in enumerate(sorted(nodes))}
+    for uid, node in nodes.items():
+        axes.barh(
+            rows[uid],
+            removed_at[uid] - node["created_at"],
+            left=node["created_at"],
+            height=0.62,
+            color=TRAIN if node["active"] else GREY,
+        )
+        if node["parent"] is not None:
+            _arrow(axes, node["created_at"], rows[node["parent"]], rows[uid], SPLIT)
+        if node["merged_into"] is not None:
+            _arrow(axes, removed_at[uid], rows[uid], rows[node["merged_into"]], MERGE)
+        elif not node["active"]:
+            axes.plot(removed_at[uid], rows[uid], marker="x", color=INK, ms=7, mew=2)
+    axes.set_title("Experts, from creation to removal")
+    axes.set_ylabel("expert")
+    if len(rows) <= 60:
+        axes.set_yticks(list(rows.values()), [str(uid) for uid in rows], fontsize=8 if len(rows) <= 30 else 6)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
 
 
 def _arrow(axes: Axes, step: float, start: int, end: int, colour: str) -> None:
