@@ -25,7 +25,7 @@ from toolkit.moe.load.balance import BiasBalancing, WholeStepBalance
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.moe.losses import RouterPenalty
 from toolkit.moe.replan import Replan
-from toolkit.moe.stack import expert_stacks
+from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.parallel.groups import ExpertGroups, strided_partition
 from toolkit.run.run import Run
 from toolkit.task import Task
@@ -78,6 +78,33 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
     """
     config = run.config
     stacks = list(expert_stacks(model).values())
+    _print_idle_parallel_settings(run)
+    if not isinstance(config, ExpertRunConfig) or not stacks:
+        return []
+    _check_experts_are_as_configured(run, config, stacks)
+    _print_idle_expert_settings(run, config, task, stacks)
+
+    def lacks(kind: type[Callback]) -> bool:
+        return not any(isinstance(callback, kind) for callback in callbacks)
+
+    if isinstance(config, DynamicRunConfig) and config.max_experts is not None and lacks(Lifecycle):
+        raise UserError(
+            f"--max-experts {config.max_experts}: nothing in this recipe changes experts: add tk.lifecycle_callbacks "
+            "to its callbacks, or leave the flag out."
+        )
+    missing: list[Callback] = []
+    if lacks(ExpertLoad):
+        missing.append(ExpertLoad(model))
+    if config.record_traces and lacks(TraceRecorder):
+        missing.append(TraceRecorder(model))
+    if config.planner and lacks(Replan):
+        missing.append(Replan.from_config(model, config))
+    return missing
+
+
+def _print_idle_parallel_settings(run: Run) -> None:
+    """Print a line for each setting of how dense parameters are spread that does nothing in this run."""
+    config = run.config
     if run.world_size == 1 and config.dense_parallel != "ddp":
         run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
     if config.fsdp_size is not None and (run.world_size == 1 or config.dense_parallel == "ddp"):
@@ -87,8 +114,10 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
         if value != getattr(DDPConfig(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
             where = "on one process" if run.world_size == 1 else f"with --dense-parallel {config.dense_parallel}"
             run.print(f"--ddp.{name.replace('_', '-')} {value}: no effect {where}.")
-    if not isinstance(config, ExpertRunConfig) or not stacks:
-        return []
+
+
+def _check_experts_are_as_configured(run: Run, config: ExpertRunConfig, stacks: Sequence[ExpertStack]) -> None:
+    """Raise UserError where the experts in `stacks` are spread, exchanged or stored otherwise than the config says."""
     wanted = config.ep_size_in(run.world_size)
     built, built_in = stacks[0].groups.ep_size, stacks[0].groups.ep_groups
     if built < wanted and run.world_size > 1:
@@ -118,30 +147,17 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
             f"--spare-slots {config.spare_slots}: the model has none: build it with tk.moe_from_config, or leave the "
             "flag out."
         )
+
+
+def _print_idle_expert_settings(run: Run, config: ExpertRunConfig, task: Task, stacks: Sequence[ExpertStack]) -> None:
+    """Print a line for each setting of experts that does nothing in this run."""
     for name, usual in (("planner", None), ("spare_slots", 0), ("ep_stride", 1), ("dispatch_chunks", 1)):
-        if built == 1 and getattr(config, name) != usual:
+        if stacks[0].groups.ep_size == 1 and getattr(config, name) != usual:
             flag = "--" + name.replace("_", "-")
             run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")
     wants_penalty = isinstance(config, MoERunConfig) and config.balance == "loss" and config.balance_weight > 0
     if wants_penalty and isinstance(task, (Classification, LanguageModeling)) and task.penalty is None:
         run.print(f"--balance-weight {config.balance_weight:g}: no effect, because the task has no tk.RouterPenalty.")
-
-    def lacks(kind: type[Callback]) -> bool:
-        return not any(isinstance(callback, kind) for callback in callbacks)
-
-    if isinstance(config, DynamicRunConfig) and config.max_experts is not None and lacks(Lifecycle):
-        raise UserError(
-            f"--max-experts {config.max_experts}: nothing in this recipe changes experts: add tk.lifecycle_callbacks "
-            "to its callbacks, or leave the flag out."
-        )
-    missing: list[Callback] = []
-    if lacks(ExpertLoad):
-        missing.append(ExpertLoad(model))
-    if config.record_traces and lacks(TraceRecorder):
-        missing.append(TraceRecorder(model))
-    if config.planner and lacks(Replan):
-        missing.append(Replan.from_config(model, config))
-    return missing
 
 
 def lifecycle_callbacks(

@@ -85,20 +85,9 @@ def standard_trainer(
         }
         task.expect(**{name: table.columns["label"] for name, table in tables.items() if "label" in table.columns})
     missing = missing_expert_callbacks(run, model, task, callbacks)
-    where = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": config.num_workers}
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):
-        make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
-        source = train if augment is None else AugmentedTable(train, augment)
-        batches = TrainBatches(
-            train,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            accumulation=accumulation_steps(run, task, model, source, make_optimizer),
-            augment=augment,
-            order=order,
-            **where,
-        )
+        batches = _table_batches(run, task, model, train, augment, order)
         samples = f"{len(train):,} training samples"
     else:
         if augment is not None or order is not None:
@@ -113,13 +102,7 @@ def standard_trainer(
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
     optimizer = build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
-    run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
-    if config.scale_lr is not None:
-        scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
-        run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
-    name = run.facts.get("dataset")
-    steps = f"{max_steps:,} of {config.batch_size:,} samples, {max_steps / batches.steps_per_epoch:.4g} epoch(s)"
-    run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
+    _announce(run, model, samples, max_steps, epochs=max_steps / batches.steps_per_epoch)
     if config.compile:
         model.compile()
     throughput = Throughput()
@@ -153,6 +136,26 @@ def standard_trainer(
     )
 
 
+def _table_batches(
+    run: Run, task: Task, model: nn.Module, table: TensorTable, augment: Augment | None, order: Order | None
+) -> TrainBatches:
+    config = run.config
+    make_optimizer = partial(build_optimizer, lr=config.lr, config=config.optimizer)
+    source = table if augment is None else AugmentedTable(table, augment)
+    return TrainBatches(
+        table,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        accumulation=accumulation_steps(run, task, model, source, make_optimizer),
+        augment=augment,
+        order=order,
+        rank=run.rank,
+        world_size=run.world_size,
+        device=run.device,
+        num_workers=config.num_workers,
+    )
+
+
 def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None) -> LoaderBatches:
     config = run.config
     if config.auto_batch_size:
@@ -181,6 +184,18 @@ def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps:
         world_size=run.world_size,
         device=run.device,
     )
+
+
+def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: float) -> None:
+    """Record and print what is trained, on what and how long; `samples` are those of training, in words."""
+    config = run.config
+    run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
+    if config.scale_lr is not None:
+        scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
+        run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+    name = run.facts.get("dataset")
+    steps = f"{max_steps:,} of {config.batch_size:,} samples, {epochs:.4g} epoch(s)"
+    run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
 
 
 def eval_batches(run: Run, test: Any, batch_size: int) -> AnyEvalBatches:
