@@ -121,17 +121,8 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     Raises UserError where `case` has too few steps for `rules.every`, or lacks what the planner needs.
     """
     load_TLSE, every = case.load_TLSE, rules.every
-    steps, layers, ranks, experts = load_TLSE.shape
-    if steps <= every:
-        raise UserError(f"--every {every}: {case.name} has {steps} steps; take fewer.")
-    spare = rules.spare_slots or int(name in REPLICATING)
-    start = initial_placement(experts, ranks, rules.initial_placement, spare_slots=spare)
-    seconds: list[float] = []
-    runs = []
-    for layer in range(layers):
-        planner = None if name == STAY else _timed(_planner(name, case, layer, rules), seconds)
-        guard = MigrationGuard(rules.cost_model(case, layer)) if guarded else None
-        runs.append(replay(load_TLSE[:, layer].sum(1), start, planner, every=every, guard=guard))
+    steps, layers, ranks, _ = load_TLSE.shape
+    runs, seconds = _replays(case, name, guarded=guarded, rules=rules)
     window = _window(load_TLSE, runs, every)
     nodes = [rank // (rules.machine.ranks_per_node or ranks) for rank in range(ranks)]
     last = [run.placements[-1] for run in runs]
@@ -176,6 +167,23 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
         "planner ms": 1e3 * statistics.median(seconds) if seconds else None,
         "series": window.imbalance_FL.mean(1).tolist(),
     }
+
+
+def _replays(case: Case, name: str, *, guarded: bool, rules: Rules) -> tuple[list[Replay], list[float]]:
+    """What became of each layer, and the processor seconds of each plan; see `try_planner`."""
+    load_TLSE, every = case.load_TLSE, rules.every
+    steps, layers, ranks, experts = load_TLSE.shape
+    if steps <= every:
+        raise UserError(f"--every {every}: {case.name} has {steps} steps; take fewer.")
+    spare = rules.spare_slots or int(name in REPLICATING)
+    start = initial_placement(experts, ranks, rules.initial_placement, spare_slots=spare)
+    seconds: list[float] = []
+    runs = []
+    for layer in range(layers):
+        planner = None if name == STAY else _timed(_planner(name, case, layer, rules), seconds)
+        guard = MigrationGuard(rules.cost_model(case, layer)) if guarded else None
+        runs.append(replay(load_TLSE[:, layer].sum(1), start, planner, every=every, guard=guard))
+    return runs, seconds
 
 
 def _planner(name: str, case: Case, layer: int, rules: Rules) -> Planner:
