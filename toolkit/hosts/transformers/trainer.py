@@ -11,7 +11,6 @@ It overrides documented methods of Trainer only.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from toolkit.hosts.engine import ExpertParallel
 from toolkit.hosts.transformers.anatomy import watch_routers
 from toolkit.hosts.transformers.rollout_routes import RolloutRoutes
 from toolkit.hosts.transformers.saving import save_pretrained
-from toolkit.hosts.transformers.training_state import TrainingState
+from toolkit.hosts.transformers.training_state import ExpertTrainingState
 from toolkit.moe.losses import RouterPenalty
 
 
@@ -54,21 +53,7 @@ def expert_trainer(
         )
     base: Any = trainer
 
-    class State(TrainingState, TrainerCallback):
-        def __init__(self, experts: ExpertParallel) -> None:
-            super().__init__(experts.replanner)
-            self.experts = experts
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **trained: Any) -> None:
-            if not self.experts.stacks:
-                raise UserError(
-                    f"{trainer.__name__} did not prepare its model by Accelerate, as under torch.nn.DataParallel: "
-                    "start one process for each GPU, with accelerate launch."
-                )
-            _refuse_amid_rollout(args, state.global_step)
-            super().on_train_begin(args, state, control, **trained)
-            self.experts.steps = state.global_step
-            self.experts.metrics()  # begins to count
+    class State(ExpertTrainingState, TrainerCallback): ...
 
     class ExpertTrainer(base):
         experts: ExpertParallel
@@ -81,7 +66,7 @@ def expert_trainer(
             _refuse_other_generators(given.get("args"))
             super().__init__(*args, **kwargs)
             _refuse(self)
-            self.add_callback(State(self.experts))
+            self.add_callback(State(self.experts, trainer.__name__))
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
@@ -192,16 +177,3 @@ def _refuse_other_generators(args: Any) -> None:
             raise UserError(
                 f"{setting}=True takes the weights that one rank has for those of the whole model: leave it out."
             )
-
-
-def _refuse_amid_rollout(args: Any, step: int) -> None:
-    """Raise UserError where TRL would generate other texts for the steps left of a rollout: it does not save them."""
-    if getattr(args, "steps_per_generation", None) is None:
-        return
-    every = args.steps_per_generation * args.num_iterations
-    if step * args.gradient_accumulation_steps % every:
-        steps = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
-        raise UserError(
-            f"resume_from_checkpoint: the texts that step {step} learnt from are not saved, and would be needed again: "
-            f"resume from a multiple of {steps} steps, to which save_steps can be set."
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.errors import UserError
+from toolkit.hosts.engine import ExpertParallel
 from toolkit.moe.replan import Replanner
 
 FOLDER = "toolkit"
@@ -67,6 +70,42 @@ class TrainingState:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # Trainer leaves out experts that files have under other names than the model, as in most mixtures.
             load_tensors(Path(state.best_model_checkpoint) / FOLDER, trainer["model"], trainer["optimizer"])
+
+
+class ExpertTrainingState(TrainingState):
+    """The same for a trainer whose model `experts` spreads, which counts steps from those that were resumed.
+
+    Raises UserError when training begins where the trainer, called `trainer_name` in the message, did not prepare its
+    model, and on resuming amid a rollout of TRL.
+    """
+
+    def __init__(self, experts: ExpertParallel, trainer_name: str) -> None:
+        super().__init__(experts.replanner)
+        self.experts, self.trainer_name = experts, trainer_name
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+        if not self.experts.stacks:
+            raise UserError(
+                f"{self.trainer_name} did not prepare its model by Accelerate, as under torch.nn.DataParallel: "
+                "start one process for each GPU, with accelerate launch."
+            )
+        _refuse_amid_rollout(args, state.global_step)
+        super().on_train_begin(args, state, control, **trainer)
+        self.experts.steps = state.global_step
+        self.experts.metrics()  # begins to count
+
+
+def _refuse_amid_rollout(args: Any, step: int) -> None:
+    """Raise UserError where TRL would generate other texts for the steps left of a rollout: it does not save them."""
+    if getattr(args, "steps_per_generation", None) is None:
+        return
+    every = args.steps_per_generation * args.num_iterations
+    if step * args.gradient_accumulation_steps % every:
+        steps = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+        raise UserError(
+            f"resume_from_checkpoint: the texts that step {step} learnt from are not saved, and would be needed again: "
+            f"resume from a multiple of {steps} steps, to which save_steps can be set."
+        )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
