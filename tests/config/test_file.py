@@ -7,11 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import toolkit as tk
 from recipes.mnist_moe import PRESETS, debug, full
 from toolkit import cli
 from toolkit.config.run import OptimizerConfig, to_dict
+from toolkit.data.identity import identity
 from toolkit.errors import UserError
+from toolkit.run.data import record_data
 
 YAML = """
 epochs: 3                # a comment
@@ -50,9 +54,15 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
 
 
 def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):
-    config = replace(debug(), seed=3, lr=2.5e-3, max_experts=8)
-    text = json.dumps({"recipe": "mnist_moe", **to_dict(config)}, indent="\t")
-    assert parse(tmp_path, text, name="config.json") == config
+    config = replace(debug(), seed=3, lr=2.5e-3, max_experts=8, run_dir=tmp_path / "run", tracker="none", cpu=True)
+    with tk.start_run("mnist_moe", config) as run:
+        record_data(run, test=identity(tk.TensorTable(label=torch.arange(4))))
+    text = (tmp_path / "run" / "config.json").read_text()
+    assert set(json.loads(text)) == {"recipe", "data_identity", *to_dict(config)}
+    elsewhere = tmp_path / "another"
+    again = parse(tmp_path, text, "--run-dir", str(elsewhere), name="config.json")
+    assert again == replace(config, run_dir=elsewhere)
+    assert parse(tmp_path, json.dumps(json.loads(text), indent="\t"), name="config.json") == config
 
 
 @pytest.mark.parametrize(

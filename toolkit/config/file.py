@@ -9,12 +9,15 @@ from typing import Any
 
 from toolkit.errors import UserError
 
+NO_FLAGS = ("recipe", "data_identity")
+"""Keys of a run's config.json beside its flags: the recipe's name, and what `toolkit.run.data` knows of the data."""
+
 
 def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
     """Pairs of a flag and the words of its value, `("--optimizer.weight-decay", ["0.1"])`, in the order of the file.
 
-    The config.json of a run is such a file; the name of its recipe is left out. Raises UserError for a file that can't
-    be read or is no mapping.
+    The config.json of a run is such a file; its `NO_FLAGS` are left out. Raises UserError for a file that can't be read
+    or is no mapping.
     """
     import yaml
 
@@ -32,8 +35,7 @@ def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
         raise UserError(f"--config {path}: line {line} is neither YAML nor JSON: correct it.") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: has no flags: write a line for each, such as `epochs: 3`.")
-    values.pop("recipe", None)
-    return list(_flat(values))
+    return list(_flat({key: value for key, value in values.items() if key not in NO_FLAGS}))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "--") -> Iterator[tuple[str, list[str]]]:
