@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from typing import Any, get_args
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -22,6 +23,12 @@ class UserError(ValueError):
     Raised alike on every rank (use `Run.on_main_and_share` for what only one rank can know), so that all of them
     leave with `EXIT_USER_ERROR`, nobody waits for a rank that is gone, and one line is printed.
     """
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Raise UserError with the argument, its value and the choices, unless `value` is one of the Literal `choices`."""
+    if value not in get_args(choices):
+        raise UserError(f"{name}={value!r}: take one of {', '.join(map(str, get_args(choices)))}.")
 
 
 class Preempted(BaseException):

@@ -431,6 +431,9 @@ def refusals() -> list[str]:
     refuse(lambda: ExpertParallel(accelerator, planner="swap"))
     refuse(lambda: ExpertParallel(accelerator, ep_size=1, groups=make_expert_groups(1)))
     refuse(lambda: ExpertParallel(accelerator, fsdp_size=2))
+    unknown: Any = "fsdp"
+    refuse(lambda: ExpertParallel(accelerator, dense=unknown))
+    refuse(lambda: ExpertParallel(accelerator, placement=unknown))
     refuse(lambda: ExpertParallel(accelerator).prepare(nn.Linear(2, 2), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=3).prepare(Model(), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=1).prepare(Model(), optimizer))
@@ -448,6 +451,8 @@ def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> Non
         "give both",
         "groups=... says",
         'add dense="fsdp2"',
+        "dense='fsdp': take one of ddp, fsdp2.",
+        "placement='fsdp': take one of contiguous, round_robin.",
         "num_experts",
         "ep-size 3",
         "model.parameters()",

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from toolkit.config.choices import require_choices
 from toolkit.config.router import RouterOptions
 from toolkit.config.run import RunConfig, require
 
@@ -214,6 +215,7 @@ class LifecycleConfig:
     """Remove measured edges of the knowledge graph below this weight."""
 
     def __post_init__(self) -> None:
+        require_choices(self, "lifecycle.")
         for name in ("check_every", "check_samples", "growths_at_once", "sleep_every", "memory_size"):
             require(getattr(self, name) >= 1, f"lifecycle.{name}", getattr(self, name), "take one or more")
         for name in ("cooldown_checks", "min_age", "replay_steps"):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.config.choices import require_choices
 from toolkit.config.run import require
 
 Score = Literal["softmax", "sigmoid"]
@@ -41,6 +42,7 @@ class RouterOptions:
 
     def check(self, experts: int, top_k: int) -> None:
         """Raise UserError unless a router with so many `experts` can have these options."""
+        require_choices(self)
         most = max(1, experts)
         require(1 <= top_k <= most, "top_k", top_k, f"take 1 to {most}, the number of --experts")
         require(0 < self.routed_scaling < math.inf, "routed_scaling", self.routed_scaling, "take a positive number")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from toolkit.config.choices import require_choices
 from toolkit.errors import UserError
 
 
@@ -61,6 +62,7 @@ class ScheduleConfig:
     """Optimizer steps of the decay of stable_decay; none: a fifth of the run."""
 
     def __post_init__(self) -> None:
+        require_choices(self, "schedule.")
         require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "take zero or more steps")
         epochs, remedy = self.warmup_epochs, "take zero or more, and none where --schedule.warmup-steps says how many"
         fits = epochs == 0 or (0 < epochs < math.inf and self.warmup_steps == 0)
@@ -105,6 +107,7 @@ class DDPConfig:
     """Type in which gradients travel."""
 
     def __post_init__(self) -> None:
+        require_choices(self, "ddp.")
         require(self.bucket_cap_mb >= 1, "ddp.bucket_cap_mb", self.bucket_cap_mb, "take one MiB or more")
         both = self.find_unused_parameters and self.static_graph
         require(not both, "ddp.static_graph", True, "leave --ddp.find-unused-parameters out: it finds them by itself")
@@ -208,6 +211,7 @@ class RunConfig:
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
     def __post_init__(self) -> None:
+        require_choices(self)
         for name in ("epochs", "eval_every", "batch_size", "gradient_accumulation_steps", "log_every"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "take one or more")
         for name in ("max_steps", "num_processes"):

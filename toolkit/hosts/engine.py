@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.config.experts import InitialPlacement
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.balance import describe_balance
 from toolkit.hosts.join import join_forwards
@@ -45,7 +45,8 @@ from toolkit.parallel.gradients import clip_grad_norm_, has_averaging_hooks, ref
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
-from toolkit.parallel.prepare import prepare
+from toolkit.parallel.prepare import Dense, prepare
+from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,6 +67,9 @@ class ExpertParallel:
     in contiguous blocks of ids, round-robin, or as a function of (layer, number of experts, `ep_size`) says.
     `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2: over all ranks, or over each
     `fsdp_size` neighbours (HSDP).
+
+    Raises UserError for an unknown planner, `placement` or `dense`, for settings that do not go together, and where the
+    launcher's processes are no world of Accelerate.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class ExpertParallel:
         link_gbytes_per_second: float | None = 10.0,
         expert_time_share: float = 0.5,
         planner_options: Mapping[str, Any] | None = None,
-        dense: Literal["ddp", "fsdp2"] = "ddp",
+        dense: Dense = "ddp",
         fsdp_size: int | None = None,
     ):
         if (planner is None) != (replan_every is None):
@@ -91,6 +95,9 @@ class ExpertParallel:
             )
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size={ep_size}: groups=... says which ranks share the experts: leave one of them out.")
+        require_choice("dense", dense, Dense)
+        if isinstance(placement, str):
+            require_choice("placement", placement, InitialPlacement)
         if fsdp_size is not None and dense != "fsdp2":
             raise UserError(f'fsdp_size={fsdp_size}: dense={dense!r} shards nothing: add dense="fsdp2".')
         world = launched_world()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.config.experts import InitialPlacement
 from toolkit.config.router import RouterOptions
+from toolkit.errors import require_choice
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import ComputeRows, DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
@@ -167,8 +168,12 @@ def make_moe(
     whole layer (full). For experts that are split, merged and pruned while training:
     `toolkit.moe.lifecycle.layer.make_dynamic_moe`.
 
-    Raises UserError for router options that do not fit, and ValueError for a placement of other experts.
+    Raises UserError for router options that do not fit, for an unknown `placement`, `activation`, `drop_policy` or
+    `recompute`, and ValueError for a placement of other experts.
     """
+    require_choice("activation", activation, Activation)
+    require_choice("drop_policy", drop_policy, DropPolicy)
+    require_choice("recompute", recompute, Recompute)
     groups = groups or ExpertGroups()
     if isinstance(placement, str):
         placement = initial_placement(num_experts, groups.ep_size, placement, spare_slots=spare_slots)

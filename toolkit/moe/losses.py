@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 from toolkit.moe.layer import moe_layers
 from toolkit.moe.router import ExpertChoiceRouter, Routing
 from toolkit.parallel.groups import sum_over_ranks
@@ -126,6 +126,8 @@ class RouterPenalty:
     - "local": each rank's micro-batch separately, the mean over ranks weighted by tokens. Depends on the number of
       ranks.
     - "sequence": each sequence separately; the layers' input must be (B, S, D). The same on any number of ranks.
+
+    Raises UserError for another scope, and ValueError for weights of layers in which experts choose tokens.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class RouterPenalty:
         z_weight: float = 0.0,
         balance_scope: BalanceScope = "global",
     ):
+        require_choice("balance_scope", balance_scope, BalanceScope)
         found = moe_layers(routers).values() if isinstance(routers, nn.Module) else routers
         self.layers: list[RoutingReport] = list(found)
         self.balance_weight, self.z_weight, self.balance_scope = balance_weight, z_weight, balance_scope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.compat import timeout_of
 from toolkit.config.experts import ExpertExchange
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 from toolkit.launch.node import ranks_per_node
 from toolkit.parallel.collectives import gather_objects, rank, world_size
-from toolkit.parallel.nodes import rows_of_nodes
+from toolkit.parallel.nodes import ranks_per_node, rows_of_nodes
 from toolkit.parallel.waits import waits
 
 Partition = tuple[tuple[int, ...], ...]
@@ -109,7 +109,7 @@ def make_expert_groups(
 
     Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`,
     `ranks` are no such groups, groups are on one node or have unequal parts of several and the exchange is
-    hierarchical, or there are fewer chunks than one.
+    hierarchical, the exchange is neither, or there are fewer chunks than one.
     """
     world = world_size()
     if (ep_size is None) == (ranks is None):
@@ -117,8 +117,7 @@ def make_expert_groups(
     if ranks is not None and stride != 1:
         raise UserError(f"stride={stride}: ranks=... says which ranks share the experts: leave one of the two out.")
     partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
-    if exchange not in get_args(ExpertExchange):
-        raise UserError(f"exchange={exchange!r}: take one of {', '.join(get_args(ExpertExchange))}.")
+    require_choice("exchange", exchange, ExpertExchange)
     if chunks < 1:
         raise UserError(f"--dispatch-chunks {chunks}: take one or more.")
     if exchange == "hierarchical" and len(partition[0]) == 1:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from toolkit.parallel.fsdp import fully_shard_dense
 from toolkit.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.parallel.ownership import is_owned, owned, ownership_of
 
+Dense = Literal["ddp", "fsdp2"]
+"""How parameters that are not the experts' are trained: replicated by DDP, or sharded by FSDP2."""
+
 
 def ddp_options(config: DDPConfig) -> DistributedDataParallelKwargs:
     """What an Accelerator takes among its `kwargs_handlers`."""
@@ -34,7 +38,7 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    dense: str = "ddp",
+    dense: Dense = "ddp",
     fsdp_size: int | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging, and `constant_buffers`

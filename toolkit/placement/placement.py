@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.config.experts import InitialPlacement
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 from toolkit.parallel.ownership import EMPTY_ROW
 
 
@@ -195,7 +195,8 @@ def initial_placement(
     num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
 ) -> ExpertPlacement:
     """`contiguous` blocks of experts, as equal as possible, or expert e on rank e mod `ranks` (`round_robin`); each
-    rank has `spare_slots` empty slots more."""
+    rank has `spare_slots` empty slots more. Raises UserError for another `kind`."""
+    require_choice("placement", kind, InitialPlacement)
     if kind == "round_robin":
         rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
         slots = len(rows[0])

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 
 Mode = Literal["all_channels", "flatten", "average", "first"]
 """What the encoder sees at a time: all channels; each channel by itself; their mean; only the first."""
@@ -63,13 +63,15 @@ class WindowClassifier(nn.Module):
     """Logits (B, views, classes) for windows (B, channels, T): one view, or one per channel in the mode `flatten`.
 
     `encoder` maps (N, `view_channels`, T) to (N, F), and `head` (N, F) to (N, classes). `mean` and `std` (channels,)
-    standardise the signals, here and not in the data, so that the model takes what a sensor says.
+    standardise the signals, here and not in the data, so that the model takes what a sensor says. Raises UserError for
+    an unknown `mode`.
     """
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, encoder: nn.Module, head: nn.Module, *, mode: Mode, mean: Tensor, std: Tensor):
+        require_choice("mode", mode, Mode)
         super().__init__()
         self.encoder, self.head, self.mode = encoder, head, mode
         self.register_buffer("mean", mean[:, None].clone(), persistent=False)
@@ -91,7 +93,8 @@ class WindowClassifier(nn.Module):
 
 
 def view_channels(mode: Mode, channels: int) -> int:
-    """How many channels an encoder sees at a time."""
+    """How many channels an encoder sees at a time. Raises UserError for an unknown `mode`."""
+    require_choice("mode", mode, Mode)
     return channels if mode == "all_channels" else 1
 
 

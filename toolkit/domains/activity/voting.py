@@ -11,6 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.errors import require_choice
 from toolkit.task import Batch, Loss
 
 Balance = Literal["none", "sqrt", "inverse"]
@@ -80,8 +81,10 @@ def macro_f1(confusion: list[list[float]]) -> float:
 def class_weights(counts: Shaped[Tensor, " K"], balance: Balance) -> Float[Tensor, " K"] | None:
     """(classes,) float32 weights of a loss over examples with `counts` of each class, 1 on average over the examples.
 
-    "inverse" makes every class that occurs count alike, "sqrt" goes half the way, "none" is None.
+    "inverse" makes every class that occurs count alike, "sqrt" goes half the way, "none" is None. Raises UserError for
+    another `balance`.
     """
+    require_choice("balance", balance, Balance)
     if balance == "none":
         return None
     occurs = counts > 0

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from toolkit.data.table import TensorTable
 from toolkit.data.visit_draws import VisitDraws
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 from toolkit.seeding import generator
 from toolkit.task import Batch
 
+Corruption = Literal["fixed", "resampled"]
 UNLABELLED = -1
 BANK_SIZES = {"noise": 65_521, "pairs": 65_519, "corruption": 65_497, "direction": 4_093}
 """Draws that are made once and then looked up. Primes, so that visits run through all of them; different ones, so that
@@ -59,7 +60,8 @@ class FewLabels:
     "direction" (B, pixels) if `directions`.
 
     corruption "fixed" gives `rate` of the labelled images one wrong label for good; "resampled" gives each labelled
-    image a wrong label at `rate` of its visits, another one each time, which averages out.
+    image a wrong label at `rate` of its visits, another one each time, which averages out. Raises UserError for
+    another word.
     """
 
     def __init__(
@@ -70,10 +72,11 @@ class FewLabels:
         num_classes: int,
         seed: int,
         rate: float = 0.0,
-        corruption: Literal["fixed", "resampled"] = "resampled",
+        corruption: Corruption = "resampled",
         noise_shape: Sequence[int] = (),
         directions: bool = False,
     ):
+        require_choice("corruption", corruption, Corruption)
         images = full.columns["input"]
         truth = full.columns["label"]
         rows = torch.arange(len(truth)) if labels is None else balanced_rows(truth, labels, num_classes, seed=seed)

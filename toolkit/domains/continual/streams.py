@@ -23,6 +23,7 @@ from toolkit.config.run import require
 from toolkit.data.batches import BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.table import TensorTable
+from toolkit.errors import require_choice
 from toolkit.seeding import derive_seed, generator
 from toolkit.task import Batch
 
@@ -63,7 +64,9 @@ def split_stream(
 
     In the scenario "class" an answer is one of all classes seen; in "domain" it is the place of the class within its
     task (for digits and five tasks: even or odd); in "task" it is one of the classes of the task.
+    Raises UserError for another scenario, and for a number of tasks that does not divide the classes.
     """
+    require_choice("scenario", scenario, Scenario)
     fits = 2 <= num_tasks <= data.num_classes and data.num_classes % num_tasks == 0
     require(fits, "num_tasks", num_tasks, f"take two or more that divide the {data.num_classes} classes")
     each = data.num_classes // num_tasks

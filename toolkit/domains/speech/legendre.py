@@ -17,6 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.errors import require_choice
+
 Form = Literal["chunks", "fft", "steps"]
 CHUNK = 32
 """Steps per chunk of the chunked form, which costs (CHUNK + D) * D per step and signal."""
@@ -48,6 +50,7 @@ class LegendreMemory(nn.Module):
 
     Three forms of the same sums: `chunks` (matrix products, a state passed from chunk to chunk; best for small D),
     `fft` (a convolution with the impulse response; best for large D) and `steps` (one at a time, the specification).
+    Raises UserError for another form.
     """
 
     constant_buffers = ("A", "B", "within", "over_a_chunk")
@@ -59,6 +62,7 @@ class LegendreMemory(nn.Module):
     over_a_chunk: Tensor
 
     def __init__(self, order: int, theta: float, *, form: Form = "chunks"):
+        require_choice("form", form, Form)
         super().__init__()
         self.order, self.form = order, form
         a, b = delay_system(order, theta)

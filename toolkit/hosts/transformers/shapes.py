@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from toolkit.config.run import require
+from toolkit.errors import require_choice
 from toolkit.hosts.transformers.anatomy import experts_modules
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def language_model_config(
 
     With 0 experts the dense sibling (Qwen3, Mistral) whose feed-forward is as wide as `top_k` experts together.
     A token's weights add up to 1; two heads share their keys and values. `context` is the longest sequence, in tokens.
-    Raises UserError for sizes that do not fit.
+    Raises UserError for sizes that do not fit, and for another architecture.
     """
+    require_choice("architecture", architecture, Architecture)
     for name, value in (("dim", dim), ("layers", layers), ("heads", heads)):
         require(value >= 1, name, value, "take one or more")
     require(dim % (2 * heads) == 0, "dim", dim, f"take a multiple of twice --heads {heads}")

@@ -1,0 +1,78 @@
+"""A word that is none of an argument's choices is refused in one sentence, by functions and by configs alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import toolkit as tk
+from toolkit.config.experts import LifecycleConfig
+from toolkit.config.run import DDPConfig
+from toolkit.domains.activity.model import WindowClassifier, view_channels
+from toolkit.domains.activity.voting import class_weights
+from toolkit.domains.autoencoder.labels import FewLabels
+from toolkit.domains.continual.streams import split_stream
+from toolkit.domains.speech.legendre import LegendreMemory
+from toolkit.hosts.transformers.shapes import language_model_config
+from toolkit.placement.placement import initial_placement
+
+TABLE = tk.TensorTable(input=torch.rand(20, 4), label=torch.arange(20) % 10)
+IMAGES = tk.ImageData("rows", TABLE, TABLE, mean=0.0, std=1.0)
+SIZES: dict[str, int] = {"vocab_size": 9, "dim": 8, "layers": 1, "heads": 1, "experts": 2, "top_k": 1}
+WIDTHS: dict[str, int] = {"expert_hidden_size": 4, "context": 8}
+SIGNALS: dict[str, Any] = {"mean": torch.zeros(1), "std": torch.ones(1)}
+FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
+    ("placement", partial(tk.make_moe, 8, 4, 4, 2)),
+    ("activation", partial(tk.make_moe, 8, 4, 4, 2)),
+    ("drop_policy", partial(tk.make_moe, 8, 4, 4, 2)),
+    ("drop_policy", partial(tk.make_moe, 8, 4, 4, 2, capacity_factor=1.0)),
+    ("recompute", partial(tk.make_moe, 8, 4, 4, 2)),
+    ("recompute", partial(tk.make_dynamic_moe, 8, 4, 2, 2, max_experts=4)),
+    ("placement", partial(tk.spread_experts, tk.make_moe(8, 4, 4, 2), tk.ExpertGroups())),
+    ("placement", lambda placement: initial_placement(4, 2, placement)),
+    ("exchange", partial(tk.make_expert_groups, 1)),
+    ("balance_scope", partial(tk.RouterPenalty, [], balance_weight=0.1)),
+    ("mode", partial(WindowClassifier, nn.Identity(), nn.Identity(), **SIGNALS)),
+    ("mode", partial(view_channels, channels=3)),
+    ("balance", partial(class_weights, torch.ones(3))),
+    ("scenario", partial(split_stream, IMAGES)),
+    ("form", partial(LegendreMemory, 4, 8.0)),
+    ("corruption", partial(FewLabels, TABLE, None, num_classes=10, seed=0)),
+    ("architecture", partial(language_model_config, **SIZES, **WIDTHS)),
+]
+CONFIGS: list[tuple[str, str, Callable[..., Any]]] = [
+    ("mixed_precision", "no, fp16, bf16, none", tk.RunConfig),
+    ("tracker", "none, wandb, tensorboard, trackio, all", tk.RunConfig),
+    ("exchange", "flat, hierarchical", tk.ExpertRunConfig),
+    ("initial_placement", "contiguous, round_robin, none", tk.MoERunConfig),
+    ("recompute", "none, selective, full", tk.MoERunConfig),
+    ("balance", "loss, bias, none", tk.MoERunConfig),
+    ("schedule.name", "constant, cosine, stable_decay", tk.ScheduleConfig),
+    ("ddp.comm_hook", "no, fp16, bf16", DDPConfig),
+    ("lifecycle.new_expert", "split, fresh", LifecycleConfig),
+]
+
+
+@pytest.mark.parametrize(("name", "call"), FUNCTIONS)
+def test_a_function_takes_one_of_its_words(name: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(tk.UserError, match=rf"^{name}='spiral': take one of \w+(, \w+)+\.$"):
+        call(**{name: "spiral"})
+
+
+@pytest.mark.parametrize(("name", "words", "make"), CONFIGS)
+def test_a_config_takes_one_of_its_words(name: str, words: str, make: Callable[..., Any]) -> None:
+    flag = name.replace("_", "-")
+    with pytest.raises(tk.UserError, match=f"^--{flag} spiral: take one of {words}\\.$"):
+        make(**{name.rpartition(".")[2]: "spiral"})
+
+
+@pytest.mark.parametrize("name", ["balance", "router_score", "router_group_score"])
+def test_a_layer_takes_one_of_its_routers_words(name: str) -> None:
+    options: dict[str, Any] = {name: "spiral"}
+    with pytest.raises(tk.UserError, match=f"^--{name.replace('_', '-')} spiral: take one of "):
+        tk.make_moe(8, 4, 4, 2, router=tk.RouterOptions(**options))
