@@ -13,6 +13,7 @@ import pytest
 from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.helpers import run_recipe
 from toolkit import cli
+from toolkit.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
 from toolkit.config.flags import COMMON, flags_of, help_text
 from toolkit.config.run import RunConfig, to_dict
 from toolkit.errors import Preempted, UserError
@@ -130,6 +131,15 @@ def test_help_has_the_defaults_of_the_first_preset():
     assert "  --epochs INT            Passes over the training data. [5]" in lines
     assert "  --widths INT ...        Hidden units of each layer. [8 8]" in lines
     assert lines[lines.index("  --widths INT ...        Hidden units of each layer. [8 8]") - 1] == "This recipe"
+
+
+def test_help_has_a_heading_for_each_class_of_settings_which_says_more_in_its_docstring():
+    lines = help_text("recipe.py", "A recipe.", mnist_moe.PRESETS, mnist_moe.full()).splitlines()
+    for kind in (RunConfig, ExpertRunConfig, MoERunConfig, DynamicRunConfig):
+        assert lines.count(kind.help_heading) == 1
+        assert kind.help_heading not in (kind.__doc__ or "")
+        assert "Raises UserError" in (kind.__doc__ or "")
+    assert lines.count("Learning rate schedule") == 1
 
 
 @pytest.mark.usefixtures("restored_signals")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from toolkit.config.choices import require_choices
 from toolkit.config.router import RouterOptions
@@ -20,7 +20,12 @@ InitialPlacement = Literal["contiguous", "round_robin"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRunConfig(RunConfig):
-    """Experts and their placement."""
+    """The settings of a run with experts: those of `RunConfig`, the number of experts, and where they are placed.
+
+    Raises UserError, with the flag, its value and the remedy, for settings that cannot be, alone or together.
+    """
+
+    help_heading: ClassVar[str] = "Experts and their placement"
 
     experts: int = 8
     """Experts per MoE layer; 0 for a dense network of equal active size."""
@@ -127,7 +132,13 @@ class ExpertRunConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MoERunConfig(ExpertRunConfig, RouterOptions):
-    """Capacity and memory of the MoE layers."""
+    """The settings of a run whose MoE layers are the toolkit's: those of `ExpertRunConfig` and `RouterOptions`, and the
+    layers' capacity and memory.
+
+    Raises UserError, with the flag, its value and the remedy, for settings that cannot be, alone or together.
+    """
+
+    help_heading: ClassVar[str] = "Capacity and memory of the MoE layers"
 
     balance_scope: Literal["global", "local", "sequence"] = "global"
     """Average the balance loss over the tokens of the global batch, of each process, or of each sequence."""
@@ -242,7 +253,13 @@ class LifecycleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRunConfig(MoERunConfig):
-    """Number of dynamic experts."""
+    """The settings of a run whose experts may be split, merged and pruned: those of `MoERunConfig`, how many experts
+    there may be, and `lifecycle`, which says when they change. They are dynamic where `max_experts` is given.
+
+    Raises UserError, with the flag, its value and the remedy, for settings that cannot be, alone or together.
+    """
+
+    help_heading: ClassVar[str] = "Number of dynamic experts"
 
     max_experts: int | None = None
     """Maximum number of experts per layer: makes them dynamic (split, merged, pruned); none: a fixed number."""

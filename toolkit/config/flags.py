@@ -121,6 +121,11 @@ def first_paragraph(doc: str | None) -> str:
     return " ".join((doc or "").strip().partition("\n\n")[0].split())
 
 
+def _heading(cls: type) -> str:
+    """What stands above the flags of the fields in the body of `cls`; bases have headings of their own."""
+    return str(vars(cls).get("help_heading") or first_paragraph(cls.__doc__))
+
+
 def help_text(script: str, doc: str | None, presets: Mapping[str, Any], config: Any) -> str:
     """Usage, the recipe's sentence, presets and common flags; then the other flags by group, and examples."""
     width = max(map(len, presets))
@@ -137,7 +142,7 @@ def help_text(script: str, doc: str | None, presets: Mapping[str, Any], config: 
     mro = type(config).__mro__
     for flag in sorted(flags.values(), key=lambda flag: (flag.declared_in not in mro, flag.declared_in is not own)):
         if flag.name not in COMMON:
-            heading = "This recipe" if flag.declared_in is own else first_paragraph(flag.declared_in.__doc__)
+            heading = "This recipe" if flag.declared_in is own else _heading(flag.declared_in)
             groups.setdefault(heading.rstrip("."), []).append(flag)
     for group, members in groups.items():
         lines += ["", group, *(line for flag in members for line in flag.help_lines())]

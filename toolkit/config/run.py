@@ -1,7 +1,8 @@
-"""The settings of every recipe: frozen dataclasses, validated when they are made. Docstrings are the --help texts.
+"""The settings of every recipe: frozen dataclasses, validated when they are made. Fields' docstrings are the --help.
 
 A recipe's `Config` inherits `RunConfig`: common fields are flat flags (`--lr`, `--batch-size`), others are in nested
-groups (`--optimizer.weight-decay`). `None` means off or automatic.
+groups (`--optimizer.weight-decay`). `None` means off or automatic. The heading of a class's flags in --help is its
+`help_heading`, or else the first paragraph of its docstring.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def require(holds: bool, name: str, value: object, remedy: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer: AdamW, with gradient clipping."""
+    """Optimizer: AdamW, with gradient clipping.
+
+    The `optimizer` of a `RunConfig`. Raises UserError for a value that cannot be.
+    """
 
     beta1: float = 0.9
     """EMA decay of gradients."""
@@ -48,7 +52,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate schedule."""
+    """Learning rate schedule.
+
+    The `schedule` of a `RunConfig`. Raises UserError for a value that cannot be.
+    """
 
     name: Literal["constant", "cosine", "stable_decay"] = "cosine"
     """Shape after the warm-up."""
@@ -74,7 +81,11 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """Checkpoints.
+
+    The `checkpoint` of a `RunConfig`: when they are written, and how many are kept. Raises UserError for a value that
+    cannot be.
+    """
 
     every_steps: int | None = None
     """Optimizer steps between checkpoints; none: one per epoch."""
@@ -115,7 +126,10 @@ class DDPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingConfig:
-    """Early stopping, by evaluations."""
+    """Early stopping, by evaluations.
+
+    The `early_stopping` of a `RunConfig`. Raises UserError for a value that cannot be.
+    """
 
     patience: int | None = None
     """Stop after this many evaluations without improvement; none: never."""
@@ -132,10 +146,14 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Training.
+    """The settings of a run that every recipe has; each recipe's presets set the numbers.
 
-    Fields of every recipe. Each recipe's presets set the numbers.
+    A recipe's `Config` inherits them and adds its own. Raises UserError, with the flag, its value and the remedy, for
+    settings that cannot be, alone or together.
     """
+
+    help_heading: ClassVar[str] = "Training"
+    """Above the fields of this class in --help; a class without one has the first paragraph of its docstring there."""
 
     preset: ClassVar[str] = ""
     """The name of the preset on the command line: for W&B, and no setting."""

@@ -160,7 +160,8 @@ def make_moe(
     router_type: Callable[..., TopKRouter] = TopKRouter,
     seed: int = 0,
 ) -> MoE:
-    """A layer of `num_experts` experts of hidden width `hidden_dim`, of which each token uses `top_k`.
+    """A layer of `num_experts` experts of hidden width `hidden_dim`, of which each token uses `top_k`: it maps
+    (..., `dim`) to (..., `dim`).
 
     `placement` says where the ranks of `groups` hold the experts: contiguous, round-robin, or an `ExpertPlacement`.
     The first two leave `spare_slots` slots on each rank for replicas. `capacity_factor` None drops no assignment.

@@ -29,7 +29,7 @@ NO_ROUTE = -1
 
 @dataclass(eq=False)
 class Routes:
-    """The experts of each token, by layer and call of the model."""
+    """The experts of each token, by layer and call of the model: (tokens, experts per token) integers per call."""
 
     layers: list[list[Tensor]] = field(default_factory=list)
     """`layers[l][c]`: integers (T, K), logical expert ids of the T tokens of call c, in the order of the router's

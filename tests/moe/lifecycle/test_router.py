@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toolkit.config.router import RouterOptions
 from toolkit.errors import UserError
+from toolkit.moe.lifecycle.layer import make_dynamic_moe
 from toolkit.moe.lifecycle.router import DynamicRouter, Hyperplane
 from toolkit.moe.router import TopKRouter
 
@@ -102,3 +103,15 @@ def test_inactive_experts_get_no_gradient() -> None:
 def test_options_that_dynamic_experts_cannot_have_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         DynamicRouter(DIM, 6, 2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("experts", "most", "message"),
+    [
+        (4, 2, "^max_experts=2: take num_experts=4 or more"),
+        (1, 6, "^top_k=2: take 1 to 1, the experts that are active"),
+    ],
+)
+def test_a_layer_of_dynamic_experts_names_its_own_arguments(experts: int, most: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_dynamic_moe(DIM, 4, experts, 2, max_experts=most)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.config.router import RouterOptions
+from toolkit.errors import UserError
 from toolkit.moe.capacity import DropPolicy
 from toolkit.moe.experts import Activation
 from toolkit.moe.layer import MoE, make_moe, moe_layers
@@ -32,11 +33,19 @@ def make_dynamic_moe(
     router: RouterOptions | None = None,
     seed: int = 0,
 ) -> MoE:
-    """A layer of `max_experts` logical experts, of which the first `num_experts` are active at the start.
+    """A layer of `max_experts` logical experts, of which the first `num_experts` are active at the start: it maps
+    (..., `dim`) to (..., `dim`).
 
     They are placed round-robin, so that ranks have equally many active ones. Inactive experts have weights of zero. The
     other parameters are those of `toolkit.moe.layer.make_moe`; the `Lifecycle` callback changes which are active.
+
+    Raises UserError for fewer `max_experts` than `num_experts`, for fewer `num_experts` than `top_k`, for router
+    options that dynamic experts do not have, and for what `make_moe` refuses.
     """
+    if max_experts < num_experts:
+        raise UserError(f"max_experts={max_experts}: take num_experts={num_experts} or more.")
+    if top_k > num_experts:
+        raise UserError(f"top_k={top_k}: take 1 to {num_experts}, the experts that are active at the start.")
     layer = make_moe(
         dim,
         hidden_dim,
