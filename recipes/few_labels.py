@@ -19,8 +19,8 @@ from toolkit.domains import few_labels as fl
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """The settings of a run; fields shared with other recipes are inherited."""
-
+    dataset: str = "auto"
+    """auto, mnist, fashion_mnist or digits, :validation behind any."""
     method: Literal["fixmatch_vat", "fixmatch", "vat", "supervised"] = "fixmatch_vat"
     """What images without a label are used for: confident pseudo-labels (fixmatch), virtual adversarial training (vat),
     both, or nothing."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.DynamicRunConfig):
-    """The settings of a run; fields shared with other recipes are inherited."""
-
+    dataset: str = "auto"
+    """auto, mnist, fashion_mnist or digits, :validation behind any."""
     dim: int = 384
     """Width of the stem and of what the experts read and write."""
     blank_pixels: float = 0.0

@@ -23,6 +23,8 @@ PIXELS = 28 * 28
 class Config(tk.RunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
+    dataset: str = "auto"
+    """auto, mnist, fashion_mnist or digits, :validation behind any."""
     unit: Literal["parallel", "cell"] = "parallel"
     """parallel: all steps at once; cell: the nonlinear unit, whose steps need each other."""
     order: int = 468

@@ -18,8 +18,8 @@ from toolkit.domains import autoencoder as ae
 
 @dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
-    """The settings of a run; fields shared with other recipes are inherited."""
-
+    dataset: str = "auto"
+    """auto, mnist, fashion_mnist or digits, :validation behind any."""
     objective: Literal["exact", "supervised", "pseudo_label", "reference"] = "exact"
     """M2 with all classes enumerated; the controls: the classifier on labelled images alone, or on those and its own
     confident answers; reference: relaxed classes, and labels by the batch, which shows most labels in time."""

@@ -16,6 +16,7 @@ from toolkit import cli
 from toolkit.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
 from toolkit.config.flags import COMMON, flags_of, help_text
 from toolkit.config.run import RunConfig, to_dict
+from toolkit.data.images import HUB_REPOS, VALIDATION
 from toolkit.errors import Preempted, UserError
 
 
@@ -124,6 +125,7 @@ def test_help_begins_with_presets_and_common_flags_on_one_screen(recipe: ModuleT
         flag.off_name if flag.is_switch and flag.default else name for name, flag in flags.items()
     )
     assert [name for name, flag in flags.items() if not flag.sentence] == []
+    assert "Switch off: Do not" not in text
 
 
 def test_help_has_the_defaults_of_the_first_preset():
@@ -140,6 +142,13 @@ def test_help_has_a_heading_for_each_class_of_settings_which_says_more_in_its_do
         assert kind.help_heading not in (kind.__doc__ or "")
         assert "Raises UserError" in (kind.__doc__ or "")
     assert lines.count("Learning rate schedule") == 1
+
+
+@pytest.mark.parametrize("recipe", [mnist_moe, few_labels, psmnist, vae_robustness])
+def test_help_of_a_recipe_of_images_names_the_sets(recipe: ModuleType):
+    flags = {flag.name: flag for flag in flags_of(next(iter(recipe.PRESETS.values()))())}
+    for word in ("auto", "digits", *HUB_REPOS, VALIDATION):
+        assert word in flags["--dataset"].sentence
 
 
 @pytest.mark.usefixtures("restored_signals")

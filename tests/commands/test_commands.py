@@ -18,6 +18,11 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
         assert command.summary in said
 
 
+@pytest.mark.parametrize("word", ["inspect", "verify", "reshard", "export", "import"])
+def test_help_names_what_can_be_done_with_a_checkpoint(word: str):
+    assert word in COMMANDS["checkpoint"].summary
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as leaving:

@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lab": Command("toolkit.commands.lab", "replay recorded routing traces against every planner"),
-    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard or export a checkpoint"),
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard, export or import a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "transcribe": Command("toolkit.commands.transcribe", "recognise the speech in a WAV file"),
     "sweep": Command("toolkit.commands.sweep", "run a grid of runs of one recipe, with tables and pictures"),

@@ -17,7 +17,9 @@ def main(argv: Sequence[str]) -> int:
     """0 where the workspace is saved, or printed with --dry-run; 2 for bad input, or where W&B can't be asked."""
     parser = Parser("toolkit dashboard", __doc__)
     parser.add_argument("service", choices=["wandb"], help="where the dashboard is")
-    parser.add_argument("what", metavar="RUN|[ENTITY/]PROJECT", help="a run's folder, for its project and metrics")
+    parser.add_argument(
+        "what", metavar="RUN|[ENTITY/]PROJECT", help="a run's folder, for its project and metrics, or a W&B project"
+    )
     parser.add_argument("--entity", help="the user or team that has the project ($WANDB_ENTITY)")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON, ask nobody")
     args = parser.parse_args(argv)

@@ -24,7 +24,7 @@ class AdapterOptions:
     lora_attention: bool = True
     """Adapters of attention."""
     freeze_router: bool = True
-    """Leave the routers as they are; trained in full otherwise, and saved with the adapters."""
+    """Leave the routers untrained; without it they are trained in full, and saved with the adapters."""
     merge: bool = False
     """Also write the model with its adapters merged, as plain transformers weights, to merged/ in the run's folder."""
 

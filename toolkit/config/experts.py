@@ -199,7 +199,7 @@ class LifecycleConfig:
     min_age: int = 500
     """Minimum age of experts to merge or prune, in optimizer steps."""
     graph: bool = True
-    """Do not merge experts that the same tokens use, and keep them on one process where possible."""
+    """Leave experts that the same tokens use unmerged, and keep them on one process where possible."""
     sleep: bool = True
     """Have sleep phases: replay, merge, prune, and even out the number of experts per process."""
     sleep_every: int = 1000
