@@ -48,7 +48,7 @@ model = Mixture()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)  # in optimizer steps
 loader = DataLoader(data, batch_size=64, shuffle=True, drop_last=True)
-experts = ExpertParallel(accelerator, planner="swap", replan_every=20)
+experts = ExpertParallel(accelerator, planner="swap", replan_every=20, guarded=False)  # even where it does not pay
 model, optimizer, loader = experts.prepare(model, optimizer, loader)  # not the scheduler
 for epoch in range(3):
     for x, y in loader:
@@ -56,7 +56,8 @@ for epoch in range(3):
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step()
+        if accelerator.sync_gradients:  # not after each micro-batch of accelerator.accumulate
+            scheduler.step()
         optimizer.zero_grad()
     accelerator.print(f"epoch {epoch + 1}  loss {loss.item():.3f}  {len(experts.migrations)} migrations")
 accelerator.end_training()

@@ -416,6 +416,7 @@ def test_a_scheduler_that_would_step_once_per_process_is_refused(world: int, spl
     for said in run_distributed(prepare_with_a_scheduler, world, split_batches):
         assert (said is not None) == refused
         assert not refused or "StepLR, once prepared, takes 2 steps per optimizer step:" in said
+        assert not refused or said.endswith("after optimizer.step() where accelerator.sync_gradients is True.")
 
 
 def refusals() -> list[str]:

@@ -136,7 +136,8 @@ class ExpertParallel:
         """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
 
         All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
-        (it must not have stepped yet). A scheduler stays as it is: call its `step` after `optimizer.step`. Raises
+        (it must not have stepped yet). A scheduler stays as it is: call its `step` after `optimizer.step`, where
+        `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer. Raises
         UserError where no experts are found, ranks cannot share them, a scheduler would step once per process, or two
         balance penalties are active. Rank 0 prints which one is.
         """
@@ -211,9 +212,10 @@ class ExpertParallel:
                 wrapped.require_forward_param_sync = True
 
     def metrics(self) -> dict[str, float]:
-        """Balance and traffic over all ranks since the last call, by the names of `docs/placement.md`. A collective.
+        """Balance and traffic over all ranks since the last call, by the names of `docs/moe.md#read-the-metrics`.
 
         The first call starts counting and returns an empty dict, as does one without training forwards since the last.
+        A collective.
         """
         if self._meter is None:
             self._meter = LoadMeter(self._model)
@@ -258,7 +260,7 @@ class ExpertParallel:
                 raise UserError(
                     f"{type(other).__name__}, once prepared, takes {accelerator.num_processes} steps per optimizer "
                     "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
-                    "after optimizer.step()."
+                    "after optimizer.step() where accelerator.sync_gradients is True."
                 )
 
     def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
