@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import toolkit as tk
 from tests.helpers import run_distributed
+from toolkit.config.adapters import AdapterOptions
 from toolkit.errors import UserError
 from toolkit.lab.traces import TraceRecorder
 from toolkit.moe.load.expert_load import ExpertLoad
@@ -68,9 +70,16 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
         assert notice in lines
 
 
-def summary(folder: Path, top_expert: int | None, **settings: Any) -> str:
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(tk.ExpertRunConfig, AdapterOptions):
+    """Of a run that fine-tunes a mixture."""
+
+
+def summary(
+    folder: Path, top_expert: int | None, kind: type[tk.ExpertRunConfig] = tk.MoERunConfig, **settings: Any
+) -> str:
     """The summary of an epoch whose tokens all prefer one expert, or are spread by the order of their samples."""
-    config = tk.MoERunConfig(
+    config = kind(
         run_dir=folder, tracker="none", cpu=True, **{"experts": 4, "top_k": 1, "batch_size": 50, "lr": 1e-6, **settings}
     )
     with tk.start_run("mine", config) as run:
@@ -91,6 +100,12 @@ def summary(folder: Path, top_expert: int | None, **settings: Any) -> str:
         ({}, "raise --balance-weight 0.007, or use --balance bias"),
         ({"balance": "none"}, "use --balance loss"),
         ({"max_steps": 9}, "raise --balance-weight 0.007, or use --balance bias"),
+        (
+            {"kind": AdapterConfig},
+            "routers are frozen: --no-freeze-router trains them, --planner swap moves experts between processes",
+        ),
+        ({"kind": AdapterConfig, "planner": "swap"}, "routers are frozen: --no-freeze-router trains them"),
+        ({"kind": AdapterConfig, "freeze_router": False}, "raise --balance-weight 0.007"),
     ],
 )
 def test_an_uneven_load_is_a_line_of_the_summary_with_a_remedy(tmp_path: Path, settings: dict[str, Any], remedy: str):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from toolkit.callbacks.base import Callback
+from toolkit.config.adapters import AdapterOptions
 from toolkit.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.config.run import RunConfig
 from toolkit.moe.load.load_meter import LoadMeter
@@ -112,6 +113,9 @@ class ExpertLoad(Callback):
 def _remedy(config: RunConfig) -> str:
     if not isinstance(config, ExpertRunConfig):
         return "raise the weight of the balance loss"
+    if isinstance(config, AdapterOptions) and config.freeze_router:
+        move = "" if config.planner else ", --planner swap moves experts between processes"
+        return f"routers are frozen: --no-freeze-router trains them{move}"
     balance = config.balance if isinstance(config, MoERunConfig) else None
     if balance in ("bias", "none"):
         return "use --balance loss"
