@@ -188,6 +188,21 @@ def test_folders_without_a_run_cost_a_line_each(command: str, tmp_path: Path, ca
     assert third == f"error: {good}: is given twice: give each run once."
 
 
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_files_beside_the_cells_of_a_sweep_are_passed_over(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    cells = [write_run(tmp_path / "cells" / digest) for digest in ("1a", "2b")]
+    files = [cell.with_suffix(suffix) for cell in cells for suffix in (".lock", ".log")]
+    for file in files:
+        file.write_text("")
+    assert main([command, *map(str, sorted(cells + files))]) == EXIT_DONE
+    assert capsys.readouterr().err == "4 file(s) beside the folders passed over: 1a.lock, 1a.log, 2b.lock, ...\n"
+    assert main([command, *map(str, files[:1])]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith(f"error: {files[0]}: no such folder")
+
+
 def test_without_bokeh_one_line_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -47,9 +47,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
-    """The runs in `folders`; None where some hold none, each of which has a line on stderr."""
+    """The runs in `folders`; None where some hold none, each of which has a line on stderr.
+
+    Files among folders, such as the locks beside the cells of a sweep, are passed over, which one line says.
+    """
     from toolkit.report.records import problems, read_runs
 
+    files = [path for path in folders if path.is_file()]
+    if files and len(files) < len(folders):
+        folders = [path for path in folders if path not in files]
+        names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
+        sys.stderr.write(f"{len(files)} file(s) beside the folders passed over: {names}\n")
     found = problems(folders)
     sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
     return None if found else read_runs(folders)
