@@ -8,7 +8,7 @@ import pytest
 from toolkit.data.tokenizer import ByteTokenizer, load_tokenizer
 from toolkit.errors import UserError
 
-TEXT = "It's 3 o'clock;\n\tnaïve  Ω 中文 🙂\x00\x7f "
+TEXT = "It's 3 o'clock;\n\tnaïve  Ω 中文 🙂 Ā\x00\x7f "
 
 
 def test_bytes_are_their_own_ids():
@@ -27,6 +27,14 @@ def test_plain_transformers_reads_the_byte_tokenizer(tmp_path):
     assert theirs.decode(list(TEXT.encode())) == TEXT
     every_byte = list(range(256))
     assert theirs.convert_tokens_to_ids(theirs.convert_ids_to_tokens(every_byte)) == every_byte
+
+
+def test_the_byte_tokenizer_of_a_model_that_was_saved_separates_documents_as_before(tmp_path):
+    ByteTokenizer().save_pretrained(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert (again.separator, again.vocab_size, again.chat) == (0, 256, ByteTokenizer.chat)
+    assert again.encode(TEXT.encode()).tolist() == list(TEXT.encode())
+    assert again.decode(list(TEXT.encode())) == TEXT
 
 
 def test_a_saved_tokenizer_of_transformers_comes_back(tmp_path, saved_tokenizer):

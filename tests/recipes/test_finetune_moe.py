@@ -267,8 +267,12 @@ def test_conversations_of_the_hubs_format_are_trained_on(texts, tmp_path, monkey
     turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a question."}]
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": turns, "id": n}) + "\n" for n in range(60)))
-    done = finetune_moe.main(config(texts, "any", run_dir=tmp_path / "run", dataset=str(chats), max_steps=2))
+    done = finetune_moe.main(
+        config(texts, "any", run_dir=tmp_path / "run", dataset=str(chats), max_steps=2, merge=True)
+    )
     assert done["dataset"] == "chats.jsonl"
+    own: Any = {"run_dir": tmp_path / "own", "dataset": str(chats), "tokenizer": None, "max_steps": 2}
+    assert finetune_moe.main(config(texts, "any", model=str(tmp_path / "run" / "merged"), **own))["steps"] == 2
     how: Any = {"tokenizer": "bytes", "block_size": 32, "batch_size": 32}
     data = load_text(str(chats), None, **how, on_main=lambda decide: decide())
     text = ByteTokenizer().decode(data.train.columns["tokens"][:, 1:].flatten().tolist())

@@ -88,14 +88,18 @@ class ByteTokenizer:
         return "".join(CHATML.format(**message) for message in messages)
 
     def save_pretrained(self, folder: Path) -> None:
-        """As byte-level BPE without merges."""
+        """As byte-level BPE without merges, whose end-of-text token is the byte 0."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        bpe = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_LETTERS)}, merges=[]))
+        # By itself and not by its letter, which the text may have.
+        end = chr(self.separator)
+        letters = [end if byte == self.separator else letter for byte, letter in enumerate(_LETTERS)]
+        bpe = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         bpe.decoder = decoders.ByteLevel()
-        PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False).save_pretrained(folder)
+        settings: Any = {"eos_token": end, "clean_up_tokenization_spaces": False}
+        PreTrainedTokenizerFast(tokenizer_object=bpe, **settings).save_pretrained(folder)
 
 
 def _letters() -> list[str]:
