@@ -46,7 +46,6 @@ from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
 from toolkit.parallel.prepare import Dense, prepare
-from toolkit.placement.placement import InitialPlacement
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -17,7 +17,7 @@ from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError, require_choice
 from toolkit.launch.node import ranks_per_node
 from toolkit.parallel.collectives import gather_objects, rank, world_size
-from toolkit.parallel.nodes import ranks_per_node, rows_of_nodes
+from toolkit.parallel.nodes import rows_of_nodes
 from toolkit.parallel.waits import waits
 
 Partition = tuple[tuple[int, ...], ...]
