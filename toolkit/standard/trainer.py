@@ -62,7 +62,7 @@ def standard_trainer(
     with one row per sample. `steps_per_epoch` is for the latter two, by default the number of their batches; where that
     is not known, the run ends at `--max-steps` and counts as one epoch.
 
-    `augment` changes training batches, and what is replayed from a memory, see `toolkit.data.blanking.BlankPixels`.
+    `augment` changes training batches, and what is replayed from a memory, see `toolkit.data.visit_draws.BlankPixels`.
     `order` replaces the random permutation of each epoch, and `max_steps` the config's number of epochs. `evaluation`
     is a callback in place of `test`, such as `toolkit.domains.continual.TaskEvaluation`; `more_evaluations` are of
     further data sets. `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual

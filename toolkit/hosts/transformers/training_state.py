@@ -7,15 +7,17 @@ import json
 import math
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
-from toolkit.hosts.engine import ExpertParallel
 from toolkit.moe.replan import Replanner
+
+if TYPE_CHECKING:
+    from toolkit.hosts.engine import ExpertParallel
 
 FOLDER = "toolkit"
 """Within each checkpoint of the Trainer."""
