@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
 from tests.equality import assert_equal_rows
 from tests.helpers import run_distributed
-from tests.hosts.test_engine import BATCH, MIGRATING, Model, by_id, place, shares, together
+from tests.hosts.test_engine import BATCH, EXPERTS, MIGRATING, Model, by_id, place, shares, together
+from tests.hosts.test_loops import refused
 from tests.parallel.test_optimizer_rows import transformers_adafactor
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.moe.migrate import place_experts
+from toolkit.placement.placement import ExpertPlacement
 
 
 def adagrad(parameters: Any) -> torch.optim.Optimizer:
@@ -82,3 +87,34 @@ def test_an_optimizer_that_would_be_wrong_is_refused_in_one_line() -> None:
     assert first == second
     assert first[0].startswith("optimizer Adafactor computes with statistics of all experts")
     assert first[1].startswith("optimizer Adagrad has state before the first step")
+
+
+def states_loaded() -> list[str]:
+    """What is said of rank 0's state, of this rank's own, of one that was made without experts on several ranks, and of
+    this rank's own once experts have moved: from before, and from now."""
+    model = Model()
+    experts = ExpertParallel(Accelerator(cpu=True))
+    prepared, optimizer = experts.prepare(model, torch.optim.AdamW(model.parameters()))
+    prepared(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    own = torch.load(file)
+    first = [own]
+    dist.broadcast_object_list(first)
+    plain = {key: own[key] for key in ("state", "param_groups")}
+    said = [refused(lambda state=state: optimizer.load_state_dict(state)) for state in (first[0], own, plain)]
+    place_experts(model, ExpertPlacement.from_slot_of_expert([*range(1, EXPERTS), 0], 2), optimizer)
+    return said + [
+        refused(lambda state=state: optimizer.load_state_dict(state)) for state in (own, optimizer.state_dict())
+    ]
+
+
+def test_the_optimizer_state_of_other_experts_is_refused():
+    first, second = run_distributed(states_loaded, 2)
+    sentence = first[2]
+    assert sentence.startswith("this state of the optimizer is not that of the experts on this rank")
+    assert "save(folder)" in sentence
+    assert first == ["", "", sentence, sentence, ""]
+    assert second == [sentence, "", sentence, sentence, ""]

@@ -26,7 +26,7 @@ from toolkit.errors import UserError, require_choice
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.balance import describe_balance
 from toolkit.hosts.join import join_forwards
-from toolkit.hosts.prepared_optimizer import train_only_with
+from toolkit.hosts.prepared_optimizer import load_only_own_states, train_only_with
 from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.routes import hook_blocks
 from toolkit.hosts.spread import (
@@ -164,6 +164,7 @@ class ExpertParallel:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         train_only_with(optimizer, self.expert_parameters())
+        load_only_own_states(optimizer, self.stacks)
         self._correct_accelerate()
         self.accelerator.print(balance)
         return *prepared, *(self.accelerator.prepare(other) for other in others)

@@ -1,10 +1,13 @@
-"""Experts are trained by the optimizer that they were prepared with. One that steps them all the same is refused."""
+"""Experts are trained by the optimizer that they were prepared with, with the state of their own rows.
+
+Another optimizer that steps them, and the state of another rank's experts, are refused.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from toolkit.errors import UserError
+from toolkit.moe.stack import ExpertStack
 
 _numbers = itertools.count()
 
@@ -43,3 +47,34 @@ def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
                     "optimizer: step that one; for a Trainer, which makes its own, call expert_trainer with a model "
                     "that was not prepared."
                 )
+
+
+def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
+    """From now on, `optimizer.load_state_dict` raises UserError for the state of other experts than this rank's.
+
+    A checkpoint of `optimizer.state_dict()` has those of the rank that wrote it, whose shapes are the same. What this
+    rank has kept itself, to undo steps, it may load until experts move.
+    """
+
+    def say_whose(_: Optimizer, state: dict[str, Any]) -> None:
+        if (places := _places(stacks)) is not None:
+            state["experts"] = places
+
+    def compare(_: Optimizer, state: dict[str, Any]) -> None:
+        if state["state"] and state.get("experts") != _places(stacks):
+            raise UserError(
+                "this state of the optimizer is not that of the experts on this rank, because optimizer.state_dict() "
+                "has those of one rank only: use the save(folder) and load(folder) of ExpertParallel."
+            )
+
+    optimizer.register_state_dict_post_hook(say_whose)
+    optimizer.register_load_state_dict_pre_hook(compare)
+
+
+def _places(stacks: Mapping[str, ExpertStack]) -> dict[str, Any] | None:
+    """The place of this rank and the slots of all ranks by layer, in plain values; None where this rank has all
+    experts in order of their ids, as a model has them that was not prepared."""
+    slots = {name: [list(row) for row in stack.placement.slots] for name, stack in stacks.items()}
+    if all(slots[name] == [list(range(stack.num_experts))] for name, stack in stacks.items()):
+        return None
+    return {"ep_rank": next(iter(stacks.values())).groups.ep_rank, "slots": slots}
