@@ -89,6 +89,42 @@ def test_an_optimizer_that_would_be_wrong_is_refused_in_one_line() -> None:
     assert first[1].startswith("optimizer Adagrad has state before the first step")
 
 
+def trained_with_two_optimizers(dense: Any) -> dict[str, Tensor]:
+    """Weights after steps of an optimizer that has the experts and one that has the rest."""
+    accelerator, model = Accelerator(cpu=True), Model().double()
+    rows = [p for block in model.blocks for p in block.experts.parameters()]
+    of_rows = torch.optim.AdamW(rows, lr=0.02)
+    of_rest = torch.optim.AdamW([p for p in model.parameters() if all(p is not row for row in rows)], lr=0.05)
+    prepared, *optimizers = ExpertParallel(accelerator, dense=dense).prepare(model, of_rows, of_rest)
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(BATCH, 5, dtype=torch.float64, generator=draws)
+        accelerator.backward(prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes)
+        accelerator.clip_grad_norm_(prepared.parameters(), 0.3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return by_id(model, lambda p: p.detach())
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
+def test_the_rest_may_be_in_an_optimizer_of_its_own(dense: str):
+    (expected,) = run_distributed(trained_with_two_optimizers, 1, dense)
+    assert_equal_rows(together(run_distributed(trained_with_two_optimizers, 2, dense)), expected, 1e-10)
+
+
+def one_of_two_optimizers() -> str:
+    model = Model()
+    rows = [p for block in model.blocks for p in block.experts.parameters()]
+    return refused(lambda: ExpertParallel(Accelerator(cpu=True), dense="fsdp2").prepare(model, torch.optim.SGD(rows)))
+
+
+def test_sharded_parameters_in_no_optimizer_that_was_given_are_refused():
+    first, second = run_distributed(one_of_two_optimizers, 2)
+    assert first == second
+    assert first.startswith("parameter 'stem.weight' is in no optimizer that prepare was given")
+
+
 def states_loaded() -> list[str]:
     """What is said of rank 0's state, of this rank's own, of one that was made without experts on several ranks, and of
     this rank's own once experts have moved: from before, and from now."""

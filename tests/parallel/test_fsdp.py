@@ -32,7 +32,7 @@ def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, 
     blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
     model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    fully_shard_dense(model, optimizer, accelerator, fsdp_size=fsdp_size, ignored=[])
+    fully_shard_dense(model, [optimizer], accelerator, fsdp_size=fsdp_size, ignored=[])
     return accelerator, model, optimizer
 
 

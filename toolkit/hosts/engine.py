@@ -135,7 +135,8 @@ class ExpertParallel:
         """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
 
         All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
-        (it must not have stepped yet). A scheduler stays as it is: call its `step` after `optimizer.step`, where
+        (it must not have stepped yet). It has all experts; the rest may be in further ones among `others`, which under
+        FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`, where
         `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer. Raises
         UserError where no experts are found, ranks cannot share them, a scheduler would step once per process, or two
         balance penalties are active. Rank 0 prints which one is.
@@ -158,7 +159,14 @@ class ExpertParallel:
             self._average_in_backward(model)
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
-        prepared = prepare(self.accelerator, model, optimizer, dense=self.dense, fsdp_size=self.fsdp_size)
+        prepared = prepare(
+            self.accelerator,
+            model,
+            optimizer,
+            more_optimizers=[other for other in others if isinstance(other, torch.optim.Optimizer)],
+            dense=self.dense,
+            fsdp_size=self.fsdp_size,
+        )
         self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
         if self.accelerator.num_processes > 1:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))

@@ -6,7 +6,7 @@ between the ranks of all sets that have the same shard, once per optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from toolkit.parallel.ownership import local_rows
 
 def fully_shard_dense(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     accelerator: Accelerator,
     *,
     fsdp_size: int | None = None,
@@ -36,44 +36,61 @@ def fully_shard_dense(
     `fsdp_size` neighbouring ranks have one set of shards, None for all. Sets begin with the weights of the first one,
     as replicas do under DDP.
 
-    Modules that repeat in a list are gathered one at a time, the rest together. `optimizer` is given the new
-    parameters; it must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
+    Modules that repeat in a list are gathered one at a time, the rest together. `optimizers` are given the new
+    parameters; they must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
     DDP; so autocast is entered here. Does nothing on one process.
 
     Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately, for an optimizer that has
-    state already, and for an `fsdp_size` that does not divide the number of processes.
+    state already, for a trainable parameter in none of `optimizers`, and for an `fsdp_size` that does not divide the
+    number of processes.
     """
     if accelerator.num_processes == 1:
         return
     if accelerator.mixed_precision == "fp16":
         raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
-    if optimizer.state:
-        raise UserError(
-            f"optimizer {type(optimizer).__name__} has state before the first step, which fully sharded parameters "
-            "would not take over: use one such as AdamW that makes it later, or dense parameters under DDP."
-        )
-    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    ignored = set(ignored)
+    before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
+    _refuse_unfit(optimizers, before)
     mesh = _make_mesh(accelerator, fsdp_size)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(),
-        "ignored_params": set(ignored),
+        "ignored_params": ignored,
         "reshard_after_forward": True,
     }
     for block in _repeated(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
     after = dict(model.named_parameters())
-    name_of = {was: name for name, was in before.items()}
-    for group in optimizer.param_groups:
-        group["params"] = [after[name_of[id(parameter)]] for parameter in group["params"]]
+    sharded = {parameter: after[name] for name, parameter in before.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     if mesh.ndim > 1:
         _replicate(model, mesh, accelerator)
     if accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     mark_as_prepared(model)
+
+
+def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError where an optimizer has state of parameters that are `replaced`, or none has a trainable one."""
+    held: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        held |= {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if any(optimizer.state.get(parameter) for parameter in replaced.values()):
+            raise UserError(
+                f"optimizer {type(optimizer).__name__} has state before the first step, which fully sharded parameters "
+                "would not take over: use one such as AdamW that makes it later, or dense parameters under DDP."
+            )
+    for name, parameter in replaced.items():
+        if parameter.requires_grad and parameter not in held:
+            raise UserError(
+                f"parameter {name!r} is in no optimizer that prepare was given, and sharding replaces it, so that an "
+                "optimizer made before would train nothing: give prepare all optimizers, or freeze it."
+            )
 
 
 def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -38,6 +38,7 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    more_optimizers: Sequence[torch.optim.Optimizer] = (),
     dense: Dense = "ddp",
     fsdp_size: int | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -45,6 +46,7 @@ def prepare(
     out of its broadcast.
 
     `dense="fsdp2"` shards all other parameters over the ranks, or with `fsdp_size` over each set of so many neighbours.
+    `more_optimizers` have further parameters of `model`, and are given the sharded ones; preparing them is left to you.
     Raises UserError for fp16 with owned parameters, for an optimizer whose statistics span their rows, and for FSDP2
     with experts that every rank replicates.
     Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
@@ -69,7 +71,8 @@ def prepare(
                 "use a larger --ep-size, or --dense-parallel ddp."
             )
         ignored = owned(model.parameters())
-        fully_shard_dense(model, optimizer, accelerator, fsdp_size=fsdp_size, ignored=ignored)
+        optimizers = [optimizer, *more_optimizers]
+        fully_shard_dense(model, optimizers, accelerator, fsdp_size=fsdp_size, ignored=ignored)
     elif accelerator.num_processes > 1:
         if excluded := names + constant_buffers(model):
             exclude_from_ddp(model, excluded)
