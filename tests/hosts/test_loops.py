@@ -9,12 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.equality import assert_equal_rows
 from tests.helpers import run_distributed
-from tests.hosts.test_engine import Model
+from tests.hosts.test_engine import Model, by_id, place, together
 from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
@@ -30,6 +33,19 @@ class CheckpointedModel(Model):
         x = self.stem(x).tanh()
         for block in self.blocks:
             x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class SkippingModel(Model):
+    """Leaves out the blocks `skipped`, as LayerDrop does, alike on all ranks."""
+
+    skipped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        for number, block in enumerate(self.blocks):
+            if number not in self.skipped:
+                x = block(x)
         return self.head(x)
 
 
@@ -83,8 +99,6 @@ def test_clipping_by_torch_is_noticed_where_ranks_scale_unequally():
 def steps_with_an_unused_parameter() -> list[str]:
     said = []
     for find_unused in (False, True):
-        from accelerate import DistributedDataParallelKwargs
-
         handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if find_unused else []
         accelerator, model = Accelerator(cpu=True, kwargs_handlers=handlers), WithUnused()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -106,6 +120,45 @@ def test_a_parameter_without_a_gradient_is_named_with_the_setting_that_it_needs(
     assert "2 parameter(s), first 'unused.weight', got no gradient" in first[0]
     assert "find_unused_parameters=True" in first[0]
     assert first[1] == ""
+
+
+def trained_with_skipped_layers(clips: bool, **options: Any) -> dict[str, Tensor]:
+    """Weights after steps of two micro-batches, of which the last leaves out one block in turn."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False),
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    model = SkippingModel().double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+    placement = place(options.pop("placement", "blocks"))
+    wrapped, optimizer = ExpertParallel(accelerator, placement=placement, **options).prepare(model, optimizer)
+    draws = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for skipped in ((), (step % 2,)):
+            x = torch.randn(8, 5, dtype=torch.float64, generator=draws)
+            mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
+            model.skipped = skipped
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(mine).square().sum() * accelerator.num_processes)
+                if clips and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+    return by_id(model, lambda p: p.detach())
+
+
+def trained_with_and_without_clipping(options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    return [trained_with_skipped_layers(clips, **options) for clips in (True, False)]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {"placement": "copies"}), (4, {"ep_size": 2})])
+def test_a_layer_that_the_last_micro_batch_skips_learns_the_same(world: int, options: dict[str, Any]):
+    (expected,) = run_distributed(trained_with_and_without_clipping, 1, {})
+    found = zip(*run_distributed(trained_with_and_without_clipping, world, options), strict=True)
+    for ranks, alone in zip(found, expected, strict=True):
+        assert_equal_rows(together(list(ranks)), alone, 1e-10)
 
 
 def loads_when_checkpointed() -> list[list[list[int]]]:

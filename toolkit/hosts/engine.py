@@ -41,7 +41,12 @@ from toolkit.moe.load.load_meter import LoadMeter
 from toolkit.moe.replan import Migration, Replanner
 from toolkit.moe.stack import ExpertStack
 from toolkit.moe.state_dict import is_spread, read_names, whole_state_dict
-from toolkit.parallel.gradients import clip_grad_norm_, has_averaging_hooks, refresh_replicas
+from toolkit.parallel.gradients import (
+    average_accumulated,
+    clip_grad_norm_,
+    has_averaging_hooks,
+    refresh_replicas,
+)
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
@@ -168,6 +173,7 @@ class ExpertParallel:
             fsdp_size=self.fsdp_size,
         )
         self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
+        optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters()))
         if self.accelerator.num_processes > 1:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
@@ -193,6 +199,7 @@ class ExpertParallel:
         if not self.accelerator.sync_gradients:
             return None
         self.accelerator.unscale_gradients()
+        average_accumulated(self.expert_parameters())
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return clip_grad_norm_(listed, max_norm)
 

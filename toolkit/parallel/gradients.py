@@ -43,8 +43,9 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
 
     Each incoming gradient, a sum over the EP group's batches, is divided by `ep_size` on arrival, so that the mean
     over the expert data-parallel group may be taken again where a loop synchronises more than once before a step.
-    `is_synchronising`: whether this backward is the last of a step, on all ranks alike. A parameter that is frozen now
-    may be unfrozen later.
+    `is_synchronising`: whether this backward is the last of a step, on all ranks alike. One that has no gradient of the
+    parameter leaves those accumulated before to `average_accumulated`. A parameter that is frozen now may be unfrozen
+    later.
 
     Raises RuntimeError for a parameter that has these hooks: its gradient would be divided twice.
     """
@@ -55,7 +56,10 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
     groups = ownership.groups
 
     def complete(parameter: Tensor) -> None:
-        if is_synchronising() and parameter.grad is not None:
+        if parameter.grad is None:
+            return
+        parameter.awaits_average = not is_synchronising()  # type: ignore[attr-defined]
+        if not parameter.awaits_average:  # type: ignore[attr-defined]
             average_owned_gradients([parameter], groups.expert_dp_size)
 
     is_trained = parameter.requires_grad
@@ -71,6 +75,20 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
 def has_averaging_hooks(parameter: Tensor) -> bool:
     """Whether `average_in_backward` was called for `parameter`."""
     return hasattr(parameter, "averaging_hooks")
+
+
+def average_accumulated(parameters: Iterable[Tensor]) -> None:
+    """Average what micro-batches accumulated in parameters that the last one of the step did not use, as where it
+    skipped their layer: no backward has. To be called before gradients are clipped, and before the step. A collective,
+    on ranks that have used the same ones."""
+    for parameter in parameters:
+        if not getattr(parameter, "awaits_average", False):
+            continue
+        parameter.awaits_average = False  # type: ignore[attr-defined]
+        ownership = ownership_of(parameter)
+        assert ownership is not None
+        if parameter.grad is not None:  # else it was dropped
+            average_owned_gradients([parameter], ownership.groups.expert_dp_size)
 
 
 @torch.no_grad()
