@@ -399,6 +399,23 @@ def test_frozen_experts_are_spread_and_stay_as_they_are() -> None:
     assert run_distributed(frozen_experts, 2) == [(True, False)] * 2
 
 
+def frozen_after_a_backward() -> dict[str, Tensor]:
+    """Weights after a step with gradients from before experts with replicas were frozen."""
+    accelerator, model = Accelerator(cpu=True), Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    experts = ExpertParallel(accelerator, placement=place("copies"))
+    wrapped, optimizer = experts.prepare(model, optimizer)
+    wrapped(torch.randn(8, 5)).square().sum().backward()
+    for parameter in experts.expert_parameters():
+        parameter.requires_grad_(False)
+    optimizer.step()
+    return by_id(model, lambda p: p.detach())
+
+
+def test_experts_frozen_with_a_gradient_stay_equal_to_their_replicas() -> None:
+    together(run_distributed(frozen_after_a_backward, 2))
+
+
 def prepare_with_a_scheduler(split_batches: bool) -> str | None:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
     model = Model()

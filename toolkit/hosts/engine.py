@@ -337,7 +337,8 @@ class ExpertParallel:
 
     def _after_step(self) -> None:
         self.steps += 1
-        refresh_replicas(parameter for parameter in self.expert_parameters() if parameter.requires_grad)
+        # One that was frozen while it had a gradient was stepped all the same.
+        refresh_replicas(p for p in self.expert_parameters() if p.requires_grad or p.grad is not None)
         if self._meter is not None:
             self._meter.fold_when_many()
         if self.replanner is not None:
