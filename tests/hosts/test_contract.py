@@ -110,3 +110,21 @@ def test_experts_that_keep_the_contract_are_left_as_they_were(dtype: torch.dtype
     assert torch.equal(torch.get_rng_state(), state)
     assert model["experts"].training
     assert model["experts"].num_experts == EXPERTS
+
+
+class Scales(Experts):
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(hidden, expert_ids, weights) * scale
+
+
+def test_a_further_argument_is_refused_by_its_name():
+    experts = model_of(Scales)["experts"]
+    chosen = torch.randn(2, DIM), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+    before = experts(*chosen)
+    spread_experts(nn.ModuleDict({"experts": experts}), ExpertGroups())
+    for call in (lambda: experts(*chosen, 3.0), lambda: experts(*chosen, scale=3.0)):
+        with pytest.raises(UserError, match=r"experts Scales were called with 'scale'.*attribute of the module"):
+            call()
+    torch.testing.assert_close(experts(*chosen, scale=1.0), before)
+    with pytest.raises(UserError, match="'unknown'"):
+        experts(*chosen, unknown=3.0)

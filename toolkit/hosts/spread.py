@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -136,10 +137,26 @@ def _forward(
     stack: ExpertStack,
     compute: Callable[..., Tensor],
     names: tuple[str, ...],
-    *args: Tensor,
-    **kwargs: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """`names`: of the arguments hidden, ids and weights."""
-    hidden, ids_TK, weights_TK = (*args, *(kwargs[name] for name in names[len(args) :]))
+    if len(args) + len(kwargs) > len(names):
+        _refuse_further_arguments(type(module).__name__, compute, names, args, kwargs)
+    hidden, ids_TK, weights_TK = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
     x_TD = hidden.reshape(-1, hidden.shape[-1])
     return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
+
+
+def _refuse_further_arguments(
+    kind: str, compute: Callable[..., Tensor], names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise UserError for an argument besides those of `names`, unless it is what it would be without being given."""
+    taken = inspect.signature(compute).parameters
+    for name, value in (*zip(list(taken)[3:], args[3:], strict=False), *kwargs.items()):
+        is_default = name in taken and not isinstance(value, Tensor) and value == taken[name].default
+        if name not in names and not is_default:
+            raise UserError(
+                f"the experts {kind} were called with {name!r}, which ranks that compute them for others are not told: "
+                "make it an attribute of the module, or apply it outside."
+            )
