@@ -78,13 +78,15 @@ class Model(nn.Module):
 
 
 def place(kind: str) -> Any:
-    """By name: in any order; 4 on rank 0; experts 0 and 1 on every rank; the last expert on all ranks but the last two
-    and its own, so three copies on four ranks."""
+    """By name: all on rank 0; in any order; 4 on rank 0; experts 0 and 1 on every rank; the last expert on all ranks
+    but the last two and its own, so three copies on four ranks."""
     if kind == "blocks":
         return "contiguous"
 
     def placement(layer: str, experts: int, ranks: int) -> ExpertPlacement:
         order = torch.randperm(experts, generator=torch.Generator().manual_seed(len(layer))).tolist()
+        if kind == "one rank":
+            return ExpertPlacement((tuple(order), *[()] * (ranks - 1)))
         if kind == "shuffled" or ranks == 1:
             return ExpertPlacement.from_slot_of_expert(order, ranks)
         if kind == "uneven":
@@ -188,6 +190,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "copies", "spare_slots": 1},
         {"ep_size": 2, "placement": "uneven", "dense": "fsdp2"},
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2", "accumulation": 2, **MIGRATING},
+        {"ep_size": 2, "placement": "one rank", "accumulation": 2},
         {"ep_size": 2, "skew": True, **MIGRATING},
         {"ep_size": 2, "planner": "swap", "replan_every": 1},
         {"groups": {"ep_size": 2, "chunks": 2}, "placement": "copies", "accumulation": 2, "skew": True, **MIGRATING},

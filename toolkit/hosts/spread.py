@@ -23,6 +23,7 @@ from toolkit.moe.layer import MoE
 from toolkit.moe.stack import ExpertStack, expert_stacks
 from toolkit.moe.state_dict import refuse_partial_state_dict, rows_of, take_rows
 from toolkit.parallel.groups import ExpertGroups
+from toolkit.parallel.ownership import EMPTY_ROW
 from toolkit.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
@@ -39,8 +40,9 @@ def spread_experts(
     """Keep this rank's experts of each layer of `model`, in place; returns all layers' stacks, by name.
 
     All ranks hold the same `model`; an optimizer made before stays valid if it has not stepped. `placement`: contiguous
-    blocks of ids, round-robin, or a function of the layer. Raises UserError for one that does not fit a layer, and for
-    experts that would compute something else once they are spread.
+    blocks of ids, round-robin, or a function of the layer; a foreign module gets an empty slot on a rank that it leaves
+    without any. Raises UserError for one that does not fit a layer, and for experts that would compute something else
+    once they are spread.
     """
     adapt_experts(model)
     layers = find_experts(model)
@@ -57,6 +59,9 @@ def spread_experts(
             place = with_spare_slots(placement(name, experts, ranks), spare_slots)
         if place.num_experts != experts:
             raise UserError(f"placement of {place.num_experts} experts for {name!r}, which has {experts}.")
+        if not isinstance(module, MoE):
+            # A rank without a slot could not call the module, and would be missing in the backward of the exchange.
+            place = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in place.slots))
         parameters = _stacked_parameters(module)
         for parameter in parameters.values():
             parameter.data = rows_of(parameter.data, place.slots[groups.ep_rank])
