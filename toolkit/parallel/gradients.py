@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.compat import divide_each_, flattened, multiply_each_, norm_of_each, unflattened
-from toolkit.parallel.ownership import Ownership, in_use, is_owned, ownership_of
+from toolkit.parallel.ownership import Ownership, RowsOfRanks, in_use, is_owned, ownership_of
 
 
 @torch.no_grad()
@@ -99,19 +99,19 @@ def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        borrowed, lent = ownership.replicated
+        borrowed, lent = ownership.replicated_on(grad.device)
         received = _exchange_rows(grad, borrowed, lent, ownership)
-        grad.index_fill_(0, _flat(borrowed, grad), 0)
-        parameter.grad = grad.index_add_(0, _flat(lent, grad), received)
+        grad.index_fill_(0, borrowed.index_N, 0)
+        parameter.grad = grad.index_add_(0, lent.index_N, received)
 
 
 @torch.no_grad()
 def refresh_replicas(parameters: Iterable[Tensor]) -> None:
     """Copy the weights of each row's owner to its replicas, after the optimizer step. A collective."""
     for parameter, ownership in _with_replicas(parameters):
-        borrowed, lent = ownership.replicated
+        borrowed, lent = ownership.replicated_on(parameter.device)
         received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
-        parameter.index_copy_(0, _flat(borrowed, parameter), received)
+        parameter.index_copy_(0, borrowed.index_N, received)
 
 
 def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
@@ -121,18 +121,12 @@ def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Owner
             yield parameter, ownership
 
 
-def _exchange_rows(rows: Tensor, sent: list[list[int]], received: list[list[int]], ownership: Ownership) -> Tensor:
-    """Send the rows listed for each rank of the EP group; returns what was received, in order of rank."""
-    result = rows.new_empty(sum(map(len, received)), *rows.shape[1:])
-    out = rows.index_select(0, _flat(sent, rows))
-    sizes = [len(each) for each in received], [len(each) for each in sent]
-    dist.all_to_all_single(result, out, *sizes, group=ownership.groups.ep_group)
+def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:
+    """Send rows to each rank of the EP group; returns what was received, in order of rank."""
+    result = rows.new_empty(len(received.index_N), *rows.shape[1:])
+    out = rows.index_select(0, sent.index_N)
+    dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
     return result
-
-
-def _flat(lists: list[list[int]], like: Tensor) -> Tensor:
-    rows = torch.tensor([row for each in lists for row in each], dtype=torch.int64)
-    return rows.to(like.device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -24,8 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -41,6 +43,15 @@ class RowHolder(Protocol):
     def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
         """Hold the rows that a checkpoint was saved with, whose values are read next, where as many fit."""
         ...
+
+
+class RowsOfRanks(NamedTuple):
+    """Rows here that are exchanged with each rank of an EP group."""
+
+    index_N: Int[Tensor, " N"]
+    """int64, those of all ranks in order of rank."""
+    sizes: list[int]
+    """How many of them each rank has."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,22 @@ class Ownership:
                 if rank != here and row_id in ids:
                     lent[rank].append(row_of[row_id])
         return borrowed, lent
+
+    def replicated_on(self, device: torch.device) -> tuple[RowsOfRanks, RowsOfRanks]:
+        """`replicated`, as indices on `device`, where they stay: steps are many, and migrations make an `Ownership`."""
+        if device not in self._indices:
+            borrowed, lent = (_rows_of_ranks(lists, device) for lists in self.replicated)
+            self._indices[device] = borrowed, lent
+        return self._indices[device]
+
+    @cached_property
+    def _indices(self) -> dict[torch.device, tuple[RowsOfRanks, RowsOfRanks]]:
+        return {}
+
+
+def _rows_of_ranks(lists: Sequence[Sequence[int]], device: torch.device) -> RowsOfRanks:
+    index_N = torch.tensor([row for each in lists for row in each], dtype=torch.int64)
+    return RowsOfRanks(index_N.to(device, non_blocking=True), [len(each) for each in lists])
 
 
 def mark_owned(
