@@ -107,6 +107,13 @@ def test_what_the_guard_assumes_can_be_given() -> None:
     assert (given.bytes_per_second, given.seconds_per_row) == (2.5e9, pytest.approx(0.8 * 3.0 / rows))
 
 
+def test_without_a_guard_no_step_times_are_kept() -> None:
+    replanner = Replanner(expert_stacks(a_layer(1)), planner="lpt", every=100, guarded=False)
+    for number in (1, 2):
+        replanner.after_step(number, torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    assert replanner._ends == []
+
+
 def link_speed_of_the_guard() -> tuple[float, float]:
     layer = a_layer(2)
     replanner = Replanner(expert_stacks(layer), planner="lpt", every=1, link_gbytes_per_second=None)

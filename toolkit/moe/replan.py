@@ -128,11 +128,12 @@ class Replanner:
         pairs = "together_EE" in self.wanted
         self._cursors = {name: stack.log.cursor(pairs=pairs) for name, stack in stacks.items()}
         self._ends: list[float] = []
-        """When the steps of this window ended."""
+        """When the steps of this window ended, for the guard."""
 
     def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
         """Call it after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
-        self._ends.append(time.perf_counter())
+        if self.guarded:
+            self._ends.append(time.perf_counter())
         if step % self.every or not self.stacks:
             return []
         done = []
