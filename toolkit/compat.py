@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 # --- torch: many tensors at once ---------------------------------------------------------------------------------
 
@@ -157,6 +160,13 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
 def without_compile_prefix(name: str) -> str:
     """The name that a parameter or module has without `torch.compile`."""
     return name.replace("_orig_mod.", "")
+
+
+def awaits_all_reduce(module: FSDPModule) -> bool:
+    """Whether `module` has gradients that were summed within a set of shards, and not yet over the sets."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # a list since torch 2.12
+    return any(group is not None and group._partial_reduce_output is not None for group in groups)
 
 
 # --- Accelerate --------------------------------------------------------------------------------------------------

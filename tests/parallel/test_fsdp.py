@@ -36,6 +36,45 @@ def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, 
     return accelerator, model, optimizer
 
 
+class Skipping(nn.Module):
+    """Two blocks, of which the second may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.depth = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return x
+
+
+def skip_a_block_in_the_last_micro_batch() -> str:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Skipping()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fully_shard_dense(model, [optimizer], accelerator, fsdp_size=2, ignored=[])
+    for depth in (2, 2, 1, 2, 2, 1):
+        model.depth = depth
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(4, 3)).square().sum())
+        if accelerator.sync_gradients:
+            try:
+                optimizer.step()
+            except UserError as error:
+                return f"with depth {depth}: {error}"
+            optimizer.zero_grad()
+    return "not refused"
+
+
+def test_a_block_that_only_the_last_micro_batch_skips_is_refused():
+    for refusal in run_distributed(skip_a_block_in_the_last_micro_batch, 4):
+        assert refusal.startswith(
+            "with depth 1: blocks.1 was used by a micro-batch of this step and not by the last one"
+        )
+
+
 def two_sets() -> dict[str, Any]:
     with mock.patch.object(groups, "timeout_of", return_value=timedelta(seconds=77)):
         accelerator, model, optimizer = sharded(accumulation=3, fsdp_size=2)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from toolkit.compat import mark_as_prepared
+from toolkit.compat import awaits_all_reduce, mark_as_prepared
 from toolkit.errors import UserError
 from toolkit.parallel.groups import divisors_text, new_group_of_each
 from toolkit.parallel.ownership import local_rows
@@ -69,7 +69,7 @@ def fully_shard_dense(
         for group in optimizer.param_groups:
             group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     if mesh.ndim > 1:
-        _replicate(model, mesh, accelerator)
+        _replicate(model, mesh, accelerator, optimizers)
     if accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     mark_as_prepared(model)
@@ -113,7 +113,9 @@ def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:
     )
 
 
-def _replicate(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator) -> None:
+def _replicate(
+    model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Have all sets of shards begin with the weights of the first, and average gradients once per optimizer step."""
     group = mesh.get_group(0)
     with torch.no_grad():
@@ -128,6 +130,20 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator) -> 
         module.set_requires_all_reduce(accelerator.sync_gradients)
 
     model.register_forward_pre_hook(sum_within_sets)
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+    def refuse_partial_sums(*_: Any) -> None:
+        """Of a block whose last micro-batch had no backward, which would have summed them over the sets."""
+        for name, module in units:
+            if awaits_all_reduce(module):
+                raise UserError(
+                    f"{name or type(module).__name__} was used by a micro-batch of this step and not by the last one, "
+                    "so that its gradients are not averaged over the sets of shards: leave --fsdp-size out, or skip "
+                    "it in all micro-batches of a step."
+                )
+
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(refuse_partial_sums)
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:
