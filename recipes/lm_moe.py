@@ -49,7 +49,7 @@ def full() -> Config:
     """The published run: two epochs of tinyshakespeare."""
     mixture: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden_size": 64, "balance_weight": 0.01}
     schedule = tk.ScheduleConfig(warmup_steps=50)
-    return Config(**mixture, epochs=2, batch_size=32, lr=5e-3, schedule=schedule, log_every=20)
+    return Config(**mixture, epochs=2, batch_size=32, lr=2e-2, schedule=schedule, log_every=20)
 
 
 def debug() -> Config:
