@@ -100,5 +100,7 @@ def main(config: Config) -> dict[str, Any]:
         return run.finish(results)
 
 
+PRESETS = {"full": full, "debug": debug}
+
 if __name__ == "__main__":
-    tk.run_recipe(main, {"full": full, "debug": debug}, __doc__)
+    tk.run_recipe(main, PRESETS, __doc__)

@@ -118,5 +118,7 @@ def speech(folder: Path) -> int:
         raise SystemExit(str(error)) from error
 
 
+PRESETS = {"full": full, "debug": debug}
+
 if __name__ == "__main__":
-    tk.run_recipe(main, {"full": full, "debug": debug}, __doc__)
+    tk.run_recipe(main, PRESETS, __doc__)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
 
 import toolkit as tk
+from tests.helpers import ROOT
+from tests.sweep.toy import RECIPE
 from toolkit.errors import UserError
 from toolkit.sweep.grid import config_digest, grid_cells, load_recipe, parse_axes
 
@@ -51,6 +55,39 @@ def test_what_is_no_recipe_is_refused(toy, tmp_path):
     toy.write_text("print")
     with pytest.raises(UserError, match="has no PRESETS"):
         load_recipe(toy, [])
+
+
+def test_a_recipe_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "neighbour_of_toy.py").write_text("PRESET = 'full'\n")
+    script = tmp_path / "toy.py"
+    script.write_text(f"from neighbour_of_toy import PRESET\n{RECIPE}")
+    assert "full" in load_recipe(script, []).presets
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import no_such_module", "cannot be imported (No module named 'no_such_module'): `python "),
+        ("def main(:", "cannot be imported (invalid syntax (toy.py, line 1)): `python "),
+    ],
+)
+def test_a_recipe_that_cannot_be_imported_is_one_line(toy, text, says):
+    toy.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        load_recipe(toy, [])
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
+    guide = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    scripts = [block for block in re.findall(r"```python run\n(.*?)```", guide, re.DOTALL) if "run_recipe(" in block]
+    assert len(scripts) > 1
+    for number, text in enumerate([*scripts, (ROOT / "docs/examples/text_classification.py").read_text()]):
+        script = tmp_path / f"guide_{number}.py"
+        script.write_text(text)
+        assert "full" in load_recipe(script, []).presets
 
 
 def test_a_digest_is_of_what_decides_the_result(toy):

@@ -55,7 +55,10 @@ class Cell:
 
 
 def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
-    """The recipe at `script`. Raises UserError where that is none, or `arguments` are not for it."""
+    """The recipe at `script`. Raises UserError where that is none or cannot be imported, or `arguments` are not for it.
+
+    Its folder is put on the search path, as `python SCRIPT` does, so that it can import its neighbours.
+    """
     if not script.is_file() or script.suffix != ".py":
         raise UserError(f"{script}: no such script: give a recipe, such as recipes/mnist_moe.py.")
     name = f"recipe_{script.stem}"
@@ -63,10 +66,16 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where the types of its config are looked up
-    spec.loader.exec_module(module)
+    if (neighbours := str(script.resolve().parent)) not in sys.path:
+        sys.path.insert(0, neighbours)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"{script}: cannot be imported ({error}): `python {script} --help` shows where.") from None
     presets = getattr(module, "PRESETS", None)
     if not isinstance(presets, dict):
-        raise UserError(f"{script}: has no PRESETS, so it is no recipe: see docs/recipes.md.")
+        remedy = "name them there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
+        raise UserError(f"{script}: has no PRESETS, where a sweep looks for its presets: {remedy}.")
     recipe = Recipe(script, tuple(arguments), presets, getattr(module, "main", None))
     recipe.config(())
     return recipe
