@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,90 @@ def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
     with pytest.raises(UserError) as refusal:
         cli.parse(PRESETS, typed.split())
     assert str(refusal.value) == says
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RunConfig):
+    fancy: bool = False
+    bare: int = 3
+    either: int | str = 3
+    number: int | float | None = None
+    """A number."""
+    maybe: bool | None = None
+    """Perhaps."""
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    """Sizes."""
+    extents: tuple[int, ...] | None = None
+    """Extents."""
+    colour: Colour = Colour.RED
+    """Paint."""
+
+
+OWN = {"own": Own}
+
+
+def test_help_shows_fields_of_every_type_and_without_a_docstring():
+    lines = [line.split(maxsplit=1) for line in help_text("recipe.py", "A recipe.", OWN, Own()).splitlines()]
+    shown = {words[0]: " ".join(words[1:]) for words in lines if words}
+    assert shown["--fancy"] == ""
+    assert [" ".join(shown[name].split()) for name in ("--bare", "--either", "--number", "--maybe")] == [
+        "INT [3]",
+        "INT|TEXT [3]",
+        "INT|FLOAT A number. [none]",
+        "true|false Perhaps. [none]",
+    ]
+    assert " ".join(shown["--sizes"].split()) == "INT ... Sizes. [1 2]"
+    assert " ".join(shown["--colour"].split()) == "NAME Paint. (RED, BLUE) [RED]"
+
+
+@pytest.mark.parametrize(
+    ("typed", "changed"),
+    [
+        ("--fancy --either abc --number 1.5", {"fancy": True, "either": "abc", "number": 1.5}),
+        ("--sizes 3 4 5 --maybe true", {"sizes": [3, 4, 5], "maybe": True}),
+        ("--maybe False --extents 1 2", {"maybe": False, "extents": (1, 2)}),
+        ("--maybe none --extents none --colour BLUE", {"colour": Colour.BLUE}),
+    ],
+)
+def test_own_fields_of_every_type_are_read(typed: str, changed: dict[str, Any]):
+    assert cli.parse(OWN, typed.split()) == replace(Own(), **changed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--number abc", "--number abc: take an integer, a number or none."),
+        ("--maybe 3", "--maybe 3: take true, false or none."),
+        ("--colour PINK", "--colour PINK: take RED or BLUE."),
+        ("--sizes a", "--sizes a: take an integer, or several with spaces between."),
+        ("--sizes", "--sizes needs a value: take an integer, or several with spaces between."),
+    ],
+)
+def test_a_value_of_another_type_is_refused(typed: str, says: str):
+    with pytest.raises(UserError) as refusal:
+        cli.parse(OWN, typed.split())
+    assert str(refusal.value) == says
+
+
+def test_a_field_that_no_flag_can_set_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Table(RunConfig):
+        weights: dict[str, int] = field(default_factory=dict)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Required(RunConfig):
+        width: int
+
+    with pytest.raises(UserError, match=r"--weights: a field of type dict\[str, int\] cannot be a flag: use bool, int"):
+        cli.parse({"table": Table}, ["--help"])
+    with pytest.raises(UserError, match=r"the preset full leaves out a field that has no default .* 'width'"):
+        cli.parse({"full": lambda: Required()}, [])
+    assert cli.parse({"full": lambda: Required(width=3)}, ["--width", "4"]).width == 4
 
 
 def test_help_has_presets_and_flags_and_does_not_load_torch():

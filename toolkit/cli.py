@@ -12,14 +12,13 @@ import difflib
 import io
 import re
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from toolkit.config import foreign_flags
 from toolkit.config.file import flags_of_file
-from toolkit.config.flags import CONFIG, help_text, value_types
+from toolkit.config.flags import CONFIG, alternatives, help_text, is_enum, takes_several, value_types
 from toolkit.config.run import RunConfig
 from toolkit.errors import (
     EXIT_BUG,
@@ -90,10 +89,15 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         if args[0] in presets:
             raise UserError(f"two presets, {preset} and {args[0]}: take one.")
         raise UserError(f"unknown preset {args[0]!r}: {_nearest(args[0], presets) or f'take {_either(presets)}.'}")
-    default = presets[preset]()
+    try:
+        default = presets[preset]()
+    except TypeError as error:
+        if "__init__() missing" not in str(error):
+            raise
+        raise UserError(f"the preset {preset} leaves out a field that has no default ({error}): give it one.") from None
+    flags = value_types(default) | {CONFIG: Path}
     if {"-h", "--help"} & set(args):
         _print_help(help_text(sys.argv[0], doc, presets, default))
-    flags = value_types(default) | {CONFIG: Path}
     words, given = _read(args, flags, presets)
     in_file: dict[str, str] = {}
     if path := given.get(CONFIG):
@@ -134,9 +138,12 @@ def _print_help(text: str) -> NoReturn:
 
 
 def _read(
-    args: Sequence[str], flags: Mapping[str, Any], presets: Mapping[str, Any]
+    args: Sequence[str], flags: Mapping[str, Any], presets: Mapping[str, Any], *, may_be_empty: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """`args` in tyro's form, and the values of each flag. Raises UserError for what is no flag with its value."""
+    """`args` in tyro's form, and the values of each flag. Raises UserError for what is no flag with its value.
+
+    `may_be_empty`: a text without letters and a tuple without items are values, and not a variable that is not set.
+    """
     words: list[str] = []
     given: dict[str, str] = {}
     rest = list(args)
@@ -160,12 +167,13 @@ def _read(
             words.append(flag)
             continue
         values = [value] if equals else []
-        many = get_origin(hint) is tuple
+        many = takes_several(hint)
         while rest and not rest[0].startswith("--") and not (values and not many):
             values.append(rest.pop(0))
         if flag == "--resume" and not values:
             values = ["yes"]
-        if not any(values):
+        is_empty = may_be_empty and (many if not values else str in alternatives(hint))
+        if not any(values) and not is_empty:
             raise UserError(f"{flag} needs a value: take {_describe(hint)}.")
         if flag == CONFIG:
             if flag in given:
@@ -173,11 +181,15 @@ def _read(
             given[flag] = values[0]
             continue
         given[flag] = " ".join(values)
-        words += [
-            flag,
-            *("None" if value.lower() == "none" and type(None) in get_args(hint) else value for value in values),
-        ]
+        words += [flag, *(_as_python(value, hint) for value in values)]
     return words, given
+
+
+def _as_python(value: str, hint: Any) -> str:
+    """`value` as tyro writes it: None, True and False where `hint` has them."""
+    constants = {type(None): ("none",), bool: ("true", "false")}
+    words = [word for part in alternatives(hint) for word in constants.get(part, ())]
+    return value.capitalize() if value.lower() in words else value
 
 
 def _read_file(path: Path, flags: Mapping[str, Any], presets: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
@@ -196,7 +208,7 @@ def _read_file(path: Path, flags: Mapping[str, Any], presets: Mapping[str, Any])
             if (switch := switches.get(" ".join(values).lower())) is None:
                 raise UserError(f"{flag} {' '.join(values)}: take {'true or false' if off in flags else 'true'}.")
             args.append(switch)
-        return _read(args, flags, presets)
+        return _read(args, flags, presets, may_be_empty=True)
     except UserError as error:
         raise UserError(f"{CONFIG} {path}: {str(error).removeprefix(f'{CONFIG} {path}: ')}") from None
 
@@ -231,13 +243,14 @@ def _either(names: Mapping[str, Any] | Sequence[Any]) -> str:
 
 def _describe(hint: Any) -> str:
     """The values of type `hint`, in words."""
-    origin = get_origin(hint)
-    parts = get_args(hint)
-    if origin in (Union, types.UnionType):
+    parts = alternatives(hint)
+    if len(parts) > 1:
         options = [_describe(part).replace(" or ", ", ") for part in parts if part is not type(None)]
-        return _either([*options, "none"])
-    if origin is Literal:
-        return _either(parts)
-    if origin is tuple:
-        return f"{_describe(parts[0])}, or several with spaces between"
-    return {int: "an integer", float: "a number", Path: "a path"}.get(hint, "a word")
+        return _either([*options, *["none"] * (type(None) in parts)])
+    if get_origin(hint) is Literal:
+        return _either(get_args(hint))
+    if is_enum(hint):
+        return _either(hint.__members__)
+    if get_origin(hint) in (tuple, list):
+        return f"{_describe(get_args(hint)[0])}, or several with spaces between"
+    return {bool: "true or false", int: "an integer", float: "a number", Path: "a path"}.get(hint, "a word")

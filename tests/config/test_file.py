@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import json
-from dataclasses import replace
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ import torch
 import toolkit as tk
 from recipes.mnist_moe import PRESETS, debug, full
 from toolkit import cli
-from toolkit.config.run import OptimizerConfig, to_dict
+from toolkit.config.run import OptimizerConfig, RunConfig, to_dict
 from toolkit.data.identity import identity
 from toolkit.errors import UserError
 from toolkit.run.data import record_data
+from toolkit.tracking.jsonl import to_json
 
 YAML = """
 epochs: 3                # a comment
@@ -65,6 +68,41 @@ def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):
     assert parse(tmp_path, json.dumps(json.loads(text), indent="\t"), name="config.json") == config
 
 
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RunConfig):
+    sizes: tuple[int, ...] = (1, 2)
+    widths: list[int] = field(default_factory=lambda: [3])
+    note: str = "usual"
+    maybe: bool | None = None
+    clip: float = 1.0
+    colour: Colour = Colour.RED
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Own(),
+        Own(sizes=(), widths=[], note=""),
+        Own(note="null", maybe=False, clip=math.inf, colour=Colour.BLUE),
+        Own(note="no", maybe=True, clip=-math.inf, max_steps=3),
+    ],
+)
+def test_every_setting_reads_back_from_the_config_of_a_run(tmp_path: Path, config: Own, name: str):
+    (tmp_path / name).write_text(to_json(to_dict(config), indent=1))
+    assert cli.parse({"own": Own}, ["--config", str(tmp_path / name)]) == config
+
+
+def test_a_key_that_is_twice_in_json_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"mine.json: lr: is there twice: leave one out\.$"):
+        parse(tmp_path, '{"lr": 1, "lr": 2}', name="mine.json")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -79,6 +117,12 @@ def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):
         ("cpu: 1", "--cpu 1: take true or false."),
         ("no-cpu: false", "--no-cpu false: take true."),
         ("config: other.yaml", "unknown flag --config: a file cannot name another one."),
+        ("lr: 1\nlr: 2", "lr: is there twice: leave one out."),
+        ("max_steps: 1\nmax-steps: 2", "max-steps: is there twice: leave one out."),
+        ("optimizer: {beta1: 0.5, beta1: 0.6}", "beta1: is there twice: leave one out."),
+        ("[lr]: 3", "line 1 is neither YAML nor JSON: correct it."),
+        ('run_dir: ""', "--run-dir needs a value"),
+        ('dataset: "*** (1a2b)"', "--dataset *** (1a2b): was masked when this file was written"),
         ("epochs 3", "has no flags: write a line for each"),
         ("", "has no flags: write a line for each"),
         ("lr: 1\nepochs: [3", "line 2 is neither YAML nor JSON: correct it."),

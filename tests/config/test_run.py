@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from toolkit.config.experts import MoERunConfig
 from toolkit.config.run import NOT_OF_THE_TRAJECTORY, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
 from toolkit.errors import UserError
 from toolkit.run.folder import DATA
+from toolkit.tracking.jsonl import to_json
 
 
 @pytest.mark.parametrize("field", ["lr"])
@@ -82,6 +84,21 @@ def test_a_config_is_plain_json_and_frozen():
     assert json.loads(json.dumps(to_dict(config)))["run_dir"] == "runs/a"
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.lr = 2.0
+
+
+def test_what_json_lacks_is_written_as_it_is_typed():
+    class Colour(enum.Enum):
+        BLUE = "b"
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(RunConfig):
+        clip: float = math.inf
+        colour: Colour = Colour.BLUE
+        table: tuple[Colour, ...] = (Colour.BLUE,)
+
+    written = to_dict(Own())
+    assert (written["clip"], written["colour"], written["table"]) == ("inf", "BLUE", ["BLUE"])
+    assert json.loads(to_json(written)) == written
 
 
 def test_the_fields_that_may_change_between_a_run_and_its_continuation_exist():

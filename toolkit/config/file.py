@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from toolkit.errors import UserError
 
 NO_FLAGS = ("recipe", "data_identity")
 """Keys of a run's config.json beside its flags: the recipe's name, and what `toolkit.run.data` knows of the data."""
+MASK = "***"
+"""Stands in the config.json of a run where a secret was, or what may be one."""
 
 
 def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
@@ -24,11 +26,13 @@ def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
         if path.suffix == ".json":  # whose tabs YAML refuses
-            text = json.dumps(json.loads(text))
-        # Every scalar stays the word that was written: other loaders read `no` as false, and `1e-3` as no number.
-        values = yaml.load(text, Loader=yaml.BaseLoader)
+            values = json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str, parse_constant=str)
+        else:
+            values = yaml.load(text, Loader=_words_loader())
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror}): give a YAML or JSON file.") from None
+    except UserError as error:  # a ValueError, too
+        raise UserError(f"--config {path}: {error}") from None
     except (ValueError, yaml.YAMLError) as error:
         place = getattr(error, "problem_mark", None)
         line = getattr(error, "lineno", None) or (place.line + 1 if place else "1")
@@ -38,11 +42,45 @@ def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
     return list(_flat({key: value for key, value in values.items() if key not in NO_FLAGS}))
 
 
+def _words_loader() -> type:
+    """A loader of YAML to which every scalar is the word that was written: others read `no` as false, and `1e-3` as no
+    number. Only a null is None, so that a quoted "" is a text without letters.
+    """
+    import yaml
+
+    class Words(yaml.BaseLoader):
+        def construct_scalar(self, node: Any) -> str | None:
+            is_null = node.style is None and node.value in ("null", "~", "")
+            return None if is_null else str(super().construct_scalar(node))
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            _once((str(key.value), None) for key, _ in node.value)
+            return super().construct_mapping(node, deep)
+
+    return Words
+
+
+def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """`pairs` as a mapping. Raises UserError for a key that is there twice, of which one would be ignored."""
+    pairs = list(pairs)
+    names = [str(key).replace("_", "-") for key, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name}: is there twice: leave one out.")
+    return dict(pairs)
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "--") -> Iterator[tuple[str, list[str]]]:
     for key, value in values.items():
-        name = prefix + key.replace("_", "-")
+        name = prefix + str(key).replace("_", "-")
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         else:
-            words = value if isinstance(value, list) else [value]
-            yield name, ["none" if word in ("null", "~", "") else str(word) for word in words]
+            words = [_word(item) for item in (value if isinstance(value, list) else [value])]
+            if any(word.startswith(MASK) for word in words):
+                raise UserError(f"{name} {words[0]}: was masked when this file was written: write what it stands for.")
+            yield name, words
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

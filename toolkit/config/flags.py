@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import inspect
 import textwrap
 import types
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from toolkit.errors import UserError
 
 COMMON = (
     "--epochs",
@@ -60,12 +63,12 @@ class Flag:
 
     def help_lines(self) -> list[str]:
         """The flag and its sentence, in two columns."""
-        shown = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        shown = " ".join(map(_shown, self.default)) if isinstance(self.default, tuple | list) else _shown(self.default)
         name = self.off_name if self.is_switch and self.default else self.name
         placeholder, choices = ("", "") if self.is_switch else _placeholder(self.hint)
         sentence = f"Switch off: {self.sentence}" if self.is_switch and self.default else self.sentence
-        text = sentence if self.is_switch else f"{sentence}{choices} [{'none' if shown is None else shown}]"
-        lines = textwrap.wrap(text, WIDTH - FLAG_COLUMN, break_on_hyphens=False)
+        text = sentence if self.is_switch else f"{sentence}{choices} [{shown}]"
+        lines = textwrap.wrap(text.strip(), WIDTH - FLAG_COLUMN, break_on_hyphens=False) or [""]
         column = f"  {name} {placeholder}".ljust(FLAG_COLUMN)
         if len(column) > FLAG_COLUMN or column[-1] != " ":
             return [column, *(" " * FLAG_COLUMN + line for line in lines)]
@@ -86,22 +89,63 @@ def flags_of(config: Any, prefix: str = "") -> Iterator[Flag]:
 
 
 def value_types(config: Any) -> dict[str, Any]:
-    """Every word that is a flag of `config`, and the type of its value: None for a switch, which takes no value."""
-    types: dict[str, Any] = {}
+    """Every word that is a flag of `config`, and the type of its value: None for a switch, which takes no value.
+
+    Raises UserError for a field of a type that no words are read as.
+    """
+    flags: dict[str, Any] = {}
     for flag in flags_of(config):
-        types |= {flag.name: None, flag.off_name: None} if flag.is_switch else {flag.name: flag.hint}
-    return types
+        if not _is_read(flag.hint):
+            shown = flag.hint.__name__ if isinstance(flag.hint, type) else flag.hint
+            remedy = "use bool, int, float, str, Path, Literal or an Enum, a tuple or list of one, or several with |"
+            raise UserError(f"{flag.name}: a field of type {shown} cannot be a flag: {remedy}.")
+        flags |= {flag.name: None, flag.off_name: None} if flag.is_switch else {flag.name: flag.hint}
+    return flags
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, with NoneType where None is one of them; else `hint` alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def takes_several(hint: Any) -> bool:
+    """Whether a value of type `hint` may be several words."""
+    return any(get_origin(part) in (tuple, list) for part in alternatives(hint))
+
+
+def is_enum(hint: Any) -> bool:
+    """Whether `hint` is an Enum, whose members are typed by name."""
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
+
+
+def _is_read(hint: Any) -> bool:
+    return all(
+        _is_word(part)
+        or (get_origin(part) in (tuple, list) and all(_is_word(item) or item is ... for item in get_args(part)))
+        for part in alternatives(hint)
+    )
+
+
+def _is_word(hint: Any) -> bool:
+    return hint in (bool, int, float, str, Path, type(None)) or get_origin(hint) is Literal or is_enum(hint)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
 
 
 def _placeholder(hint: Any) -> tuple[str, str]:
     """What stands for a value of type `hint` in --help, and the choices that follow the sentence, if any."""
     if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
+        pairs = [_placeholder(part) for part in alternatives(hint) if part is not type(None)]
+        return "|".join(dict.fromkeys(name for name, _ in pairs)), "".join(choices for _, choices in pairs)
     if get_origin(hint) is Literal:
         return "NAME", f" ({', '.join(map(str, get_args(hint)))})"
-    if get_origin(hint) is tuple:
+    if is_enum(hint):
+        return "NAME", f" ({', '.join(hint.__members__)})"
+    if get_origin(hint) in (tuple, list):
         return f"{_placeholder(get_args(hint)[0])[0]} ...", ""
-    return {int: "INT", float: "FLOAT", Path: "PATH"}.get(hint, "TEXT"), ""
+    return {bool: "true|false", int: "INT", float: "FLOAT", Path: "PATH"}.get(hint, "TEXT"), ""
 
 
 @cache

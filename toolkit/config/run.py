@@ -8,6 +8,7 @@ groups (`--optimizer.weight-decay`). `None` means off or automatic. The heading 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,13 +339,17 @@ NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as plain JSON values."""
+    """A config as JSON values that read back as flags: an enum by its name, infinity as "inf"."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
+            return {str(key): plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
+        if isinstance(value, enum.Enum):
+            return value.name
+        if isinstance(value, float) and not math.isfinite(value):  # which JSON lacks
+            return str(value)
         return str(value) if isinstance(value, Path) else value
 
     return plain(dataclasses.asdict(config))
