@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from toolkit.tracking.secrets import MASK, mask, mask_text
@@ -77,3 +79,17 @@ def test_secrets_in_commands_and_code_are_masked(text):
 )
 def test_ordinary_text_is_left_alone(text):
     assert mask_text(text) == text
+
+
+@pytest.mark.parametrize("name", ["label_key", "pad-token", "textKey"])
+def test_settings_that_may_be_secrets_can_be_told_apart_and_not_read(name):
+    one, other = (mask({name: value}, digests=True)[name] for value in ("label", "text"))
+    assert re.fullmatch(r"\*\*\* \([0-9a-f]{4}\)", one)
+    assert one != other
+    assert one == mask({name: "label"}, digests=True)[name]
+    assert mask({name: ""}, digests=True) == {name: ""}
+
+
+@pytest.mark.parametrize(("name", "value"), [("password", "sesame"), ("client_secret", "x"), ("hub_token", TOKENS[0])])
+def test_what_is_surely_a_secret_has_no_digest(name, value):
+    assert mask({name: value}, digests=True) == {name: MASK}

@@ -339,5 +339,5 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _trajectory(run: Run) -> dict[str, Any]:
     """The settings and data that training results depend on."""
-    settings = mask(to_dict(run.config)).items()
+    settings = mask(to_dict(run.config), digests=True).items()
     return {name: value for name, value in settings if decides_what_is_learned(name)} | {DATA: run.data}

@@ -148,7 +148,7 @@ def write_text(path: Path, text: str, *, partial: str | None = None, durable: bo
 
 def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
     """The content of config.json: every field, without secrets."""
-    return {"recipe": name, **mask(to_dict(config))}
+    return {"recipe": name, **mask(to_dict(config), digests=True)}
 
 
 def _create_new(parent: Path) -> Path:

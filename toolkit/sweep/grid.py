@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -17,6 +18,7 @@ from toolkit.config.flags import value_types
 from toolkit.config.run import to_dict
 from toolkit.config.settings import decides_what_is_learned
 from toolkit.errors import UserError
+from toolkit.tracking.secrets import mask
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Cell:
     digest: str
     """Of everything that decides what is learned: the same run has the same digest in every sweep."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """All of its settings."""
+    """All of its settings, as config.json has them."""
 
     @property
     def flags(self) -> list[str]:
@@ -101,7 +103,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
 def make_cell(recipe: Recipe, values: Mapping[str, str]) -> Cell:
     """The run of `recipe` with `values`. Raises UserError where the recipe refuses them."""
     config = recipe.config(Cell(values, "").flags)
-    return Cell(values, config_digest(recipe.script.stem, config), to_dict(config))
+    return Cell(values, config_digest(recipe.script.stem, config), mask(to_dict(config), digests=True))
 
 
 def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
@@ -125,10 +127,19 @@ def config_digest(recipe: str, config: Any) -> str:
     """Twelve hexadecimal digits of the fields of `config` that decide what is learned and differ from their defaults.
 
     So a field that a later version adds leaves the cells of a sweep what they are; `CellRunner` refuses cells from
-    before a default changed.
+    before a default changed. Secrets are masked, because the digest is the name of a folder.
     """
-    plain = to_dict(config)
-    usual = {name: value for name, value in to_dict(type(config)()).items() if name in plain}
-    fields = {name: value for name, value in plain.items() if decides_what_is_learned(name) and value != usual[name]}
+    plain = mask(to_dict(config), digests=True)
+    required = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    usual = mask(to_dict(type(config)(**required)), digests=True)
+    fields = {
+        name: value
+        for name, value in plain.items()
+        if decides_what_is_learned(name) and (name in required or value != usual[name])
+    }
     text = json.dumps({"recipe": recipe, **fields}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

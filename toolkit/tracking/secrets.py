@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from functools import cache
 from typing import Any
 
-MASK = "***"
+from toolkit.config.file import MASK
+
 _SECRET_WORDS = {"secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials"}
 _SECRET_LAST_WORDS = {"key", "token", "auth", "pat", "apikey"}
 """Names such as `api_key` and `hf_token` hold secrets; `key_size`, `tokens` and `token_count` do not."""
@@ -39,12 +42,18 @@ _CODE = {"str", "int", "float", "bool", "bytes", "Tensor", "None", "True", "Fals
 """Values beside such names in programs, which are no secrets."""
 _FLAG = re.compile(r"(?P<flag>--?[\w-]*(?:key|token|secret|password|passwd|passphrase)\s+)[^\s-]\S*", re.IGNORECASE)
 """`--api-key 0123`."""
+DIGEST_ROUNDS = 100_000
+"""Of PBKDF2: a twentieth of a second for each word that somebody tries."""
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a field called `name` holds a secret."""
-    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().replace("-", "_").split("_")
+    words = _words(name)
     return bool(_SECRET_WORDS & set(words)) or words[-1] in _SECRET_LAST_WORDS
+
+
+def _words(name: str) -> list[str]:
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().replace("-", "_").split("_")
 
 
 def mask_text(text: str) -> str:
@@ -61,12 +70,26 @@ def _mask_assignment(match: re.Match[str]) -> str:
     return match[0] if is_code or not is_secret_name(name) else name + match["middle"] + MASK
 
 
-def mask(value: Any, name: str = "") -> Any:
-    """A copy of plain JSON values in which secrets, told by their name or their shape, are replaced."""
+def mask(value: Any, name: str = "", *, digests: bool = False) -> Any:
+    """A copy of plain JSON values in which secrets, told by their name or their shape, are replaced.
+
+    With `digests`, a text that may be a setting, such as `label_key`, becomes `*** (1a2b)`, so that two settings can be
+    told apart that nobody can read.
+    """
     if isinstance(value, dict):
-        return {key: mask(item, str(key)) for key, item in value.items()}
+        return {key: mask(item, str(key), digests=digests) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [mask(item, name) for item in value]
-    if isinstance(value, str):
-        return MASK if value and is_secret_name(name) else mask_text(value)
-    return value
+        return [mask(item, name, digests=digests) for item in value]
+    if not isinstance(value, str):
+        return value
+    if not value or not is_secret_name(name):
+        return mask_text(value)
+    # A password decides nothing that is learned, nor does a token of a known form: both may be renewed in a long run.
+    is_secret = _SECRET_WORDS & set(_words(name)) or mask_text(value) != value
+    return f"{MASK} ({_digest(value, name)})" if digests and not is_secret else MASK
+
+
+@cache
+def _digest(value: str, name: str) -> str:
+    """16 bits of `value`: two settings rarely share them, and of a password's many candidates, too many do."""
+    return hashlib.pbkdf2_hmac("sha256", value.encode(), name.encode(), DIGEST_ROUNDS)[:2].hex()

@@ -1,0 +1,52 @@
+"""The folder of a run: which settings continue the run that it holds."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.run import RunConfig
+from toolkit.errors import UserError
+from toolkit.run.folder import open_folder, recorded_config, write_json
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RunConfig):
+    clip: float = math.inf
+    colour: Colour = Colour.BLUE
+    label_key: str = "label"
+    hub_token: str = "hf_" + "abcdEFGH12" * 4  # in two parts, so that nothing takes it for one
+
+
+def reopen(folder: Path, config: RunConfig) -> None:
+    _, lock, _ = open_folder("own", replace(config, run_dir=folder), print)
+    lock.release()
+
+
+def test_a_run_continues_with_values_that_json_lacks_and_renewed_tokens(tmp_path: Path):
+    write_json(tmp_path / "config.json", recorded_config("own", Own()))
+    reopen(tmp_path, Own())
+    reopen(tmp_path, Own(hub_token="hf_" + "abcdEFGH34" * 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (Own(clip=2.0), "--clip 2.0: the run in .* was started with inf:"),
+        (Own(colour=Colour.RED), "--colour RED: the run in .* was started with BLUE:"),
+        (Own(label_key="text"), r"--label-key \*\*\* \(....\): the run in .* was started with \*\*\* \(....\):"),
+    ],
+)
+def test_a_run_is_not_continued_with_other_settings(tmp_path: Path, config: Own, says: str):
+    write_json(tmp_path / "config.json", recorded_config("own", Own()))
+    with pytest.raises(UserError, match=says):
+        reopen(tmp_path, config)
