@@ -33,6 +33,7 @@ def test_a_grid_has_every_combination_seed_by_seed(toy):
         (["=1"], "write a flag and its values"),
         (["seed=1,2"], "use --num-seeds"),
         (["labels=1", "labels=2"], "labels is an axis already"),
+        (["run-dir=a,b"], "use --out instead"),
     ],
 )
 def test_what_is_no_axis_is_refused(words, message):
@@ -45,6 +46,19 @@ def test_every_cell_is_checked_before_the_first_one_runs(toy):
         grid_cells(load_recipe(toy, []), parse_axes(["labels=100,0"]), [0])
     with pytest.raises(UserError, match=r"--grid lables=100: .*toy.py has no flag --lables: did you mean --labels\?"):
         grid_cells(load_recipe(toy, []), parse_axes(["lables=100"]), [0])
+
+
+@pytest.mark.parametrize(
+    ("axis", "first", "second"),
+    [
+        ("num-workers=0,1", "num-workers=0 seed=3", "num-workers=1 seed=3"),
+        ("lr=1e-3,2e-3,0.001", "lr=1e-3 seed=3", "lr=0.001 seed=3"),
+        ("labels=8,08", "labels=8 seed=3", "labels=08 seed=3"),
+    ],
+)
+def test_cells_that_learn_the_same_are_refused(toy, axis, first, second):
+    with pytest.raises(UserError, match=f"--grid: {first} and {second} learn the same: leave one out"):
+        grid_cells(load_recipe(toy, []), parse_axes([axis]), [3])
 
 
 def test_what_is_no_recipe_is_refused(toy, tmp_path):

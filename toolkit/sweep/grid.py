@@ -94,6 +94,8 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
             raise UserError(f"--grid {word}: write a flag and its values, such as labels=100,600.")
         if name == "seed":
             raise UserError(f"--grid {word}: use --num-seeds and --seed-offset instead.")
+        if name == "run-dir":
+            raise UserError(f"--grid {word}: a sweep gives each run a folder of its own: use --out instead.")
         if name in axes:
             raise UserError(f"--grid {word}: {name} is an axis already: give all its values at once.")
         axes[name] = axis
@@ -109,7 +111,8 @@ def make_cell(recipe: Recipe, values: Mapping[str, str]) -> Cell:
 def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
     """All cells, seed by seed, so that a sweep that is cut short has some seeds of everything.
 
-    Raises UserError for an axis that is no flag of the recipe, or a value that the recipe refuses.
+    Raises UserError for an axis that is no flag of the recipe, a value that the recipe refuses, and two cells that
+    learn the same, which would share a folder.
     """
     if any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in recipe.arguments):
         raise UserError("--run-dir: a sweep gives each run a folder of its own: use --out instead.")
@@ -120,7 +123,14 @@ def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequenc
             axis = f"--grid {name}={','.join(values)}"
             raise UserError(f"{axis}: {recipe.script} has no flag {flag}: {instead_of(flag, flags)}")
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [make_cell(recipe, values | {"seed": str(seed)}) for seed in seeds for values in combinations]
+    cells: dict[str, Cell] = {}
+    for seed in seeds:
+        for combination in combinations:
+            cell = make_cell(recipe, combination | {"seed": str(seed)})
+            if other := cells.get(cell.digest):
+                raise UserError(f"--grid: {other} and {cell} learn the same: leave one out.")
+            cells[cell.digest] = cell
+    return list(cells.values())
 
 
 def config_digest(recipe: str, config: Any) -> str:
