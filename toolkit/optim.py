@@ -79,14 +79,17 @@ def warmup_stable_decay(*, max_steps: int, warmup_steps: int = 0, decay_steps: i
     return multiplier
 
 
+def warmup_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
+    """The optimizer steps of warm-up."""
+    return config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
+
+
 def build_schedule(config: ScheduleConfig, *, max_steps: int, steps_per_epoch: int = 0) -> Schedule:
     """The schedule that `config` names, over a run of `max_steps`."""
-    warmup_steps = config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
+    rise = warmup_steps(config, steps_per_epoch)
     if config.name == "constant":
-        return constant(warmup_steps=warmup_steps)
+        return constant(warmup_steps=rise)
     if config.name == "cosine":
-        return warmup_cosine(max_steps=max_steps, warmup_steps=warmup_steps, final=config.final)
+        return warmup_cosine(max_steps=max_steps, warmup_steps=rise, final=config.final)
     decay_steps = config.decay_steps or max(1, max_steps // 5)
-    return warmup_stable_decay(
-        max_steps=max_steps, warmup_steps=warmup_steps, decay_steps=decay_steps, final=config.final
-    )
+    return warmup_stable_decay(max_steps=max_steps, warmup_steps=rise, decay_steps=decay_steps, final=config.final)

@@ -6,6 +6,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 import toolkit as tk
 from recipes import mnist_moe
 from tests.helpers import ROOT, run_distributed
-from toolkit.standard.start import count_parameters, describe_start
+from toolkit.config.run import EarlyStoppingConfig
+from toolkit.standard.start import count_parameters, describe_start, print_idle_settings
 
 
 def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -27,6 +29,44 @@ def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys:
     # Stem 25,120, head 330, router 128, and four experts of 2 * 32 * 32 weights, two of which a token is sent to.
     assert "parameters  33,770, of which a token uses 29,674\n" in out
     assert "steps       2 of 64 samples, 0.08696 epoch(s)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"schedule": tk.ScheduleConfig(warmup_steps=20)},
+            "--schedule.warmup-steps 20: all of the run, of 20 steps",
+        ),
+        ({"schedule": tk.ScheduleConfig(warmup_epochs=50)}, "--schedule.warmup-epochs 50: all of the run, of 20 steps"),
+        (
+            {"schedule": tk.ScheduleConfig(name="constant", final=0.5)},
+            "--schedule.final 0.5: no effect with --schedule.name constant.",
+        ),
+        (
+            {"schedule": tk.ScheduleConfig(name="cosine", decay_steps=5)},
+            "--schedule.decay-steps 5: no effect with --schedule.name cosine.",
+        ),
+        ({"memory_fraction": 0.5}, "--memory-fraction 0.5: no effect without --auto-batch-size."),
+        (
+            {"early_stopping": EarlyStoppingConfig(metric="foo")},
+            "--early-stopping.metric foo: no effect without --early-stopping.patience.",
+        ),
+        (
+            {"early_stopping": EarlyStoppingConfig(min_delta=0.1)},
+            "--early-stopping.min-delta 0.1: no effect without --early-stopping.patience.",
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], says: str
+):
+    for given in (settings, {}):
+        with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, **given)) as run:
+            capsys.readouterr()
+            print_idle_settings(run, max_steps=20, steps_per_epoch=10)
+        assert (says in capsys.readouterr().out) == bool(given)
+        tmp_path = tmp_path / "usual"
 
 
 def counts(ep_size: int) -> tuple[int, int | None]:

@@ -132,6 +132,22 @@ def test_bad_input_is_one_line(toy, words, message, capsys):
     assert told.count("\n") == 1
 
 
+def test_a_metric_that_runs_lack_is_refused_once_there_are_runs(toy, capsys):
+    words = sweep(toy, "--grid", "labels=100,600")
+    assert main(words) == EXIT_DONE
+    assert "sweep.png" not in capsys.readouterr().err
+    assert main([words[0], "--collect", "--metric", "test_acc", *words[1:]]) == EXIT_USER_ERROR
+    told = capsys.readouterr().err
+    assert "--metric test_acc: the runs have no such number to draw: take one of test_accuracy, test_loss." in told
+
+
+def test_runs_without_the_usual_metric_are_not_drawn_and_that_is_said(toy, capsys):
+    toy.write_text(RECIPE.replace('"test_accuracy": accuracy, ', ""))
+    assert main(sweep(toy, "--grid", "labels=100,600")) == EXIT_DONE
+    assert "no sweep.png: --metric test_accuracy: the runs have no such number" in capsys.readouterr().err
+    assert not (toy.parent / "out" / "sweep.png").exists()
+
+
 def test_fields_that_were_added_between_runs_are_no_axis(tmp_path):
     from toolkit.sweep.tables import gather
 

@@ -14,6 +14,8 @@ from toolkit.run.console import log_line
 EXAMPLE = """
   toolkit sweep --grid labels=100,600 --grid corruption-rate=0,0.2 --num-seeds 5 recipes/vae_robustness.py full --cpu
 """
+METRIC = "test_accuracy"
+"""What is drawn, or searched for, where --metric names nothing else."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,20 +27,22 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.pictures.sweep_plots import draw_sweep
     from toolkit.sweep.cells import CellRunner, Outcome
     from toolkit.sweep.grid import grid_cells, load_recipe, parse_axes
-    from toolkit.sweep.tables import gather, write_tables
+    from toolkit.sweep.tables import Table, gather, write_tables
 
     recipe = load_recipe(args.recipe, args.arguments)
     axes = parse_axes(args.grid)
     first = recipe.config(()).seed + args.seed_offset
     cells = grid_cells(recipe, axes, range(first, first + args.num_seeds))
     folder = args.out / "cells"
+    metric = args.metric or METRIC
     runner = CellRunner(recipe, folder, jobs=args.jobs, log=log_line)
 
-    def write() -> None:
+    def write() -> Table:
         with FileLock(args.out / ".tables.lock"):  # the tasks of an array share the tables
             table = gather(folder, axes)
             write_tables(table, args.out)
-            draw_sweep(args.out / "sweep.png", args.metric, table.axes, table.runs, table.means())
+            draw_sweep(args.out / "sweep.png", metric, table.axes, table.runs, table.means())
+        return table
 
     outcome = Outcome()
     if not args.collect:
@@ -55,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
                 runner,
                 axes,
                 trials=args.search,
-                metric=args.metric,
+                metric=metric,
                 minimise=args.minimise,
                 seed=first,
                 journal=args.out / "search.journal",
@@ -63,8 +67,13 @@ def main(argv: Sequence[str]) -> int:
             )
     elif not folder.is_dir():
         raise UserError(f"--out {args.out}: holds no sweep: leave --collect out to begin one.")
-    write()
+    table = write()
     sys.stdout.write((args.out / "table.md").read_text(encoding="utf-8"))
+    if table.runs and metric not in table.metrics:
+        line = f"--metric {metric}: the runs have no such number to draw: take one of {', '.join(table.metrics)}"
+        if args.metric and args.search is None:  # which takes numbers of other names, too
+            raise UserError(f"{line}.")
+        log_line(f"no sweep.png: {line}")
     if outcome.elsewhere:
         log_line(f"{len(outcome.elsewhere)} runs are another job's")
     if outcome.stopped:
@@ -85,7 +94,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the sweep (runs/sweep)")
-    parser.add_argument("--metric", default="test_accuracy", help="what is drawn, or searched for (test_accuracy)")
+    parser.add_argument("--metric", help=f"what is drawn, or searched for ({METRIC})")
     parser.add_argument(
         "--search", type=int, metavar="TRIALS", help="let Optuna choose so many cells instead of running all"
     )

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: device, processes, precision, data, parameters and steps."""
+"""What a run prints before its first step: device, processes, precision, data, parameters, steps, idle settings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from toolkit.config.experts import ExpertRunConfig
+from toolkit.config.run import EarlyStoppingConfig, RunConfig, ScheduleConfig
 from toolkit.moe.layer import experts_on_ranks
 from toolkit.moe.stack import expert_stacks
+from toolkit.optim import warmup_steps
 from toolkit.run.hardware import describe_memory_limits
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
@@ -29,6 +31,29 @@ def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
     if run.device.type == "cpu" and (limits := describe_memory_limits()):
         rows.insert(1, ("memory limit", limits))
     return aligned(rows).rstrip()
+
+
+def print_idle_settings(run: Run, *, max_steps: int, steps_per_epoch: int) -> None:
+    """Print a line for each setting of the schedule, the batch size and early stopping that does nothing in a run of
+    `max_steps` optimizer steps."""
+    config = run.config
+    schedule, stopping = config.schedule, config.early_stopping
+    if warmup_steps(schedule, steps_per_epoch) >= max_steps:
+        by_epochs = schedule.warmup_steps == 0
+        flag = f"epochs {schedule.warmup_epochs:g}" if by_epochs else f"steps {schedule.warmup_steps}"
+        run.print(f"--schedule.warmup-{flag}: all of the run, of {max_steps} steps, is warm-up below the peak --lr.")
+    if schedule.name == "constant" and schedule.final != ScheduleConfig().final:
+        run.print(f"--schedule.final {schedule.final:g}: no effect with --schedule.name constant.")
+    if schedule.name != "stable_decay" and schedule.decay_steps is not None:
+        run.print(f"--schedule.decay-steps {schedule.decay_steps}: no effect with --schedule.name {schedule.name}.")
+    if not config.auto_batch_size and config.memory_fraction != RunConfig().memory_fraction:
+        run.print(f"--memory-fraction {config.memory_fraction:g}: no effect without --auto-batch-size.")
+    if stopping.patience is None:
+        for name in ("metric", "min_delta"):
+            value = getattr(stopping, name)
+            if value != getattr(EarlyStoppingConfig(), name):
+                flag = f"--early-stopping.{name.replace('_', '-')}"
+                run.print(f"{flag} {value}: no effect without --early-stopping.patience.")
 
 
 def _other_gpus(run: Run) -> str:

@@ -30,7 +30,7 @@ from toolkit.run.run import Run
 from toolkit.standard.device_use import DeviceUse
 from toolkit.standard.experts import missing_expert_callbacks
 from toolkit.standard.profile import Profile
-from toolkit.standard.start import describe_start
+from toolkit.standard.start import describe_start, print_idle_settings
 from toolkit.task import Task
 from toolkit.tasks.classification import Classification
 from toolkit.trainer import Trainer
@@ -102,6 +102,7 @@ def standard_trainer(
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
     optimizer = build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
+    print_idle_settings(run, max_steps=max_steps, steps_per_epoch=batches.steps_per_epoch)
     _announce(run, model, samples, max_steps, epochs=max_steps / batches.steps_per_epoch)
     if config.compile:
         model.compile()

@@ -53,7 +53,7 @@ class CellRunner:
         """The final numbers of `cell`, or None while it is not finished."""
         return results_of(self.folder / cell.digest)
 
-    def run(self, cells: Sequence[Cell], finished: Callable[[Cell], None] = lambda _: None) -> Outcome:
+    def run(self, cells: Sequence[Cell], finished: Callable[[Cell], object] = lambda _: None) -> Outcome:
         """Run the cells without results; `finished` is called after each that succeeds."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for cell in cells:
