@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
@@ -342,6 +345,56 @@ def test_a_plain_loop_reads_what_the_callback_records(world: int) -> None:
         assert read == recorded
         assert ("moe/rank_imbalance" in read) == (world > 1)
     assert lines[0][0]["moe/max_load_over_mean"] != lines[1][0]["moe/max_load_over_mean"]
+
+
+class UnequalLayers(nn.Module):
+    """One module of experts in two places, then one with fewer experts, which may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(5, DIM)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks[1].experts = self.blocks[0].experts
+        self.last = make_moe(DIM, 12, EXPERTS - 4, TOP_K)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if skip else x + self.last(x)
+
+
+def metrics_of_unequal_layers() -> list[dict[str, float]]:
+    """What `metrics` returns after steps with all layers, with some, and after more than are kept unread."""
+    model: Any = UnequalLayers()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    experts = ExpertParallel(accelerator)
+    model, optimizer = experts.prepare(model, optimizer)
+    found = [experts.metrics()]
+    with mock.patch("toolkit.moe.load.load_meter.MOST_WAITING", 4):
+        for skips in ([False], [True], [True, False, True] * 2):
+            for skip in skips:
+                model(torch.randn(8, 5), skip).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(experts.metrics())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_metrics_of_layers_with_different_numbers_of_experts_and_calls(world: int) -> None:
+    ranks = run_distributed(metrics_of_unequal_layers, world)
+    assert ranks == [ranks[0]] * world
+    none, *read = ranks[0]
+    assert none == {}
+    for each in read:
+        assert all(math.isfinite(value) for value in each.values())
+        assert each["moe/max_load_over_mean"] >= 1
+        if world > 1:
+            assert 1 <= each["moe/rank_imbalance"] <= world
+            assert each["moe/rank_balancedness"] <= 1
 
 
 def stopped_and_continued(folder: Path) -> tuple[Any, ...]:

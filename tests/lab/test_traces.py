@@ -116,5 +116,11 @@ def test_layers_that_are_not_called_alike_are_named(tmp_path: Path):
     model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})
     recorder = TraceRecorder(model, tmp_path / "own.npz")
     model["first"](torch.randn(5, 4))
-    with pytest.raises(RuntimeError, match="'first': 1, 'second': 0"):
+    with pytest.raises(UserError, match="'first': 1, 'second': 0"):
         recorder.step_done(0)
+
+
+def test_layers_with_different_numbers_of_experts_are_refused(tmp_path: Path):
+    unequal = nn.ModuleList(make_moe(4, 4, experts, 1) for experts in (2, 3))
+    with pytest.raises(UserError, match=r"layers of \[2, 3\] experts"):
+        TraceRecorder(unequal, tmp_path / "traces.npz")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers import run_distributed
 from toolkit.config.router import RouterOptions
@@ -94,6 +96,61 @@ def test_sequences_are_asked_for_where_there_are_none() -> None:
     layer(torch.randn(4, DIM))
     with pytest.raises(UserError, match=r"--balance-scope sequence.*use global or local\.$"):
         RouterPenalty(layer, balance_weight=1.0, balance_scope="sequence")()
+
+
+class LayersThatMayBeSkipped(nn.Module):
+    """The first layer has fewer experts than the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(make_moe(DIM, 4, experts, TOP_K) for experts in (EXPERTS - 2, EXPERTS))
+
+    def forward(self, x: Tensor, run: Sequence[int] = (0, 1)) -> Tensor:
+        for number in run:
+            x = x + self.layers[number](x)
+        return x
+
+
+def share_of(penalty: RouterPenalty) -> Tensor:
+    share = penalty()
+    assert share is not None
+    return share
+
+
+def test_layers_may_have_different_numbers_of_experts() -> None:
+    model = LayersThatMayBeSkipped()
+    model(tokens(0, 1))
+    both = share_of(RouterPenalty(model, balance_weight=1.0, z_weight=0.1))
+    each = [share_of(RouterPenalty(layer, balance_weight=1.0, z_weight=0.1)) for layer in model.layers]
+    assert float(both.detach()) == pytest.approx(float(sum(share.detach() for share in each)) / 2, rel=1e-6)
+
+
+def test_a_layer_that_a_forward_skips_is_left_out() -> None:
+    model = LayersThatMayBeSkipped()
+    penalty = RouterPenalty(model, balance_weight=1.0)
+    x = tokens(0, 1)
+    for run in ((0, 1), (0,), (1,), (0, 1), ()):
+        model.zero_grad()
+        model(x, run)
+        share = share_of(penalty)
+        (share + x.sum().requires_grad_()).backward()
+        got = [number for number, layer in enumerate(model.layers) if layer.router.weight.grad is not None]
+        assert got == list(run)
+        if run:
+            each = [float(share_of(RouterPenalty(model.layers[number], balance_weight=1.0)).detach()) for number in run]
+            assert float(share.detach()) == pytest.approx(sum(each) / 2, rel=1e-6)
+
+
+def test_a_penalty_that_is_read_again_is_the_same() -> None:
+    model = LayersThatMayBeSkipped()
+    penalty = RouterPenalty(model, balance_weight=1.0)
+    model(tokens(0, 1))
+    first, second = share_of(penalty), share_of(penalty)
+    assert first.requires_grad
+    assert second.requires_grad
+    second.backward()
+    assert float(first.detach()) == float(second.detach()) == float(share_of(penalty))
 
 
 def test_expert_choice_takes_no_penalty() -> None:

@@ -142,7 +142,8 @@ class TraceRecorder(Callback):
     """Records the routing of `model` in `path`; under a Trainer None means `traces.npz` in the run's folder.
 
     Without a Trainer, call `step_done(step)` after each optimizer step and `close()` at the end, on all ranks. A
-    resumed run writes a new file, `traces-<step>.npz`. `metadata` is stored in the trace.
+    resumed run writes a new file, `traces-<step>.npz`. `metadata` is stored in the trace. Raises UserError for layers
+    with different numbers of experts, and for layers that are called more often than others.
     """
 
     def __init__(self, model: nn.Module, path: Path | None = None, *, enabled: bool = True, **metadata: Any):
@@ -150,6 +151,9 @@ class TraceRecorder(Callback):
         if not enabled:
             return
         self.forwards = ModelForwards(model, choices=True)
+        experts = [stack.num_experts for stack in self.forwards.stacks]
+        if len(set(experts)) > 1:
+            raise UserError(f"layers of {experts} experts cannot be recorded in one trace: give all equally many.")
         self._together_LEE: Tensor | None = None
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None

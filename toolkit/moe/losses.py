@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.errors import UserError, require_choice
 from toolkit.moe.layer import moe_layers
@@ -114,8 +115,9 @@ class RouterPenalty:
     """The router losses of all MoE layers after a forward, as one penalty for `toolkit.task.Loss`.
 
     Sums over layers of `balance_weight` * balance loss + `z_weight` * z-loss, divided by the number of layers.
-    One small reduction over ranks serves all layers. `routers` is a model with `MoE` layers, or the reports of a model
-    that is not ours:
+    One small reduction over ranks serves all layers. A layer that the last forward skipped, on all ranks, is left out:
+    one whose routing a backward has gone through before. `routers` is a model with `MoE` layers, or the reports of a
+    model that is not ours:
 
         penalty = RouterPenalty(watch_routers(model), balance_weight=0.01)    # of transformers, before it is wrapped
         loss = model(**batch).loss + accelerator.num_processes * penalty()
@@ -148,6 +150,8 @@ class RouterPenalty:
         _penalties.add(self)
         self.step_load_LE: Int[Tensor, "L E"] | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
+        self._spent: dict[int, ref[Tensor]] = {}
+        """By the layer's number, the probabilities that the last backward went through, whose graph is freed."""
 
     def __call__(self) -> Float[Tensor, ""] | None:
         """This rank's share, a scalar; a collective. None when there is nothing to add.
@@ -162,17 +166,29 @@ class RouterPenalty:
         load_LE = global_load(self.layers)
         step_LE = load_LE if self.step_load_LE is None else self.step_load_LE
         fraction_LE = step_LE / step_LE.sum(1, keepdim=True).clamp(min=1)
+        routings = {number: layer.routing for number, layer in enumerate(self.layers) if layer.routing is not None}
+        assert routings, "the penalty is asked for after the forward"
+        new = {number: routing for number, routing in routings.items() if not self._is_spent(number, routing)}
         total = None
-        for layer, load_E, fraction_E in zip(self.layers, load_LE, fraction_LE, strict=True):
-            routing = layer.routing
-            assert routing is not None, "the penalty is asked for after the forward"
+        for number, routing in (new or routings).items():
+            layer, load_E = self.layers[number], load_LE[number]
+            fraction_E = fraction_LE[number, : routing.probs_TE.shape[1]]
             tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
             share = self.balance_weight * self._balance_share(layer, routing, fraction_E, tokens)
             if self.z_weight:
                 share = share + self.z_weight * z_loss_share(routing, tokens)
             total = share if total is None else total + share
         assert total is not None
+        if not new:  # read once more after the backward, or a forward that skipped all layers
+            total = total.detach()
+        elif total.requires_grad:
+            read = {number: ref(routing.probs_TE) for number, routing in new.items()}
+            total.register_hook(lambda _: self._spent.update(read))
         return total / len(self.layers)
+
+    def _is_spent(self, number: int, routing: Routing) -> bool:
+        spent = self._spent.get(number)
+        return spent is not None and spent() is routing.probs_TE
 
     def _balance_share(
         self, layer: RoutingReport, routing: Routing, fraction_E: Float[Tensor, " E"], tokens: Tensor
@@ -190,5 +206,9 @@ class RouterPenalty:
 
 
 def global_load(layers: Sequence[RoutingReport]) -> Int[Tensor, "L E"]:
-    """int64 (layers, E): assignments per expert in the last forward, over all ranks. A collective."""
-    return sum_over_ranks(torch.stack([layer.last_load_E for layer in layers]))
+    """int64 (layers, E): assignments per expert in the last forward, over all ranks, with zeros after the experts of
+    layers that have fewer than others. A collective."""
+    loads = [layer.last_load_E for layer in layers]
+    device = next((load_E.device for load_E in loads if load_E.device.type != "cpu"), loads[0].device)
+    # Those of a layer that was never called are still on the CPU.
+    return sum_over_ranks(pad_sequence([load_E.to(device) for load_E in loads], batch_first=True))

@@ -32,7 +32,8 @@ class LoadMeter:
     """Sums the routing logs of the expert layers of `model` over forwards and ranks.
 
     `ranks_per_node` None takes the launcher's number. Distinct tokens that go to other nodes are counted only for EP
-    groups that span several.
+    groups that span several. Layers may have different numbers of experts, and be called a different number of times;
+    all ranks call a layer equally often.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
@@ -63,7 +64,7 @@ class LoadMeter:
     def fold(self) -> Window | None:
         """Add all ranks' new forwards to the window and return them. A collective, one reduction."""
         counts: DispatchCounts | None = None
-        for placements, sent_FLE, dropped_FLE, crossings_FLR, _ in self.forwards.take():
+        for placements, sent_FLE, dropped_FLE, crossings_FLR, _ in self.forwards.take(fill=True):
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,
@@ -88,14 +89,16 @@ class LoadMeter:
         empty without training forwards. Begins a new window."""
         window, self.window = self.window, self.empty()
         steps, self.began = step - self.began, step
-        if not len(window.load_LE) or not window.load_LE.any(1).all():
+        if not window.load_LE.any():
             return {}, {}
+        layers = zip(self.names, self.stacks, window.load_LE, strict=True)
         shares = {
-            f"moe/load/{name}": (load_E / load_E.sum()).tolist()
-            for name, load_E in zip(self.names, window.load_LE, strict=True)
+            f"moe/load/{name}": (load_E[: stack.num_experts] / load_E.sum()).tolist()
+            for name, stack, load_E in layers
+            if load_E.any()
         }
         active = zip(window.load_LE, self.forwards.active(), strict=True)
-        metrics = expert_metrics([load_E[active_E] for load_E, active_E in active])
+        metrics = expert_metrics([load_E[active_E] for load_E, active_E in active if load_E.any()])
         if self.forwards.may_drop:
             metrics["moe/dropped_fraction"] = float(window.dropped_LE.sum() / window.load_LE.sum())
         if self.stacks[0].groups.ep_size > 1:
@@ -114,16 +117,15 @@ class LoadMeter:
 
     def begin(self, step: int) -> None:
         """Begin a new window at `step`, without what was counted before."""
-        self.forwards.take()
+        self.forwards.take(fill=True)
         self.window = self.empty()
         self.began = step
 
     def empty(self) -> Window:
         """A window of no forwards."""
         group = self.stacks[0].groups.ep_size if self.stacks else 1
-        experts = self.stacks[0].num_experts if self.stacks else 0
         layers = len(self.stacks)
-        none_LE = np.zeros((layers, experts), dtype=np.int64)
+        none_LE = np.zeros((layers, self.forwards.num_experts), dtype=np.int64)
         sent_LWR = np.zeros((layers, self.world_size, group), dtype=np.int64)
         return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, np.zeros_like(sent_LWR))
 

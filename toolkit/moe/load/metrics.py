@@ -2,7 +2,8 @@
 
 Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, ordered by EP group, so that each
 `R` consecutive ones are one, `S` source ranks that were counted, `E` experts. Imbalance is taken per forward and layer,
-because ranks wait for each other there; means over layers are taken last.
+because ranks wait for each other there; means over layers are taken last. E is the largest number of experts of any
+layer; others have zeros after theirs.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def count(
     if crossings_LSR is not None:
         crossings_LWR[:, list(sources)] = crossings_LSR
     for layer, placement in enumerate(placements):
-        rows_FSR = rows_between_ranks(sent_FLSE[:, layer], placement, sources=[s % group for s in sources])
+        rows_FSR = rows_between_ranks(
+            sent_FLSE[:, layer, :, : placement.num_experts], placement, sources=[s % group for s in sources]
+        )
         sent_LWR[layer, list(sources)] = rows_FSR.sum(0)
         for index, source in enumerate(sources):
             first = source // group * group
@@ -107,14 +110,14 @@ class Window(_Sums):
     load_LE: Ints
     dropped_LE: Ints
     imbalance_FL: Floats
-    """Maximum over mean of the rows per rank of the world."""
+    """Maximum over mean of the rows per rank of the world; 0 where a layer has no rows."""
     sent_LWR: Ints
     crossings_LWR: Ints
 
     @classmethod
     def of(cls, counts: DispatchCounts) -> Window:
         """`counts`: summed over all ranks."""
-        imbalance_FL = max_over_mean(counts.received_FLW)
+        imbalance_FL = max_over_mean(counts.received_FLW) * counts.received_FLW.any(-1)
         return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_LWR)
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,14 +158,18 @@ class RowBytes:
 
 def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
     """Balance over ranks, and the lower bound of their imbalance in the slots of `placements`."""
-    of_forward_F = window.imbalance_FL.mean(1)
-    pairs = list(zip(window.load_LE, placements, strict=True))
+    # Without forwards that a layer was not called in.
+    imbalance_FL = np.where(window.imbalance_FL > 0, window.imbalance_FL, np.nan)
+    imbalance_FL = imbalance_FL.compress(window.imbalance_FL.any(1), 0).compress(window.imbalance_FL.any(0), 1)
+    of_forward_F = np.nanmean(imbalance_FL, 1)
+    pairs = [(load_E[: place.num_experts], place) for load_E, place in zip(window.load_LE, placements, strict=True)]
+    pairs = [(load_E, place) for load_E, place in pairs if load_E.any()]
     return {
         "moe/rank_imbalance": float(of_forward_F.mean()),
         "moe/rank_imbalance_median": float(np.median(of_forward_F)),
         "moe/rank_imbalance_p95": float(np.percentile(of_forward_F, 95)),
-        "moe/rank_imbalance_worst_layer": float(window.imbalance_FL.mean(0).max()),
-        "moe/rank_balancedness": float((1 / window.imbalance_FL).mean()),
+        "moe/rank_imbalance_worst_layer": float(np.nanmean(imbalance_FL, 0).max()),
+        "moe/rank_balancedness": float(np.nanmean(1 / imbalance_FL)),
         "moe/rank_imbalance_of_sum": float(np.mean([rank_imbalance(load, place) for load, place in pairs])),
         "moe/rank_imbalance_bound": float(
             np.mean([lower_bound(load, place, replicas=place.has_replicas) for load, place in pairs])
