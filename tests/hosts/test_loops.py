@@ -13,6 +13,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from tests.equality import assert_equal_rows
@@ -199,6 +200,31 @@ def evaluated(forwards: list[int], exchange: ExpertExchange) -> list[Tensor]:
     wrapped(batch()).square().mean().backward()  # training goes on
     optimizer.step()
     return differences
+
+
+def copies_evaluated(forwards: list[int]) -> tuple[bool, str]:
+    """Whether a copy and the model say the same in a join of both; and what the join of the model says of the copy."""
+    torch.manual_seed(0)
+    model = Model()
+    experts = ExpertParallel(Accelerator(cpu=True))
+    wrapped, _ = experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average = AveragedModel(model)
+    same = True
+    with experts.join(average, wrapped):
+        for step in range(forwards[dist.get_rank()]):
+            same &= torch.equal(average(batch(step)), wrapped(batch(step)))
+    with experts.join(average):
+        for step in range(forwards[dist.get_rank()]):
+            average(batch(step))
+    with pytest.raises(UserError) as said, experts.join():
+        average(batch())
+    return same, str(said.value)
+
+
+def test_a_join_serves_the_copies_that_it_is_told_of_and_refuses_others():
+    for same, said in run_distributed(copies_evaluated, 2, [3, 1], timeout_s=60):
+        assert same
+        assert "experts.join(model, copy)" in said
 
 
 @pytest.mark.parametrize(

@@ -204,15 +204,17 @@ class ExpertParallel:
         return clip_grad_norm_(listed, max_norm)
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *models: nn.Module) -> Iterator[None]:
         """For evaluation and generation without gradients, in which ranks call the model unequally often, or never.
 
             with experts.join():
                 for batch in batches_of_this_rank:
                     model(**batch)
 
-        A rank that comes to the end computes its experts for the others until all have: a collective. Raises UserError
-        under FSDP2, whose parameters are gathered by all ranks in each forward.
+        `models`: all that are called, the same on each rank, where these are not the prepared model alone. A copy of it
+        (an EMA, a reference model) has to be named: `experts.join(ema)`. A rank that comes to the end computes its
+        experts for the others until all have: a collective. Raises UserError under FSDP2, whose parameters are gathered
+        by all ranks in each forward, and where a copy is called that was not named.
         """
         if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
             raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
@@ -220,7 +222,7 @@ class ExpertParallel:
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.require_forward_param_sync = False  # or each forward would broadcast buffers
         try:
-            with self.accelerator.autocast(), join_forwards(self._model, self.stacks):
+            with self.accelerator.autocast(), join_forwards(models or (self._model,), list(self.stacks.values())):
                 yield
         finally:
             if isinstance(wrapped, DistributedDataParallel):

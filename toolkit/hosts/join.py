@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,7 +14,7 @@ from toolkit.errors import UserError
 from toolkit.hosts.foreign import outside_wrappers
 from toolkit.moe.dispatch import AllToAllDispatcher
 from toolkit.moe.layer import MoE
-from toolkit.moe.stack import ExpertStack
+from toolkit.moe.stack import ExpertStack, expert_stacks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST_LAYERS = 1 << 30
@@ -23,11 +23,12 @@ MOST_LAYERS = 1 << 30
 class _Meeting:
     """What ranks of an EP group tell each other before each dispatch: at which layer those are that compute."""
 
-    def __init__(self, model: nn.Module, stacks: Mapping[str, ExpertStack]):
-        self.layers = [(name, model.get_submodule(outside_wrappers(name)), stack) for name, stack in stacks.items()]
+    def __init__(self, layers: Sequence[tuple[str, nn.Module, ExpertStack]]):
+        self.layers = layers
         self.serving = False
-        self.device = next(model.parameters()).device
-        self.group = self.layers[0][2].groups.ep_group
+        stack = layers[0][2]
+        self.device = next(iter(stack.parameters.values())).device
+        self.group = stack.groups.ep_group
 
     def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
         """To be called by a rank that computes layer `number`."""
@@ -61,20 +62,36 @@ class _Meeting:
                 module(x_TD, ids_TK, x_TD.new_empty(0, top_k))
 
 
+def _refuse_copy(*_: Tensor) -> None:
+    raise UserError(
+        "a model is called in join that join does not serve, such as a copy (an EMA, a reference model): "
+        "name all that are called, as in experts.join(model, copy)."
+    )
+
+
 @contextmanager
-def join_forwards(model: nn.Module, stacks: Mapping[str, ExpertStack]) -> Iterator[None]:
-    """Within it, without gradients, each rank may call `model` as often as it likes. Its end waits for all ranks."""
-    dispatchers = [stack.dispatcher for stack in stacks.values()]
+def join_forwards(models: Sequence[nn.Module], stacks: Sequence[ExpertStack]) -> Iterator[None]:
+    """Within it, without gradients, each rank may call `models` as often as it likes. Its end waits for all ranks.
+
+    Raises UserError where others are called that have `stacks` or copies of them.
+    """
+    served: dict[ExpertStack, tuple[str, nn.Module, ExpertStack]] = {}
+    for model in models:
+        for name, stack in expert_stacks(model).items():
+            served.setdefault(stack, (name, model.get_submodule(outside_wrappers(name)), stack))
     with torch.no_grad():
-        if not all(isinstance(dispatcher, AllToAllDispatcher) for dispatcher in dispatchers):
+        if not served or not all(isinstance(stack.dispatcher, AllToAllDispatcher) for stack in served):
             yield  # every rank has all experts
             return
-        meeting = _Meeting(model, stacks)
+        meeting = _Meeting(list(served.values()))
+        family = {each for stack in [*stacks, *served] for each in (stack, *stack.all_copies())}
         try:
-            for number, dispatcher in enumerate(dispatchers, start=1):
-                dispatcher.announce = partial(meeting.announce, number)  # type: ignore[attr-defined]
+            for stack in family - served.keys():
+                stack.dispatcher.announce = _refuse_copy  # type: ignore[attr-defined]
+            for number, stack in enumerate(served, start=1):
+                stack.dispatcher.announce = partial(meeting.announce, number)  # type: ignore[attr-defined]
             yield
             meeting.serve()
         finally:
-            for dispatcher in dispatchers:
-                dispatcher.announce = None  # type: ignore[attr-defined]
+            for stack in family:
+                stack.dispatcher.announce = None  # type: ignore[attr-defined]

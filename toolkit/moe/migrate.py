@@ -64,8 +64,10 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     """
     started = time.perf_counter()
     _check(stack.placement, new)
-    if stack.copies and stack.placement != new:
-        stack.copies.clear()
+    unknown = [each for each in stack.copies if not each.is_known_to_stay]
+    if unknown and stack.placement != new:
+        for each in unknown:
+            each.is_known_to_stay = True
         warnings.warn(
             "experts move, and those of a copy of this model (an EMA, a reference model) stay where they are, which is "
             "right for what it computes. Before weights of the two are averaged or exchanged, call "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -49,7 +49,9 @@ class ExpertStack:
         self.node_of_peer: Tensor | None = None
         """The node of each rank of the EP group; None unless `count_crossings` was called."""
         self.copies: WeakSet[ExpertStack] = WeakSet()
-        """Those of copied models that nobody was told of yet: their experts stay when these move."""
+        """Those of copied models, whose experts stay when these move."""
+        self.is_known_to_stay = False
+        """Of a copy: whether a warning said so."""
         self._is_synchronising: Callable[[], bool] | None = None
         self.mark()
 
@@ -60,8 +62,15 @@ class ExpertStack:
         for name, parameter in self.parameters.items():
             if hasattr(parameter, "as_saved"):  # torch copies no attributes of parameters
                 other.parameters[name].as_saved = parameter.as_saved  # type: ignore[attr-defined]
+        other.is_known_to_stay = False
         self.copies.add(other)
         return other
+
+    def all_copies(self) -> Iterator[ExpertStack]:
+        """The copies, and copies of them."""
+        for each in self.copies:
+            yield each
+            yield from each.all_copies()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "copies"}
