@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from tests.helpers import run_distributed
 from toolkit.moe.experts import Activation, GroupedExperts
 from toolkit.moe.layer import make_moe
+from toolkit.parallel.groups import make_expert_groups
 
 COUNTS = {"ragged": [3, 0, 5, 1], "one expert takes all": [0, 9, 0, 0], "no rows": [0, 0, 0, 0]}
 both_paths = pytest.mark.parametrize("stepwise", [False, True], ids=["as called", "step by step"])
@@ -132,6 +135,29 @@ def test_initial_weights_depend_on_the_expert_and_not_on_its_placement() -> None
     assert torch.equal(some.down, all_of_them.down[[3, 1]])
     assert not torch.equal(some.up, GroupedExperts(4, 6, expert_ids=[3, 1], seed=8).up)
     assert not torch.equal(some.up[0], some.up[1])
+
+
+def second_derivatives_refused(activation: Activation) -> list[bool]:
+    """Of the experts' gradients by themselves, and where the router is trained, too."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layer = make_moe(8, 16, 4, 2, activation=activation, groups=make_expert_groups(world))
+    head = nn.Linear(8, 3)
+    refused = []
+    for router_is_trained in (False, True):
+        layer.router.requires_grad_(router_is_trained)
+        loss = head(layer(torch.randn(12, 8))).square().sum()
+        gradients = torch.autograd.grad(loss, [layer.experts.up, layer.experts.down, head.weight], create_graph=True)
+        for gradient in gradients[:2]:
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                gradient.square().sum().backward(retain_graph=True)
+            refused.append(gradient.requires_grad)
+    return refused
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@both_activations
+def test_second_derivatives_are_refused_and_not_wrong(activation: Activation, world: int) -> None:
+    assert run_distributed(second_derivatives_refused, world, activation) == [[True] * 4] * world
 
 
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.

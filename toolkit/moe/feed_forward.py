@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from toolkit.moe.grouped_mm import grouped_product
@@ -40,7 +41,12 @@ class TakeLater(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         compute, ctx.later.compute = ctx.later.compute, None
-        return (*(grads if compute is None else compute()), None)
+        if compute is None:
+            return (*grads, None)
+        if torch.is_grad_enabled():  # `create_graph`: a second derivative is refused, as that by the rows is
+            marker = torch.ones((), requires_grad=True)  # of the gradients, which are None, nothing would be refused
+            return (*once_differentiable(lambda *_: compute())(ctx, marker), None)
+        return (*compute(), None)
 
 
 class GroupedFeedForward(torch.autograd.Function):
@@ -67,6 +73,7 @@ class GroupedFeedForward(torch.autograd.Function):
         return grouped_product(hidden[-1], down_SFD, ends_S)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, up_SHD, down_SFD, ends_S, *hidden = ctx.saved_tensors
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)

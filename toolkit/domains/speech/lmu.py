@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from toolkit.domains.speech.legendre import Form, LegendreMemory, delay_system
 
@@ -92,6 +93,7 @@ class _Recurrence(torch.autograd.Function):
         return h, m
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         grad_h, grad_m = gradients
         h, m, h_0, m_0, e_h, e_m, w_h, w_m, a, b = ctx.saved_tensors

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from toolkit.parallel.waits import waits
 
@@ -37,6 +38,7 @@ class AllToAll(torch.autograd.Function):
         return exchange(rows, sent, received, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
@@ -106,6 +108,7 @@ class Depart(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
         return ctx.travel.end(), None
 
@@ -119,6 +122,7 @@ class Arrive(torch.autograd.Function):
         return travel.end()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         travel = ctx.travel
         result = travel.begin(grads[0], travel.received, travel.sent)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from toolkit.compat import embedding_bag_weights_grad
 from toolkit.moe.rows.order import SlotOrder
@@ -40,6 +41,7 @@ class Spread(torch.autograd.Function):
         return x_TD.index_select(0, order.token_N)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         place_TK, kept_TK = ctx.saved_tensors
         grad_ND = grads[0].contiguous()
@@ -72,6 +74,7 @@ class WeightedSum(torch.autograd.Function):
         return sum_rows(rows_ND, order.place_TK, weights_TK.to(rows_ND.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, weights_TK, assignment_N, token_N, place_TK, kept_TK = ctx.saved_tensors
         grad_TD = grads[0].contiguous()
