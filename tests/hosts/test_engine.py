@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.equality import assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
@@ -537,3 +538,66 @@ def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> Non
     for sentence, word in zip(said, words, strict=True):
         assert word in sentence
         assert "\n" not in sentence
+
+
+def test_prepare_takes_its_objects_in_any_order() -> None:
+    model, loader = Model(), DataLoader(TensorDataset(torch.randn(4, 5)), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    its_loader, its_optimizer, its_model = ExpertParallel(Accelerator(cpu=True)).prepare(loader, optimizer, model)
+    assert its_model is model
+    assert its_optimizer.optimizer is optimizer
+    assert [batch.shape for (batch,) in its_loader] == [(2, 5)] * 2
+
+
+def test_what_prepare_lacks_is_said_in_one_sentence() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    for objects, kinds in (
+        ((model,), "Model"),
+        ((model, None), "Model, NoneType"),
+        ((optimizer,), "SGD"),
+        ((), "nothing"),
+    ):
+        with pytest.raises(UserError, match=f"prepare got {kinds}: "):
+            ExpertParallel(accelerator).prepare(*objects)
+    with pytest.raises(UserError, match=r"accelerator\.prepare was called with this model or optimizer before"):
+        ExpertParallel(accelerator).prepare(*accelerator.prepare(model, optimizer))
+
+
+def test_what_is_called_before_prepare_says_so(tmp_path: Path) -> None:
+    experts = ExpertParallel(Accelerator(cpu=True))
+    calls = {
+        "metrics": experts.metrics,
+        "save": lambda: experts.save(tmp_path),
+        "load": lambda: experts.load(tmp_path),
+        "join": lambda: experts.join().__enter__(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UserError, match=f"{name} was called before prepare"):
+            call()
+
+
+def test_what_is_no_json_is_refused_by_name(tmp_path: Path) -> None:
+    model = Model()
+    experts = ExpertParallel(Accelerator(cpu=True))
+    experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UserError, match=r"^best=tensor\(1.\) cannot be saved"):
+        experts.save(tmp_path / "saved", epoch=1, best=torch.tensor(1.0))
+    assert not list(tmp_path.iterdir())
+
+
+def expert_ids_refused(kind: str, chosen: int) -> str:
+    model = Model()
+    experts = ExpertParallel(Accelerator(cpu=True), placement=place(kind))
+    experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UserError) as said:
+        model.blocks[0].experts(torch.randn(2, DIM), torch.tensor([[0, 1], [2, chosen]]), torch.ones(2, 2))
+    return str(said.value)
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("blocks", -1), ("shuffled", -1), ("shuffled", EXPERTS)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_ids_of_no_expert_are_refused_and_not_computed(kind: str, chosen: int, world: int) -> None:
+    for said in run_distributed(expert_ids_refused, world, kind, chosen):
+        assert f"expert id {chosen} in a layer of {EXPERTS} experts" in said

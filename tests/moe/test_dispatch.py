@@ -194,3 +194,10 @@ def test_ranks_together_compute_what_one_process_computes(world: int) -> None:
             error = (tensor - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
             assert error <= tolerance, f"{name} of case {case!r} in {dtype} is off by {error:.1e}"
         assert torch.equal(sum(rank["load"] for rank in ranks), expected["load"])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_negative_ids_do_not_count_from_the_end(order: tuple[int, ...]):
+    dispatcher = LocalDispatcher(ExpertPlacement((order,)))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        dispatcher.dispatch(torch.randn(2, 4), torch.tensor([[0, 1], [2, -1]]))

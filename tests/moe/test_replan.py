@@ -154,6 +154,13 @@ def test_a_planner_that_wants_what_nobody_counts_is_refused_in_one_sentence() ->
         del PLANNERS["wishful"]
 
 
+def test_an_option_that_a_planner_lacks_is_refused_before_the_first_plan() -> None:
+    with pytest.raises(UserError, match="planner 'swap' has no option nope: use target, tolerance, max_moves"):
+        Replanner({}, planner="swap", every=2, options={"nope": 1, "target": 1.1})
+    with pytest.raises(UserError, match="planner 'contiguous' has no option nope: it takes none"):
+        Replanner({}, planner="contiguous", every=2, options={"nope": 1})
+
+
 def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
     """`moe/plans_refused` at each log step, and the results, where a plan costs hours and each window has one."""
     layer, optimizer = a_layer(1), torch.optim.SGD([torch.zeros(1, requires_grad=True)])

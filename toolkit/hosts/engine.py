@@ -9,6 +9,7 @@ Accelerate would get wrong without an error is corrected here, or refused: see `
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,19 +138,22 @@ class ExpertParallel:
         """What was moved since `prepare`, by this process."""
         return self.replanner.migrations if self.replanner else []
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> tuple[Any, ...]:
-        """Spread the experts of `model`, and let Accelerate prepare everything. A collective.
+    def prepare(self, *objects: Any) -> tuple[Any, ...]:
+        """Spread the experts of a model, and let Accelerate prepare everything. A collective.
 
-        All ranks hold the same `model`; each keeps the rows of its own experts, in place, so `optimizer` stays valid
-        (it must not have stepped yet). It has all experts; the rest may be in further ones among `others`, which under
-        FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`, where
-        `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer. Raises
-        UserError where no experts are found, ranks cannot share them, a scheduler would step once per process, or two
-        balance penalties are active. Rank 0 prints which one is.
+        `objects`, in any order, which is that of the result: the model and its optimizer, the first of their kinds, and
+        what else Accelerate prepares. All ranks hold the same model; each keeps the rows of its own experts, in place,
+        so the optimizer stays valid (it must not have stepped yet). It has all experts; the rest may be in further
+        optimizers, which under FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`,
+        where `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer.
+        Raises UserError where a model or an optimizer is missing or was prepared before, no experts are found, ranks
+        cannot share them, a scheduler would step once per process, or two balance penalties are active. Rank 0 prints
+        which one is.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
-        self._refuse_schedulers(others)
+        model, optimizer = _model_and_optimizer(objects)
+        self._refuse_schedulers(objects)
         refuse_spread_by_transformers(model)
         adapt_experts(model)
         layers = find_experts(model)
@@ -168,7 +173,9 @@ class ExpertParallel:
             self.accelerator,
             model,
             optimizer,
-            more_optimizers=[other for other in others if isinstance(other, torch.optim.Optimizer)],
+            more_optimizers=[
+                each for each in objects if isinstance(each, torch.optim.Optimizer) and each is not optimizer
+            ],
             dense=self.dense,
             fsdp_size=self.fsdp_size,
         )
@@ -181,7 +188,13 @@ class ExpertParallel:
         load_only_own_states(optimizer, self.stacks)
         self._correct_accelerate()
         self.accelerator.print(balance)
-        return *prepared, *(self.accelerator.prepare(other) for other in others)
+        results = []
+        for each in objects:
+            if each is model or each is optimizer:
+                results.append(prepared[0 if each is model else 1])
+            else:
+                results.append(self.accelerator.prepare(each))
+        return tuple(results)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The stacked parameters of all layers."""
@@ -216,6 +229,7 @@ class ExpertParallel:
         experts for the others until all have: a collective. Raises UserError under FSDP2, whose parameters are gathered
         by all ranks in each forward, and where a copy is called that was not named.
         """
+        self._require_prepared("join")
         if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
             raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
         wrapped = self._prepared
@@ -234,6 +248,7 @@ class ExpertParallel:
         The first call starts counting and returns an empty dict, as does one without training forwards since the last.
         A collective.
         """
+        self._require_prepared("metrics")
         if self._meter is None:
             self._meter = LoadMeter(self._model)
             self._meter.begin(self.steps)
@@ -242,6 +257,12 @@ class ExpertParallel:
 
     def save(self, folder: Path | str, **extra: Any) -> None:
         """Write model, optimizer, placement, guard and `extra` (plain JSON values) as a checkpoint. A collective."""
+        self._require_prepared("save")
+        for name, value in extra.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{name}={value!r} cannot be saved: {error}: give save plain JSON values.") from None
         replanner = self.replanner.state_dict() if self.replanner else None
         state = {"steps": self.steps, "replanner": replanner, "extra": extra}
         save_tensors(folder, self._model, self._optimizer, state)
@@ -251,6 +272,7 @@ class ExpertParallel:
 
         On as many ranks with as many slots experts are placed where they were saved. A collective.
         """
+        self._require_prepared("load")
         state = load_tensors(folder, self._model, self._optimizer)
         self.steps = state["steps"]
         if self._meter is not None:
@@ -259,6 +281,10 @@ class ExpertParallel:
             self.replanner.load_state_dict(state["replanner"])
         extra: dict[str, Any] = state["extra"]
         return extra
+
+    def _require_prepared(self, called: str) -> None:
+        if not self.stacks:
+            raise UserError(f"{called} was called before prepare: call prepare(model, optimizer) first.")
 
     # --- before training ----------------------------------------------------------------------------------------
 
@@ -345,3 +371,20 @@ class ExpertParallel:
             self._meter.fold_when_many()
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizer)
+
+
+def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The first model and the first optimizer of `objects`. Raises UserError where Accelerate prepared them before."""
+    given = list(objects)
+    models = [each for each in given if isinstance(each, nn.Module)]
+    optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+    if not models or not optimizers:
+        raise UserError(
+            f"prepare got {', '.join(type(each).__name__ for each in given) or 'nothing'}: "
+            "give it a model and its optimizer, and what else Accelerate prepares."
+        )
+    if isinstance(models[0], DistributedDataParallel) or isinstance(optimizers[0], AcceleratedOptimizer):
+        raise UserError(
+            "accelerator.prepare was called with this model or optimizer before: call ExpertParallel's prepare instead."
+        )
+    return models[0], optimizers[0]

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.moe.dispatch import LocalDispatcher
 from toolkit.moe.load.routing_log import Choices
 from toolkit.moe.recompute import in_reentrant_forward, recomputing
@@ -85,13 +86,27 @@ def run_experts(
 ) -> Tensor:
     """(T, D): each token's weighted outputs of its experts, on whichever ranks of `stack` they are. A collective.
 
-    `forward` is that of the foreign `module`, which computes this rank's slots.
+    `forward` is that of the foreign `module`, which computes this rank's slots. Raises UserError for ids that are no
+    expert's.
     """
+    _refuse_no_expert(ids_TK, stack.num_experts)
     y_TD, plans = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
     if not recomputing():
         training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
         stack.record(plans, Choices(ids_TK, None), x_TD, y_TD, training=training)
     return y_TD
+
+
+def _refuse_no_expert(ids_TK: Int[Tensor, "T K"], num_experts: int) -> None:
+    # On a GPU the kernels that sort by ids stop at such a one: to look at them here would be a host sync.
+    if ids_TK.device.type != "cpu" or torch.compiler.is_compiling() or not ids_TK.numel():
+        return
+    least, greatest = (int(each) for each in ids_TK.aminmax())
+    if least < 0 or greatest >= num_experts:
+        raise UserError(
+            f"expert id {least if least < 0 else greatest} in a layer of {num_experts} experts: "
+            "give an assignment to no expert any expert's id, and the weight 0."
+        )
 
 
 def compute_rows(

@@ -129,7 +129,7 @@ class LocalDispatcher(TokenDispatcher):
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
-            slots_TK = self.slot_of_expert[expert_ids_TK]
+            slots_TK = rows_of_ids(self.slot_of_expert, expert_ids_TK)
         order = sort_by_slot(slots_TK, self.slots, kept_TK)
         if kept_TK is not None:  # the layer's one host sync, as in `AllToAllDispatcher`
             order = order.without_dropped(int(order.rows_per_slot.sum()))
@@ -188,7 +188,7 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.slots_are_experts:
             return expert_ids_TK
         if self.slots_EC.shape[1] == 1:
-            return self.slots_EC.squeeze(1)[expert_ids_TK]
+            return rows_of_ids(self.slots_EC.squeeze(1), expert_ids_TK)
         by_expert = sort_by_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
         first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
         turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
@@ -312,6 +312,11 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.slots_are_experts:
             return rows_per_slot
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
+
+
+def rows_of_ids(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
+    """(T, K): `values_E[ids_TK]`, but for negative ids, which are refused and do not count from the end."""
+    return values_E.index_select(0, ids_TK.flatten()).view(ids_TK.shape)
 
 
 def chunk_sizes(tokens: int, chunks: int) -> list[int]:

@@ -63,10 +63,17 @@ class Migration:
 def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set[str]:
     """The planner's required arguments that `options` do not give, all of which training can count.
 
-    Raises UserError for an unknown planner, and for one that requires something else.
+    Raises UserError for an unknown planner, for one that requires something else, and for options that it lacks.
     """
     choose = planner_named(planner) if isinstance(planner, str) else planner
     arguments = inspect.signature(choose).parameters.values()
+    taken = [a.name for a in list(arguments)[2:]]  # after the load and the present placement
+    takes_any = any(a.kind is a.VAR_KEYWORD for a in arguments)
+    if wrong := [] if takes_any else sorted(set(options) - set(taken)):
+        raise UserError(
+            f"planner {planner!r} has no option {', '.join(wrong)}: "
+            f"{'use ' + ', '.join(taken) if taken else 'it takes none'}."
+        )
     wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
     if unknown := sorted(wanted - COUNTED):
         raise UserError(
