@@ -1,11 +1,14 @@
 """Sums and counts: means over samples, whatever the batches and ranks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers import run_distributed
-from toolkit.metrics import MetricSums
+from toolkit.metrics import MetricSums, global_counts
 
 CPU = torch.device("cpu")
 
@@ -25,11 +28,31 @@ def test_reading_leaves_the_sums_and_reset_clears_them():
     assert sums.compute() == {}
 
 
-def test_the_mean_of_no_samples_is_not_a_number():
+def test_a_mean_of_no_samples_is_left_out():
     sums = MetricSums(CPU)
     sums.add({"loss": torch.tensor(0.0)}, 0)
-    value = sums.compute()["loss"]
-    assert value != value
+    sums.add({"penalty": torch.tensor(1.0)}, 2)
+    assert sums.compute() == {"penalty": 0.5}
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_counts_divide_and_a_step_where_nothing_counts_is_divided_by_one(kind: Callable[[int], Any]):
+    counts, total = global_counts([kind(3), kind(0)], CPU)
+    assert (list(map(int, counts)), int(total)) == ([3, 0], 3)
+    assert int(global_counts([kind(0), kind(0)], CPU)[1]) == 1
+
+
+def counted_over_ranks(as_tensors: bool) -> tuple[list[float], float, float]:
+    rank = dist.get_rank()
+    counts = [rank, 2 * rank, 0]
+    reduced, total = global_counts([torch.tensor(each) for each in counts] if as_tensors else counts, CPU)
+    _, nothing = global_counts([torch.tensor(0)] if as_tensors else [0], CPU)
+    return torch.as_tensor(reduced).tolist(), float(total), float(nothing)
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_counts_add_up_over_ranks(as_tensors: bool):
+    assert run_distributed(counted_over_ranks, 2, as_tensors) == [([1, 2, 0], 3, 1)] * 2
 
 
 def test_adding_keeps_no_graph_and_leaves_the_given_tensor_alone():

@@ -11,13 +11,16 @@ from torch import Tensor
 
 
 def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence[Any] | Tensor, Any]:
-    """The count of each micro-batch over all ranks, and their sum, which divides every loss. A collective."""
+    """The count of each micro-batch over all ranks, and their sum, which divides every loss: 1 where nothing counts, so
+    that the loss is zero and not NaN. A collective."""
+    on_device = isinstance(counts[0], Tensor)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return counts, sum(counts)
+        return counts, sum(counts).clamp(min=1) if on_device else max(sum(counts), 1)
     # To build it on the device would wait until the device has done all its work.
-    reduced = torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
+    here = torch.stack(list(counts)).double() if on_device else torch.tensor(counts, dtype=torch.float64)
+    reduced = here.to(device, non_blocking=True)
     dist.all_reduce(reduced)
-    return reduced, reduced.sum()
+    return reduced, reduced.sum().clamp(min=1)
 
 
 def plain_values(records: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +49,7 @@ class MetricSums:
     def compute(self) -> dict[str, Any]:
         """The mean of everything added since the last reset, over all ranks; a list for a tensor of several numbers.
 
-        All ranks must have added the same names.
+        All ranks must have added the same names. A mean over no samples is left out.
         """
         if not self._sums:
             return {}
@@ -57,8 +60,8 @@ class MetricSums:
             dist.all_reduce(totals)
         shapes = [value.shape for value in self._sums.values()]
         *sums, counts = totals.cpu().split([*(shape.numel() for shape in shapes), len(shapes)])
-        means = (total.view(shape) / count for total, shape, count in zip(sums, shapes, counts, strict=True))
-        return {name: mean.tolist() for name, mean in zip(self._sums, means, strict=True)}
+        parts = zip(self._sums, sums, shapes, counts, strict=True)
+        return {name: (total.view(shape) / count).tolist() for name, total, shape, count in parts if count}
 
     def reset(self) -> None:
         self._sums, self._counts = {}, {}

@@ -49,8 +49,9 @@ class Task(Protocol):
     to report in their place.
     """
 
-    def count(self, batch: Batch) -> int:
-        """How many examples `loss` will divide by, known before the forward pass."""
+    def count(self, batch: Batch) -> int | Int[Tensor, ""]:
+        """How many examples `loss` will divide by, known before the forward pass. A tensor on the batch's device where
+        the host would have to wait to know it; of one kind for all batches of a step."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:

@@ -85,7 +85,8 @@ class DriftWatch(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.at_log_step:
-            if self.detector.add(math.log(trainer.sums.compute()["loss"] + SMALLEST_LOSS)):
+            loss = trainer.sums.compute().get("loss")  # None where no label of these steps counted
+            if loss is not None and self.detector.add(math.log(loss + SMALLEST_LOSS)):
                 self.alarms.append(trainer.state.step)
             trainer.record("drift/alarms", len(self.alarms))
 

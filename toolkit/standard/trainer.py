@@ -84,6 +84,7 @@ def standard_trainer(
             name: table for name, table in (("training", train), ("test", test)) if isinstance(table, TensorTable)
         }
         task.expect(**{name: table.columns["label"] for name, table in tables.items() if "label" in table.columns})
+        task.may_ignore |= augment is not None  # which may change labels
     missing = missing_expert_callbacks(run, model, task, callbacks)
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):

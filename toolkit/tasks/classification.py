@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 class Classification:
-    """Cross-entropy in nats and accuracy.
+    """Cross-entropy in nats and accuracy, as means over the labels other than `IGNORED`.
 
     The model gets the columns `inputs` of the batch. `penalty` is called after each training forward and returns a term
     to add, such as `toolkit.moe.losses.RouterPenalty`; `label_smoothing` applies to training only.
@@ -30,28 +30,33 @@ class Classification:
         inputs: Sequence[str] = ("input",),
     ):
         self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
+        self.may_ignore = True
+        """Whether a training label may be `IGNORED`: then each micro-batch's labels are counted where they are."""
         self._unchecked: dict[str, Integer[Tensor, " _"]] = {}
 
     def expect(self, **labels: Integer[Tensor, " _"]) -> None:
         """Have the first forward, which tells the number of classes, raise UserError where `labels`, those of a whole
-        data set by its name, have one that is no class. Every rank raises it, and a GPU does not wait for it."""
+        data set by its name, have one that is no class, or only such that are left out. Every rank raises it, and a GPU
+        does not wait for it. The labels of "training" tell `may_ignore`, too."""
         self._unchecked |= labels
+        if "training" in labels:
+            self.may_ignore = bool((labels["training"] == IGNORED).any())
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["label"])
+    def count(self, batch: Batch) -> int | Int[Tensor, ""]:
+        return counted(batch["label"]) if self.may_ignore else len(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         logits = self._logits(model, batch)
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         penalty = self.penalty() if self.penalty is not None else None
-        return Loss(entropy, len(labels), penalty, {"accuracy": correct(logits, labels)})
+        return Loss(entropy, self.count(batch), penalty, {"accuracy": correct(logits, labels)})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         logits = self._logits(model, batch)
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum")
-        return Loss(entropy, len(labels), sums={"accuracy": correct(logits, labels)})
+        return Loss(entropy, counted(labels), sums={"accuracy": correct(logits, labels)})
 
     def sample_losses(self, model: nn.Module, batch: Batch) -> Float[Tensor, " N"]:
         """(N): nats, each sample's own."""
@@ -64,6 +69,10 @@ class Classification:
 
     def _check(self, classes: int) -> None:
         for name, labels in self._unchecked.items():
+            if len(labels) and (labels == IGNORED).all():
+                raise UserError(
+                    f"the {name} data have only labels of {IGNORED}, which the loss leaves out: give some a class."
+                )
             wrong = (labels >= classes) | ((labels < 0) & (labels != IGNORED))
             if wrong.any():
                 row = int(wrong.nonzero()[0])
@@ -72,6 +81,12 @@ class Classification:
                     f"the model has {classes} classes, 0 to {classes - 1}."
                 )
         self._unchecked = {}
+
+
+def counted(labels: Integer[Tensor, " N"]) -> int | Int[Tensor, ""]:
+    """How many labels are not `IGNORED`: a tensor where they are on a GPU, so that the host does not wait for it."""
+    number = (labels.long() != IGNORED).sum()  # as bytes, 156 would be equal to -100
+    return int(number) if labels.device.type == "cpu" else number
 
 
 def correct(logits: Float[Tensor, "N C"], labels: Integer[Tensor, " N"]) -> Int[Tensor, ""]:
