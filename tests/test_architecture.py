@@ -41,7 +41,8 @@ toolkit.parallel
 toolkit.cli
 toolkit.launch
 toolkit.config
-toolkit.metrics  toolkit.task  toolkit.state  toolkit.seeding  toolkit.version  toolkit.errors  toolkit.compat
+toolkit.metrics  toolkit.task  toolkit.state  toolkit.seeding  toolkit.version  toolkit.compat
+toolkit.errors
 """
 """Packages and modules from top to bottom. Each imports from the floors below it only: not above, not beside."""
 

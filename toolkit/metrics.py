@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.errors import UserError
+
 
 def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence[Any] | Tensor, Any]:
     """The count of each micro-batch over all ranks, and their sum, which divides every loss: 1 where nothing counts, so
@@ -62,6 +64,15 @@ class MetricSums:
         *sums, counts = totals.cpu().split([*(shape.numel() for shape in shapes), len(shapes)])
         parts = zip(self._sums, sums, shapes, counts, strict=True)
         return {name: (total.view(shape) / count).tolist() for name, total, shape, count in parts if count}
+
+    def of_evaluation(self, name: str) -> dict[str, Any]:
+        """`compute`. Raises UserError, on every rank, where the evaluation `name` had nothing to add. A collective."""
+        if not (means := self.compute()):
+            raise UserError(
+                f"the evaluation `{name}` got no batches, or no label that counts: give it a data set or a list with "
+                "samples, not a generator, which is empty after it was read once."
+            )
+        return means
 
     def reset(self) -> None:
         self._sums, self._counts = {}, {}

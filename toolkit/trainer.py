@@ -175,7 +175,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
-        """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective."""
+        """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective;
+        raises UserError where there are none."""
         sums = MetricSums(self.run.device)
         task = task or self.task
         self.model.eval()
@@ -187,7 +188,7 @@ class Trainer:
         self.model.train()
         self.enter("callbacks")
         summarise = getattr(task, "summarise", dict)
-        metrics = {f"{name}/{key}": value for key, value in summarise(sums.compute()).items()}
+        metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
         self._recorded |= metrics
         self._line_is_due = True
         self.hooks("on_evaluate_end", name, metrics)

@@ -38,6 +38,16 @@ class Stream(IterableDataset):
         return (points[row] for row in range(SAMPLES))
 
 
+class OnlyOnce(IterableDataset):
+    """A stream that is empty after it was read."""
+
+    def __init__(self) -> None:
+        self.points = iter(Stream())
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return self.points
+
+
 def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
     inputs, labels = zip(*samples, strict=True)
     return {"input": torch.stack(inputs).to(torch.get_default_dtype()), "label": torch.tensor(labels)}
@@ -144,6 +154,29 @@ def refusal(
 )
 def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path: Path, data, settings, options, says):
     assert says in refusal(tmp_path, data, settings, options)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"train": tk.TensorTable(input=torch.zeros(0, 4), label=torch.zeros(0).long())}, "the training data give no"),
+        ({"train": []}, "the training data give no batches: pass a data set with samples."),
+        ({"train": DataLoader(Subset(Points(), range(5)), BATCH, drop_last=True)}, "or leave out its drop_last"),
+        (
+            {"test": tk.TensorTable(input=torch.zeros(0, 4), label=torch.zeros(0).long())},
+            "the test data give no batches",
+        ),
+        ({"test": []}, "the test data give no batches"),
+        ({"test": (row for row in [])}, "the test data are a generator, which is empty after one evaluation"),
+        ({"test": DataLoader(OnlyOnce(), BATCH, collate_fn=collate)}, "the evaluation `eval` got no batches"),
+    ],
+)
+def test_data_that_give_no_batches_are_refused_in_one_line(tmp_path: Path, data: dict[str, Any], says: str):
+    data = {"train": loader("shuffled"), "test": loader("stream")} | data
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=2)
+    with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
+        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data).fit()
+    assert says in str(refused.value)
 
 
 def shard_of_each_rank(folder: Path) -> str:

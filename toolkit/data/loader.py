@@ -48,6 +48,14 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
     return data
 
 
+def known_length(data: Any) -> int | None:
+    """Of a table or data set its samples, of a DataLoader its batches; None where nobody knows."""
+    try:
+        return len(data)
+    except TypeError:  # of a data set without a length
+        return None
+
+
 class _Iterated(IterableDataset[Any]):
     """An iterable that is no data set of torch's."""
 
@@ -113,7 +121,7 @@ class LoaderBatches:
                 if not self.endless and step - first == self.steps_per_epoch:
                     break
             if step == first:
-                raise UserError("the training data give no batches: check the data set.")
+                raise UserError("the training data give no batches: pass a data set with samples, not a generator.")
             if not self.endless and step - first < self.steps_per_epoch:
                 raise UserError(
                     f"the training data ended after {step - first} of {self.steps_per_epoch} steps: "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.callbacks.watchdog import Watchdog
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
-from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, make_loader
+from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, known_length, make_loader
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
@@ -70,7 +69,7 @@ def standard_trainer(
     `--planner` and `--record-traces` ask for, are added where missing.
 
     Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
-    for settings of experts that the model was not built with.
+    for settings of experts that the model was not built with, and for data without samples.
     """
     config, stopping = run.config, run.config.early_stopping
     if (test is None) == (evaluation is None):
@@ -79,6 +78,10 @@ def standard_trainer(
         raise UserError(
             f"--early-stopping.patience {stopping.patience}: this run has no single test set, leave it out."
         )
+    for which, data in (("training", train), ("test", test)):
+        if data is not None and known_length(data) == 0:
+            why = " or leave out its drop_last" if isinstance(data, DataLoader) else ""
+            raise UserError(f"the {which} data give no batches: pass a data set with samples{why}.")
     if isinstance(task, Classification):
         tables = {
             name: table for name, table in (("training", train), ("test", test)) if isinstance(table, TensorTable)
@@ -167,10 +170,7 @@ def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps:
     if config.num_workers and isinstance(data, DataLoader):
         run.print(f"--num-workers {config.num_workers}: no effect, because the DataLoader has its own.")
     loader = make_loader(data, batch_size=config.batch_size, num_workers=config.num_workers, shuffle=True)
-    known = steps_per_epoch
-    if known is None:
-        with suppress(TypeError):  # of a data set without a length
-            known = len(loader)
+    known = steps_per_epoch or known_length(loader)
     whole = known or max_steps or config.max_steps
     if whole is None:
         raise UserError(
@@ -201,7 +201,11 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
 
 
 def eval_batches(run: Run, test: Any, batch_size: int) -> AnyEvalBatches:
-    """Of a table, a data set or a DataLoader, `batch_size` samples over all ranks."""
+    """Of a table, a data set or a DataLoader, `batch_size` samples over all ranks. Raises UserError for a generator."""
+    if isinstance(test, Iterator):
+        raise UserError(
+            "the test data are a generator, which is empty after one evaluation: pass a data set or a list."
+        )
     where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
     if isinstance(test, TensorTable):
         return EvalBatches(test, batch_size=batch_size, num_workers=run.config.num_workers, **where)
