@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests.helpers import run_distributed
 from toolkit import compat
@@ -204,6 +205,14 @@ def world_timeout() -> float:
 def test_a_process_group_knows_its_time_out():
     with relying_on("torch", "ProcessGroup._get_backend, options._timeout"):
         assert set(run_distributed(world_timeout, 2)) == {1800.0}
+
+
+def test_persistent_workers_are_started_anew_with_a_new_iterator():
+    loader = DataLoader(range(2), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    with relying_on("torch", "DataLoader._iterator"):
+        first = compat.new_iterator(loader)
+        assert iter(loader) is first
+        assert compat.new_iterator(loader) is not first
 
 
 # --- Accelerate --------------------------------------------------------------------------------------------------

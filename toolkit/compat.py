@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
@@ -51,6 +52,15 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 def unflattened(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of a vector made by `flattened`, in the shapes of `like`."""
     return torch._utils._unflatten_dense_tensors(flat, like)
+
+
+# --- torch: reading data -----------------------------------------------------------------------------------------
+
+
+def new_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator with workers of its own, where persistent ones would go on with the random state of the last."""
+    loader._iterator = None
+    return iter(loader)
 
 
 # --- torch: counting ---------------------------------------------------------------------------------------------

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+)
 
 import toolkit as tk
 from tests.equality import IN_FLOAT64, in_float64
@@ -59,6 +67,11 @@ def loader(kind: str) -> DataLoader[Any]:
         return DataLoader(Stream(), **settings)
     if kind == "own generator":
         settings["generator"] = torch.Generator()
+    if kind == "persistent workers":
+        settings |= {"num_workers": 1, "persistent_workers": True}
+    if kind == "batch sampler":
+        sampler = BatchSampler(RandomSampler(Points(), generator=torch.Generator()), BATCH, drop_last=False)
+        return DataLoader(Points(), batch_sampler=sampler, collate_fn=collate)
     return DataLoader(Points(), shuffle=True, **settings)
 
 
@@ -88,7 +101,7 @@ def train(folder: Path, kind: str, stop_at: int | None = None, **settings: Any) 
     return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines], results
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "stream"])
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "batch sampler", "persistent workers", "stream"])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str):
     settings = {"epochs": 3, "checkpoint": tk.CheckpointConfig(every_steps=4)}
     whole, results = train(tmp_path / "whole", kind, **settings)

@@ -18,6 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from toolkit.compat import new_iterator
 from toolkit.data.batches import EvalBatches, bounds
 from toolkit.data.identity import Identity, identity_of_length
 from toolkit.errors import UserError
@@ -38,7 +39,7 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
         iterable = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
         data = _Iterated(data) if iterable and not isinstance(data, IterableDataset) else data
         return DataLoader(data, batch_size, shuffle=shuffle and not iterable, num_workers=num_workers)
-    if isinstance(data.sampler, DistributedSampler):
+    if any(isinstance(each, DistributedSampler) for each in samplers_of(data)):
         raise UserError("the DataLoader has a DistributedSampler: leave it out, each process takes its part by itself.")
     if data.batch_size not in (None, batch_size):
         raise UserError(
@@ -173,18 +174,24 @@ def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:
     return identity_of_length(len(loader.dataset)) if sized else None  # type: ignore[arg-type]
 
 
+def samplers_of(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    """Those that may draw or be told the epoch: of batches, and the one of samples in it."""
+    return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+
+
 def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -> Iterator[Mapping[str, Any]]:
     """One pass over `loader`, whose batches are those of `first_step` and after; random draws are seeded by step."""
-    for part in (loader.batch_sampler, loader.sampler, loader.dataset):
+    samplers = samplers_of(loader)
+    for part in (*samplers, loader.dataset):
         if (set_epoch := getattr(part, "set_epoch", None)) is not None:
             set_epoch(epoch)
-    for own in (loader.generator, getattr(loader.sampler, "generator", None)):
-        if own is not None:
+    for part in (loader, *samplers):
+        if (own := getattr(part, "generator", None)) is not None:
             own.manual_seed(derive_seed(seed, "loader", first_step))
     batches = None
     for step in count(first_step):
         with _seeded(seed, "loader", step):
-            batches = iter(loader) if batches is None else batches
+            batches = new_iterator(loader) if batches is None else batches
             batch = next(batches, None)
         if batch is None:
             return
