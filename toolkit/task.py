@@ -9,6 +9,8 @@ from typing import Protocol
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
+
 Batch = dict[str, Tensor]
 """The columns of some samples by name: the samples are the first axis of every tensor."""
 
@@ -39,6 +41,14 @@ class Loss:
     def total(self) -> Float[Tensor, ""]:
         """`sum` and, if there is one, `penalty`: for the backward of a batch that is no part of a step."""
         return self.sum if self.penalty is None else self.sum + self.penalty
+
+
+def as_loss(result: object, method: str) -> Loss:
+    """`result`, which the `method` of a task returned. Raises UserError where it is no `Loss`."""
+    if not isinstance(result, Loss):
+        kind = type(result).__name__
+        raise UserError(f"the task's method `{method}` returns a {kind}: let it return a tk.Loss of a sum and a count.")
+    return result
 
 
 class Task(Protocol):

@@ -32,7 +32,7 @@ from toolkit.run.data import record_data
 from toolkit.run.run import Run
 from toolkit.seeding import seed_device
 from toolkit.state import TrainState
-from toolkit.task import Batch, Loss, Task
+from toolkit.task import Batch, Loss, Task, as_loss
 
 
 class Trainer:
@@ -148,7 +148,7 @@ class Trainer:
             self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
                 with self.autocast():
-                    loss = self.task.loss(self.model, batch)
+                    loss = as_loss(self.task.loss(self.model, batch), "loss")
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
             losses.append(value.detach())
@@ -175,15 +175,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
-        """Means over all samples of `batches`, or what `task.summarise` makes of them, as `name/...`. A collective;
-        raises UserError where there are none."""
+        """Means, or what `task.summarise` makes of them, as `name/...`. A collective; UserError if empty."""
         sums = MetricSums(self.run.device)
         task = task or self.task
         self.model.eval()
         for batch in batches:
             self.enter("evaluation")
             with self.autocast():
-                loss = task.evaluate(self.model, batch)
+                loss = as_loss(task.evaluate(self.model, batch), "evaluate")
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
         self.enter("callbacks")

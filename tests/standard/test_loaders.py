@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,6 +130,10 @@ def train_without_noise(folder: Path, kind: str, settings: dict[str, Any]) -> tu
     return train(folder, kind, **settings)
 
 
+def rows_of(sample: Callable[[int], Any]) -> list[Any]:
+    return [sample(row % 3) for row in range(SAMPLES)]
+
+
 def refusal(
     folder: Path, train_data: Any, settings: dict[str, Any] | None = None, options: dict[str, Any] | None = None
 ) -> str:
@@ -163,6 +168,42 @@ def refusal(
             {},
             "columns of unequal rows (input: 3, label: 2)",
         ),
+        (
+            DataLoader(Points(), BATCH, collate_fn=lambda rows: {"input": np.zeros((len(rows), 4))}),
+            {},
+            {},
+            "gives a ndarray in the column `input`: let its collate_fn return tensors, as torch.from_numpy",
+        ),
+        (
+            rows_of(lambda y: {"input": [0.0] * 4, "label": y}),
+            {},
+            {},
+            "gives a list of 4 tensors in the column `input`",
+        ),
+        (rows_of(lambda y: {"input": torch.zeros(4), "label": y + 1}), {}, {}, "training data have the label 3 in row"),
+        (rows_of(lambda y: {"input": torch.zeros(4), "label": float(y)}), {}, {}, "is torch.float64 of shape (N)"),
+        (
+            rows_of(lambda y: {"input": torch.zeros(4), "label": torch.tensor([y])}),
+            {},
+            {},
+            "torch.int64 of shape (N, 1)",
+        ),
+        (rows_of(lambda y: {"input": torch.zeros(4), "label": str(y)}), {}, {}, "the column `label` is a list"),
+        (rows_of(lambda y: {"input": torch.zeros(4), "target": y}), {}, {}, "no column `label`, only input, target"),
+        (rows_of(lambda _y: None), {}, {}, "the samples hold a NoneType, which torch cannot put into a batch"),
+        (
+            DataLoader(rows_of(lambda _y: None), BATCH, num_workers=1),
+            {"max_steps": 2},
+            {},
+            "the samples hold a NoneType, which torch cannot put into a batch",
+        ),
+        (
+            tk.TensorTable(input=torch.zeros(4, 4), target=torch.zeros(4)),
+            {},
+            {},
+            "no column `label`, only input, target",
+        ),
+        (tk.TensorTable(input=torch.zeros(4, 4), label=torch.zeros(4)), {}, {}, "is torch.float32 of shape (N)"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path: Path, data, settings, options, says):
@@ -190,6 +231,28 @@ def test_data_that_give_no_batches_are_refused_in_one_line(tmp_path: Path, data:
     with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
         tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data).fit()
     assert says in str(refused.value)
+
+
+def wrong_label_late_on_one_rank(folder: Path) -> str:
+    rows = [{"input": torch.zeros(4), "label": 3 if row == 29 else 0} for row in range(SAMPLES)]
+    return refusal(folder, DataLoader(rows, batch_size=BATCH))
+
+
+def test_a_label_without_a_class_is_refused_on_all_ranks_in_any_batch(tmp_path: Path):
+    for told in run_distributed(wrong_label_late_on_one_rank, 2, tmp_path):
+        assert told.startswith("the training data have the label 3 in row 5 of a batch: the model has 3 classes")
+
+
+@pytest.mark.parametrize("method", ["loss", "evaluate"])
+@pytest.mark.parametrize("result", [torch.tensor(1.0), (torch.tensor(1.0), 8), {"loss": torch.tensor(1.0)}])
+def test_a_task_that_returns_no_loss_is_refused(tmp_path: Path, method: str, result: Any):
+    task: Any = tk.Classification()
+    setattr(task, method, lambda _model, _batch: result)
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
+    with tk.start_run("loaders", config) as run:
+        trainer = tk.standard_trainer(run, task, nn.Linear(4, 3), train=loader("shuffled"), test=loader("stream"))
+        with pytest.raises(UserError, match=f"the task's method `{method}` returns"):
+            trainer.fit()
 
 
 def shard_of_each_rank(folder: Path) -> str:

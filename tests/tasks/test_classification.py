@@ -42,7 +42,7 @@ def test_a_label_without_a_class_is_refused_with_its_row(tmp_path: Path, wrong: 
 
 def test_labels_that_the_loss_leaves_out_are_no_fault():
     task = tk.Classification()
-    task.expect(training=torch.tensor([0, -100, 3]))
+    task.expect({"training": torch.tensor([0, -100, 3])})
     task.loss(nn.Linear(4, 4), {"input": torch.randn(2, 4), "label": torch.tensor([-100, 3])})
 
 
@@ -143,7 +143,7 @@ def counted_on_the_device() -> None:
         counts = [task.count(batch), task.loss(model, batch).count, task.evaluate(model, batch).count]
         assert device.waits == []
         assert [int(count) for count in counts] == [2, 2, 2]
-        task.expect(training=torch.tensor([0, 3]))
+        task.expect({"training": torch.tensor([0, 3])})
         assert task.count(batch) == 3  # of a table without such labels they are not counted in each step
 
 

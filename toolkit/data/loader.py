@@ -8,7 +8,8 @@ CPU, or from its own, is a function of the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -26,6 +27,8 @@ from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.seeding import derive_seed
 from toolkit.task import Batch
 
+Look = Callable[[Mapping[str, Any]], object]
+"""Raises UserError for a global batch that cannot be learned from: on every rank, because each reads all of it."""
 NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
 """What `TrainBatches` has beyond `LoaderBatches`: access to single rows."""
 
@@ -71,7 +74,7 @@ class LoaderBatches:
     """This rank's micro-batches of each step, on its device, from a loader of global batches.
 
     `steps_per_epoch`: batches after which the loader begins anew. With `endless` it begins anew where it ends, and
-    `steps_per_epoch` is only what counts as an epoch elsewhere.
+    `steps_per_epoch` is only what counts as an epoch elsewhere. `look` is called with each global batch.
     """
 
     def __init__(
@@ -85,7 +88,9 @@ class LoaderBatches:
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
+        look: Look | None = None,
     ):
+        self.look = look
         self.loader, self.steps_per_epoch, self.endless, self.seed = loader, steps_per_epoch, endless, seed
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.device = torch.device(device)
@@ -113,10 +118,12 @@ class LoaderBatches:
             first = step
             for batch in read_once(self.loader, self.seed, first, epoch):
                 if step >= start_step:
+                    self._size = size_of(batch)
+                    if self.look is not None:
+                        self.look(batch)
                     if not compared:
                         refuse_unequal(batch, self.device)
                         compared = True
-                    self._size = size_of(batch)
                     yield [self._part(batch, micro) for micro in range(self.accumulation)]
                 step += 1
                 if not self.endless and step - first == self.steps_per_epoch:
@@ -149,11 +156,20 @@ class LoaderBatches:
 
 
 class LoaderEvalBatches:
-    """The global batches of a loader, cut into ranks, so that each sample is on exactly one."""
+    """The global batches of a loader, cut into ranks, so that each sample is on exactly one. `look` is called with each
+    global batch."""
 
     def __init__(
-        self, loader: DataLoader[Any], *, seed: int, rank: int, world_size: int, device: torch.device | str = "cpu"
+        self,
+        loader: DataLoader[Any],
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        look: Look | None = None,
     ):
+        self.look = look
         self.loader, self.seed, self.rank, self.world_size = loader, seed, rank, world_size
         self.device = torch.device(device)
 
@@ -163,7 +179,10 @@ class LoaderEvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
-            yield part_of_rank(batch, 0, size_of(batch), self.rank, self.world_size, self.device)
+            size = size_of(batch)
+            if self.look is not None:
+                self.look(batch)
+            yield part_of_rank(batch, 0, size, self.rank, self.world_size, self.device)
 
 
 AnyEvalBatches = EvalBatches | LoaderEvalBatches
@@ -192,10 +211,23 @@ def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -
     for step in count(first_step):
         with _seeded(seed, "loader", step):
             batches = new_iterator(loader) if batches is None else batches
-            batch = next(batches, None)
+            batch = _next(batches)
         if batch is None:
             return
         yield batch
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    """None at the end. Raises UserError for samples that torch cannot put into a batch."""
+    try:
+        return next(batches, None)
+    except TypeError as error:  # in a worker, its message has the traceback before it
+        if (found := re.search(r"default_collate: batch must contain .*; found <class '(.*?)'>", str(error))) is None:
+            raise
+        raise UserError(
+            f"the samples hold a {found[1]}, which torch cannot put into a batch: let each be a dict of tensors or "
+            "numbers, or pass a DataLoader with a collate_fn."
+        ) from error
 
 
 @contextmanager
@@ -217,6 +249,17 @@ def size_of(batch: Any) -> int:
         )
     sizes = {name: len(value) if _has_rows(value) else None for name, value in batch.items()}
     if len(set(sizes.values())) > 1 or None in sizes.values():
+        for name, value in batch.items():
+            if isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
+                raise UserError(
+                    f"the DataLoader gives a list of {len(value)} tensors in the column `{name}`: let samples hold "
+                    'tensors, as .with_format("torch") has a data set of Hugging Face do.'
+                )
+            if not isinstance(value, (Tensor, list, tuple)):
+                raise UserError(
+                    f"the DataLoader gives a {type(value).__name__} in the column `{name}`: let its collate_fn return "
+                    "tensors, as torch.from_numpy makes of arrays."
+                )
         told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise UserError(f"the DataLoader gives columns of unequal rows ({told}): one row per sample in each.")
     return next(iter(sizes.values())) or 0

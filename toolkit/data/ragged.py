@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class RaggedTable(TensorTable):
     def __init__(self, **columns: Tensor | RaggedColumn):
         self.ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedColumn)}
         lengths = {f"{name}_length": column.lengths for name, column in self.ragged.items()}
-        super().__init__(**{name: c for name, c in columns.items() if isinstance(c, Tensor)}, **lengths)
+        dense: dict[str, Any] = {name: column for name, column in columns.items() if name not in self.ragged}
+        super().__init__(**dense, **lengths)
 
     def __getitem__(self, rows: Tensor) -> Batch:
         batch = super().__getitem__(rows)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.task import Batch
 
 
 class TensorTable:
-    """Columns of equal length, fetched by whole batches: one gather per column, never a loop over examples."""
+    """Columns of equal length, fetched by whole batches: one gather per column, never a loop over examples.
+
+    Raises UserError for a column that is no tensor, and ValueError for columns of unequal length.
+    """
 
     def __init__(self, **columns: Tensor):
+        for name, column in columns.items():
+            if not isinstance(column, Tensor):
+                kind = type(column).__name__
+                raise UserError(
+                    f"the column `{name}` is a {kind}: give a tensor, as torch.from_numpy makes of an array."
+                )
         lengths = {name: len(column) for name, column in columns.items()}
         if not columns or len(set(lengths.values())) != 1:
             raise ValueError(f"columns need one common length, got {lengths}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,7 +22,7 @@ from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.callbacks.watchdog import Watchdog
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
-from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, known_length, make_loader
+from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, Look, known_length, make_loader
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
@@ -86,7 +87,10 @@ def standard_trainer(
         tables = {
             name: table for name, table in (("training", train), ("test", test)) if isinstance(table, TensorTable)
         }
-        task.expect(**{name: table.columns["label"] for name, table in tables.items() if "label" in table.columns})
+        for name, table in tables.items() if _reads_known_columns(task) else ():
+            as_in_batches = AugmentedTable(table, augment) if augment and name == "training" else table
+            task.check_columns(as_in_batches[torch.arange(1)])
+        task.expect({name: table.columns["label"] for name, table in tables.items() if "label" in table.columns})
         task.may_ignore |= augment is not None  # which may change labels
     missing = missing_expert_callbacks(run, model, task, callbacks)
     batches: TrainBatches | LoaderBatches
@@ -96,11 +100,13 @@ def standard_trainer(
     else:
         if augment is not None or order is not None:
             raise ValueError("`augment` and `order` are for a TensorTable: change or order samples in the DataLoader")
-        batches = _loader_batches(run, train, steps_per_epoch, max_steps)
+        batches = _loader_batches(run, train, steps_per_epoch, max_steps, _look(task, "training"))
         samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
     if test is not None:
         every_steps = config.eval_every * batches.steps_per_epoch
-        evaluation = Evaluation(eval_batches(run, test, eval_batch_size), every_steps, at_start=eval_at_start)
+        evaluation = Evaluation(
+            eval_batches(run, test, eval_batch_size, _look(task, "test")), every_steps, at_start=eval_at_start
+        )
     assert evaluation is not None
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
@@ -161,7 +167,19 @@ def _table_batches(
     )
 
 
-def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None) -> LoaderBatches:
+def _look(task: Task, name: str) -> Look | None:
+    """What is called with each global batch of a DataLoader of the `name` data."""
+    return partial(task.expect_batch, name) if _reads_known_columns(task) else None
+
+
+def _reads_known_columns(task: Task) -> TypeGuard[Classification]:
+    """Whether `task` reads its `inputs` and `label`: a subclass may read others."""
+    return type(task) is Classification
+
+
+def _loader_batches(
+    run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None, look: Look | None
+) -> LoaderBatches:
     config = run.config
     if config.auto_batch_size:
         raise UserError(
@@ -185,6 +203,7 @@ def _loader_batches(run: Run, data: Any, steps_per_epoch: int | None, max_steps:
         rank=run.rank,
         world_size=run.world_size,
         device=run.device,
+        look=look,
     )
 
 
@@ -200,8 +219,9 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
     run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
 
 
-def eval_batches(run: Run, test: Any, batch_size: int) -> AnyEvalBatches:
-    """Of a table, a data set or a DataLoader, `batch_size` samples over all ranks. Raises UserError for a generator."""
+def eval_batches(run: Run, test: Any, batch_size: int, look: Look | None = None) -> AnyEvalBatches:
+    """Of a table, a data set or a DataLoader, `batch_size` samples over all ranks; `look` is called with each global
+    batch of the latter two. Raises UserError for a generator."""
     if isinstance(test, Iterator):
         raise UserError(
             "the test data are a generator, which is empty after one evaluation: pass a data set or a list."
@@ -211,4 +231,4 @@ def eval_batches(run: Run, test: Any, batch_size: int) -> AnyEvalBatches:
         return EvalBatches(test, batch_size=batch_size, num_workers=run.config.num_workers, **where)
     size = test.batch_size or batch_size if isinstance(test, DataLoader) else batch_size
     loader = make_loader(test, batch_size=size, num_workers=run.config.num_workers, shuffle=False)
-    return LoaderEvalBatches(loader, seed=run.config.seed, **where)
+    return LoaderEvalBatches(loader, seed=run.config.seed, look=look, **where)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,15 +34,42 @@ class Classification:
         self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
         self.may_ignore = True
         """Whether a training label may be `IGNORED`: then each micro-batch's labels are counted where they are."""
-        self._unchecked: dict[str, Integer[Tensor, " _"]] = {}
+        self._unchecked: dict[tuple[str, bool], Integer[Tensor, " _"]] = {}
+        """By the name of the data set, and whether they are all of its labels."""
 
-    def expect(self, **labels: Integer[Tensor, " _"]) -> None:
-        """Have the first forward, which tells the number of classes, raise UserError where `labels`, those of a whole
-        data set by its name, have one that is no class, or only such that are left out. Every rank raises it, and a GPU
-        does not wait for it. The labels of "training" tell `may_ignore`, too."""
-        self._unchecked |= labels
+    def check_columns(self, batch: Mapping[str, Any]) -> None:
+        """Raise UserError unless `batch` has the columns `inputs`, and in `label` (N) one class of each sample."""
+        for name in (*self.inputs, "label"):
+            if name not in batch:
+                raise UserError(
+                    f"the data have no column `{name}`, only {', '.join(batch)}: rename one of them, or name what the "
+                    "model gets in Classification(inputs=...)."
+                )
+        labels = batch["label"]
+        if not isinstance(labels, Tensor):
+            raise UserError(f"the column `label` is a {type(labels).__name__}: give each sample a class, 0 or more.")
+        if labels.ndim != 1 or labels.dtype not in (torch.int64, torch.uint8):
+            shape = ", ".join(["N", *map(str, labels.shape[1:])])
+            raise UserError(
+                f"the column `label` is {labels.dtype} of shape ({shape}): give one class per sample, torch.int64 of "
+                "shape (N)."
+            )
+
+    def expect_batch(self, name: str, batch: Mapping[str, Any]) -> None:
+        """`check_columns`, and `expect` of the labels of a global batch of the `name` data, before ranks divide it."""
+        self.check_columns(batch)
+        if batch["label"].device.type == "cpu":
+            self.expect({name: batch["label"]}, whole=False)
+        elif name == "training":
+            self.may_ignore = True
+
+    def expect(self, labels: Mapping[str, Integer[Tensor, " _"]], *, whole: bool = True) -> None:
+        """Have the next forward, which tells the number of classes, raise UserError where `labels`, by the name of
+        their data set, have one that is no class; or, if they are those of the `whole` set, only such that are left
+        out. Every rank raises it, and a GPU does not wait for it. The labels of "training" tell `may_ignore`, too."""
+        self._unchecked |= {(name, whole): column for name, column in labels.items()}
         if "training" in labels:
-            self.may_ignore = bool((labels["training"] == IGNORED).any())
+            self.may_ignore = len(labels["training"]) > 0 and int(labels["training"].min()) < 0
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:
         return counted(batch["label"]) if self.may_ignore else len(batch["label"])
@@ -68,16 +97,19 @@ class Classification:
         return logits
 
     def _check(self, classes: int) -> None:
-        for name, labels in self._unchecked.items():
-            if len(labels) and (labels == IGNORED).all():
+        for (name, whole), labels in self._unchecked.items():
+            low, high = labels.aminmax() if len(labels) else (0, 0)
+            if low >= 0 and high < classes:  # the usual case, in few operations: a DataLoader comes here in each step
+                continue
+            if whole and (labels == IGNORED).all():
                 raise UserError(
                     f"the {name} data have only labels of {IGNORED}, which the loss leaves out: give some a class."
                 )
             wrong = (labels >= classes) | ((labels < 0) & (labels != IGNORED))
             if wrong.any():
-                row = int(wrong.nonzero()[0])
+                row, place = int(wrong.nonzero()[0]), "the column `label`" if whole else "a batch"
                 raise UserError(
-                    f"the {name} data have the label {int(labels[row])} in row {row} of the column `label`: "
+                    f"the {name} data have the label {int(labels[row])} in row {row} of {place}: "
                     f"the model has {classes} classes, 0 to {classes - 1}."
                 )
         self._unchecked = {}
