@@ -60,6 +60,7 @@ FENCES = {
         "toolkit.data.loader",
         "toolkit.doctor",
         "toolkit.hosts.engine",
+        "toolkit.hosts.prepare_arguments",
     ),
     "transformers": ("toolkit.compat", "toolkit.hosts.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.hosts.peft",),

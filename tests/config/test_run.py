@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from toolkit.config.experts import MoERunConfig
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY, OptimizerConfig, RunConfig, ScheduleConfig, to_dict
+from toolkit.config.run import OptimizerConfig, RunConfig, ScheduleConfig, to_dict
+from toolkit.config.settings import NOT_OF_THE_TRAJECTORY
 from toolkit.errors import UserError
 from toolkit.run.folder import DATA
 from toolkit.tracking.jsonl import to_json

@@ -43,8 +43,8 @@ from toolkit.checkpoint.tensor_files import (
     on_cpu,
     targets,
 )
-from toolkit.config.run import LENGTH, to_dict
-from toolkit.config.settings import decides_what_is_learned
+from toolkit.config.run import to_dict
+from toolkit.config.settings import LENGTH, decides_what_is_learned
 from toolkit.errors import UserError
 from toolkit.parallel.collectives import is_main, on_main, rank, together
 from toolkit.parallel.unwrapping import unwrapped

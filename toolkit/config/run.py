@@ -286,58 +286,6 @@ def require_divisible(batch_size: int, processes: int, accumulation: int, pieces
     )
 
 
-LENGTH = frozenset({"epochs", "max_steps"})
-"""Fields that --extend may change."""
-ONLY_OF_THE_SPEED = frozenset(
-    {
-        "memory_fraction",
-        "profile",
-        "compile",
-        "dense_parallel",
-        "fsdp_size",
-        "ddp",
-        "parallel_strategy",
-        "ep_size",
-        "ep_stride",
-        "exchange",
-        "dispatch_chunks",
-        "recompute",
-        "planner",
-        "replan_every",
-        "spare_slots",
-        "initial_placement",
-        "guard",
-        "link_gbytes_per_second",
-        "expert_time_share",
-        "record_traces",
-    }
-)
-"""Fields that change how fast a run learns, and not what."""
-NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
-    {
-        "run_dir",
-        "storage",
-        "resume",
-        "resume_from",
-        "extend",
-        "tracker",
-        "num_workers",
-        "num_processes",
-        "process_timeout",
-        "on_nonfinite",
-        "step_timeout",
-        "max_restarts",
-        "peak_flops",
-        "cpu",
-        "log_every",
-        "checkpoint",
-        "data_dir",
-        "data_identity",  # no field, but a key of config.json that `toolkit.run.data` compares
-    }
-)
-"""Fields that may change when a run is resumed, because they do not change what is learned."""
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as JSON values that read back as flags: an enum by its name, infinity as "inf"."""
 

@@ -6,7 +6,56 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY
+LENGTH = frozenset({"epochs", "max_steps"})
+"""Fields that --extend may change."""
+ONLY_OF_THE_SPEED = frozenset(
+    {
+        "memory_fraction",
+        "profile",
+        "compile",
+        "dense_parallel",
+        "fsdp_size",
+        "ddp",
+        "parallel_strategy",
+        "ep_size",
+        "ep_stride",
+        "exchange",
+        "dispatch_chunks",
+        "recompute",
+        "planner",
+        "replan_every",
+        "spare_slots",
+        "initial_placement",
+        "guard",
+        "link_gbytes_per_second",
+        "expert_time_share",
+        "record_traces",
+    }
+)
+"""Fields that change how fast a run learns, and not what."""
+NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
+    {
+        "run_dir",
+        "storage",
+        "resume",
+        "resume_from",
+        "extend",
+        "tracker",
+        "num_workers",
+        "num_processes",
+        "process_timeout",
+        "on_nonfinite",
+        "step_timeout",
+        "max_restarts",
+        "peak_flops",
+        "cpu",
+        "log_every",
+        "checkpoint",
+        "data_dir",
+        "data_identity",  # no field, but a key of config.json that `toolkit.run.data` compares
+    }
+)
+"""Fields that may change when a run is resumed, because they do not change what is learned."""
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +27,7 @@ from toolkit.errors import UserError, require_choice
 from toolkit.hosts.adapters import adapt_experts, why_no_experts
 from toolkit.hosts.balance import describe_balance
 from toolkit.hosts.join import join_forwards
+from toolkit.hosts.prepare_arguments import fit_optimizer, model_and_optimizer, refuse_schedulers
 from toolkit.hosts.prepared_optimizer import load_only_own_states, train_only_with
 from toolkit.hosts.replica_check import ReplicaCheck
 from toolkit.hosts.routes import hook_blocks
@@ -50,7 +50,6 @@ from toolkit.parallel.gradients import (
     refresh_replicas,
 )
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.parallel.optimizer_rows import fit_states, has_stepped
 from toolkit.parallel.ownership import is_owned
 from toolkit.parallel.prepare import Dense, prepare
 
@@ -152,8 +151,8 @@ class ExpertParallel:
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
-        model, optimizer = _model_and_optimizer(objects)
-        self._refuse_schedulers(objects)
+        model, optimizer = model_and_optimizer(objects)
+        refuse_schedulers(self.accelerator, objects)
         refuse_spread_by_transformers(model)
         adapt_experts(model)
         layers = find_experts(model)
@@ -164,7 +163,7 @@ class ExpertParallel:
             self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         hook_blocks(model)
-        self._fit_optimizer(optimizer)
+        fit_optimizer(optimizer, self.stacks)
         if self.groups.ep_size > 1:
             self._average_in_backward(model)
         if self.replanner is not None:
@@ -294,32 +293,6 @@ class ExpertParallel:
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
 
-    def _refuse_schedulers(self, others: Iterable[Any]) -> None:
-        """Accelerate makes a prepared scheduler take as many steps per optimizer step as there are processes."""
-        accelerator = self.accelerator
-        multiplied = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
-        for other in others:
-            if isinstance(other, torch.optim.lr_scheduler.LRScheduler) and multiplied and accelerator.num_processes > 1:
-                raise UserError(
-                    f"{type(other).__name__}, once prepared, takes {accelerator.num_processes} steps per optimizer "
-                    "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
-                    "after optimizer.step() where accelerator.sync_gradients is True."
-                )
-
-    def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut its states as the experts. One of other parameters than the model's would train nothing: refuse it."""
-        if has_stepped(optimizer):
-            raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, stack in self.stacks.items():
-            for key, parameter in stack.parameters.items():
-                if parameter.requires_grad and id(parameter) not in trained:
-                    raise UserError(
-                        f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
-                        "make it from model.parameters()."
-                    )
-                fit_states(optimizer, parameter)
-
     def _average_in_backward(self, model: nn.Module) -> None:
         """Have the gradient of each owned parameter averaged, exactly once."""
         for stack in self.stacks.values():
@@ -371,20 +344,3 @@ class ExpertParallel:
             self._meter.fold_when_many()
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizer)
-
-
-def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The first model and the first optimizer of `objects`. Raises UserError where Accelerate prepared them before."""
-    given = list(objects)
-    models = [each for each in given if isinstance(each, nn.Module)]
-    optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-    if not models or not optimizers:
-        raise UserError(
-            f"prepare got {', '.join(type(each).__name__ for each in given) or 'nothing'}: "
-            "give it a model and its optimizer, and what else Accelerate prepares."
-        )
-    if isinstance(models[0], DistributedDataParallel) or isinstance(optimizers[0], AcceleratedOptimizer):
-        raise UserError(
-            "accelerator.prepare was called with this model or optimizer before: call ExpertParallel's prepare instead."
-        )
-    return models[0], optimizers[0]

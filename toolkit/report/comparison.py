@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY, ONLY_OF_THE_SPEED
-from toolkit.config.settings import differing_names, leaves
+from toolkit.config.settings import NOT_OF_THE_TRAJECTORY, ONLY_OF_THE_SPEED, differing_names, leaves
 from toolkit.report.records import RunRecord
 from toolkit.run.summary import duration
 from toolkit.sweep.tables import Table, is_number, tabulate

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from toolkit.config.run import NOT_OF_THE_TRAJECTORY
-from toolkit.config.settings import differing_names
+from toolkit.config.settings import NOT_OF_THE_TRAJECTORY, differing_names
 from toolkit.report.comparison import is_compared, settings
 from toolkit.report.records import RunRecord
 from toolkit.sweep.tables import is_number

@@ -25,8 +25,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.config.run import LENGTH, RunConfig, to_dict
-from toolkit.config.settings import decides_what_is_learned, leaves
+from toolkit.config.run import RunConfig, to_dict
+from toolkit.config.settings import LENGTH, decides_what_is_learned, leaves
 from toolkit.errors import UserError
 from toolkit.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
