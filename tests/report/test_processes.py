@@ -96,3 +96,13 @@ def test_runs_on_one_number_of_processes_or_unfinished_ones_have_no_such_table(t
     assert process_notices(read_runs(runs)) == []
     page_of(tmp_path, runs)
     assert "Numbers of processes" not in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("damage", ["many", None, 0])
+def test_a_number_of_processes_that_is_none_is_left_out_and_named(tmp_path: Path, damage: Any):
+    run = write(tmp_path / "one", 1, 90.0)
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps(results | {"world_size": damage}))
+    assert main(["compare", str(run), str(write(tmp_path / "two", 2, 90.0))]) == EXIT_DONE
+    (record,) = read_runs([run])
+    assert record.notices == [f"results.json: its world_size {damage} is no number of processes, and is left out."]

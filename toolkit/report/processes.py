@@ -95,7 +95,7 @@ def _decides(setting: str) -> bool:
 
 
 def _processes(run: RunRecord) -> int:
-    return int(run.results.get("world_size", 1))
+    return run.results.get("world_size", 1)
 
 
 def _same_trainings(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:

@@ -70,6 +70,10 @@ def _read(name: str, folder: Path) -> RunRecord:
     notices: list[str] = []
     config = _read_json(folder / "config.json", notices)
     results = _read_json(folder / "results.json", notices) if (folder / "results.json").exists() else {}
+    processes = results.get("world_size", 1)
+    if not isinstance(processes, int) or processes < 1:
+        notices.append(f"results.json: its world_size {processes} is no number of processes, and is left out.")
+        del results["world_size"]
     metrics = folder / "metrics.jsonl"
     lines = list(read_metrics(metrics))
     for path in (metrics, folder / LIFECYCLE_FILE):
