@@ -377,6 +377,7 @@ RANK_1_OF_2 = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_R
     [
         ({"WORLD_SIZE": "two"}, {}, "WORLD_SIZE=two"),
         ({"WORLD_SIZE": "2"}, {}, "RANK is not"),
+        ({"LOCAL_RANK": "0"}, {}, "LOCAL_RANK=0 is set but WORLD_SIZE is not: use a launcher, or unset it"),
         (RANK_1_OF_2, {"num_processes": 4}, "--num-processes 4: the launcher started 2"),
         (RANK_1_OF_2, {}, "asks for GPUs and this machine has none"),
         (RANK_1_OF_2 | {"ACCELERATE_USE_FSDP": "true"}, {"cpu": True}, "asks for FSDP"),
@@ -403,6 +404,8 @@ def test_more_processes_than_gpus_are_refused(world):
     [
         (0, {}, {}),
         (0, {}, {"num_processes": 2}),
+        (0, {"LOCAL_RANK": "0"}, {"num_processes": 2}),
+        (0, {"LOCAL_RANK": "-1"}, {}),
         (2, RANK_1_OF_2, {}),
         (2, RANK_1_OF_2, {"num_processes": 2}),
         (0, RANK_1_OF_2, {"cpu": True}),

@@ -73,6 +73,9 @@ def check_world(config: RunConfig) -> None:
                 f"`accelerate launch` was told to start {told} processes and started one, as it does without GPUs: "
                 f"use `python {sys.argv[0]} --num-processes {told}`, or accelerate_configs/ddp_cpu.yaml."
             )
+        place = os.environ.get("LOCAL_RANK", "-1")  # of which Accelerate takes -1 for no place in a world
+        if place != "-1" and asked in (None, 1):
+            raise UserError(f"LOCAL_RANK={place} is set but WORLD_SIZE is not: use a launcher, or unset it.")
         return
     if asked not in (None, world):
         raise UserError(
