@@ -2,7 +2,6 @@
 
     python benchmarks/vae_robustness.py --out runs/vae              all of them, one run at a time
     python benchmarks/vae_robustness.py --out runs/vae labels       one of them
-    python benchmarks/vae_robustness.py --out runs/vae radius       a choice on images held out of the training split
     python benchmarks/vae_robustness.py --out runs/vae --collect    tables of what is finished by now
 
 Each is a `toolkit sweep` of recipes/vae_robustness.py, with tables and a picture in a folder below --out. Writes
@@ -41,7 +40,6 @@ FASHION = [
     "--num-seeds",
     "3",
 ]
-RADII = ["--grid", "smoothness-radius=0.5,1.0,1.5,2.0", "--grid", "labels=100,1000", "--num-seeds", "3"]
 SWEEPS: dict[str, list[list[str]]] = {
     "labels": [
         [*MANY, RECIPE, "full"],
@@ -53,7 +51,6 @@ SWEEPS: dict[str, list[list[str]]] = {
     "elbo": [["--num-seeds", "3", RECIPE, "full", "--labels", "3000", "--epochs", "30"]],
     "reference": [[*PUBLISHED, RECIPE, "reference"]],
     "fashion": [[*FASHION, RECIPE, "full", "--dataset", "fashion_mnist"]],
-    "radius": [[*RADII, "--seed-offset", "100", RECIPE, "full", "--dataset", "mnist:validation"]],
 }
 METRICS = [
     "test_accuracy",
@@ -97,7 +94,7 @@ def accuracy_of(errors: Sequence[float]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="*", help=f"which of {', '.join(SWEEPS)}; default: all but fashion and radius")
+    parser.add_argument("sweeps", nargs="*", help=f"which of {', '.join(SWEEPS)}; default: all but fashion")
     parser.add_argument("--out", type=Path, default=Path("runs/vae"))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--collect", action="store_true", help="run nothing")
@@ -105,7 +102,7 @@ if __name__ == "__main__":
         "--flags", default="--cpu --mixed-precision bf16", help="more flags of the recipe, for every run"
     )
     args = parser.parse_args()
-    names = args.sweeps or [name for name in SWEEPS if name not in ("fashion", "radius")]
+    names = args.sweeps or [name for name in SWEEPS if name != "fashion"]
     if unknown := set(names) - set(SWEEPS):
         parser.error(f"no such sweep: {', '.join(sorted(unknown))}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
