@@ -125,7 +125,7 @@ def test_the_workspace_is_saved_and_its_failure_is_one_line(
 
     monkeypatch.setattr(ws.Workspace, "save", refuse)
     line = refusal(capsys, "wandb", "me/digits")
-    assert line == "W&B does not take the workspace (ValueError: no such project): has me a project digits?"
+    assert line == "W&B does not take the workspace (ValueError: no such project and more): has me a project digits?"
 
 
 def test_without_the_library_one_line_says_what_to_install(
