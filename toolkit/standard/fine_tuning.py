@@ -17,8 +17,7 @@ from toolkit.data.identity import identity
 from toolkit.errors import UserError
 from toolkit.hosts.peft.saving import save_merged
 from toolkit.hosts.transformers.build import model_folder
-from toolkit.hosts.transformers.saving import save_pretrained
-from toolkit.parallel.collectives import is_main
+from toolkit.hosts.transformers.saving import save_pretrained, write_on_main
 from toolkit.run.folder import results_of
 from toolkit.run.run import Run
 from toolkit.standard.cached_run import cached_run
@@ -76,11 +75,15 @@ def save_trained(model: nn.Module, folder: Path, options: AdapterOptions, tokeni
     Raises UserError on every rank alike where a folder cannot be written.
     """
     whole = folder / ("merged" if options.lora_rank else "model")
+
+    def write_tokenizer() -> None:
+        if whole.is_dir():
+            tokenizer.save_pretrained(whole)
+
     save_pretrained(model, folder / "adapter" if options.lora_rank else whole)
     if options.merge:
         save_merged(model, whole)
-    if whole.is_dir() and is_main():
-        tokenizer.save_pretrained(whole)
+    write_on_main(whole, write_tokenizer)
 
 
 def compare(

@@ -104,6 +104,27 @@ def export_on_two(folder: Any) -> tuple[Any, Any, Any]:
     return tokens.numpy(), alone.numpy(), texts.numpy()
 
 
+class FullDisk:
+    """A tokenizer that cannot be written."""
+
+    def save_pretrained(self, folder: Any) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+
+def refusal_of_export(folder: Any) -> str:
+    try:
+        export_language_model(build("qwen3_moe"), folder, tokenizer=FullDisk(), facts=FACTS, samples=["one"])
+    except UserError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_tokenizer_that_rank_0_cannot_write_ends_all_ranks(tmp_path):
+    refusals = run_distributed(refusal_of_export, 2, tmp_path / "model")
+    assert len(set(refusals)) == 1
+    assert refusals[0].startswith(f"model folder {tmp_path / 'model'} cannot be written ([Errno 28] No space left")
+
+
 def test_what_two_ranks_export_is_an_ordinary_model_with_the_same_logits(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from toolkit.hosts.transformers.sampling import TEMPERATURE
-from toolkit.hosts.transformers.saving import save_pretrained
-from toolkit.parallel.collectives import is_main
+from toolkit.hosts.transformers.saving import save_pretrained, write_on_main
 from toolkit.version import __version__
 
 CARD = """---
@@ -67,10 +66,13 @@ def export_language_model(
 ) -> None:
     """Write weights that any `from_pretrained` reads, the tokenizer, and a model card of `facts`, which are the fields
     of `CARD`. A collective. Raises UserError on every rank alike where the folder cannot be written."""
-    save_pretrained(model, folder)
-    if is_main():
+
+    def write() -> None:
         tokenizer.save_pretrained(Path(folder))
         (Path(folder) / "README.md").write_text(model_card(facts, samples), encoding="utf-8")
+
+    save_pretrained(model, folder)
+    write_on_main(folder, write)
 
 
 def model_card(facts: Mapping[str, Any], samples: Sequence[str]) -> str:

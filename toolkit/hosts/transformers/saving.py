@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,6 +53,14 @@ def write_pretrained(
         if records is not None:
             write_records(folder, records)
 
+    write_on_main(folder, write)
+
+
+def write_on_main(folder: str | os.PathLike[str], write: Callable[[], None]) -> None:
+    """Have rank 0 `write` below the model's `folder`. A collective.
+
+    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    """
     try:
         on_main(write)
     except OSError as error:
