@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_layer import matrix_rate
 from benchmarks.report import write_report
+from benchmarks.trainer_overhead import Tick
 from toolkit.callbacks.base import Callback
 from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import Throughput
@@ -125,14 +126,6 @@ class Clock:
             self.peak = torch.cuda.max_memory_allocated()
 
 
-class Tick(Callback):
-    def __init__(self, clock: Clock):
-        self.clock = clock
-
-    def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self.clock.tick()
-
-
 def configuration(sizes: Sizes) -> Any:
     shape = sizes._asdict()
     del shape["batch"]
@@ -162,7 +155,7 @@ def ours(job: Job, *callbacks: Callback, precision: str = "bf16", folder: Path |
                 max_steps=job.max_steps,
                 schedule=constant(),
                 log_every=LOG_EVERY,
-                callbacks=[Throughput(), Progress(), Tick(clock), *callbacks],
+                callbacks=[Throughput(), Progress(), Tick(clock.tick), *callbacks],
             )
             clock.facts = trainer.fit()
     return clock

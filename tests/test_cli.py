@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,12 @@ def test_groups_are_reached_by_a_dot():
     assert (config.optimizer.weight_decay, config.schedule.name) == (0.5, "constant")
 
 
+def refusal(presets: dict[str, Callable[[], Any]], typed: str) -> str:
+    with pytest.raises(UserError) as error:
+        cli.parse(presets, typed.split())
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
@@ -93,9 +100,7 @@ def test_groups_are_reached_by_a_dot():
     ],
 )
 def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
-    with pytest.raises(UserError) as refusal:
-        cli.parse(PRESETS, typed.split())
-    assert str(refusal.value) == says
+    assert refusal(PRESETS, typed) == says
 
 
 class Colour(enum.Enum):
@@ -161,9 +166,7 @@ def test_own_fields_of_every_type_are_read(typed: str, changed: dict[str, Any]):
     ],
 )
 def test_a_value_of_another_type_is_refused(typed: str, says: str):
-    with pytest.raises(UserError) as refusal:
-        cli.parse(OWN, typed.split())
-    assert str(refusal.value) == says
+    assert refusal(OWN, typed) == says
 
 
 def test_a_field_that_no_flag_can_set_is_refused():

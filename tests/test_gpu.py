@@ -226,12 +226,10 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_has_the_weights_of_
         with training(tmp_path / str(in_background), device, save) as trainer:
             trainer.fit()
             folder = trainer.run.checkpoints / "step-00000008"
-            weights.append({name: value for path in folder.glob("*.safetensors") for name, value in load(path)})
+            weights.append(
+                {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+            )
     torch.testing.assert_close(weights[1], weights[0], rtol=0 if device == "cpu" else 1e-4, atol=1e-6)
-
-
-def load(path: Path) -> list[tuple[str, torch.Tensor]]:
-    return list(load_file(path).items())
 
 
 # --- NCCL -----------------------------------------------------------------------------------------------------------

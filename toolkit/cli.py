@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from toolkit.config import foreign_flags
+from toolkit.config.choices import alternatives
 from toolkit.config.file import flags_of_file
-from toolkit.config.flags import CONFIG, alternatives, help_text, is_enum, takes_several, value_types
+from toolkit.config.flags import CONFIG, help_text, is_enum, takes_several, value_types
 from toolkit.config.run import RunConfig
 from toolkit.errors import (
     EXIT_BUG,

@@ -28,7 +28,6 @@ def quietly() -> None:
 
 
 def compare_layers() -> None:
-    quietly()
     for dtype, settings in itertools.product(DTYPES, LAYERS):
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -50,7 +49,6 @@ def square_of_product(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -
 
 
 def compare_products() -> None:
-    quietly()
     rows_per_slot = torch.tensor([2, 0, 5])
     compiled = torch.compile(square_of_product, backend="aot_eager", fullgraph=True)
     for dtype, width in itertools.product(DTYPES, (8, 3)):  # a row of three numbers gets columns of zeros
@@ -65,5 +63,6 @@ def compare_products() -> None:
 
 
 if __name__ == "__main__":
+    quietly()
     compare_layers()
     compare_products()

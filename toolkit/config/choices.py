@@ -11,6 +11,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from toolkit.errors import UserError
 
 
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, with NoneType where None is one of them; else `hint` alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def require_choices(config: Any, prefix: str = "") -> None:
     """Raise UserError where a field of a Literal type has another value; names in it begin with `prefix`."""
     cls: type = type(config)
@@ -31,7 +36,7 @@ def _choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
         except NameError:  # a user's own config, with a type that is imported for type checkers only
             continue
         for name, hint in hints.items():
-            parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            parts = alternatives(hint)
             choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
             found.pop(name, None)
             if choices:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from toolkit.config.choices import alternatives
 from toolkit.errors import UserError
 
 COMMON = (
@@ -101,11 +102,6 @@ def value_types(config: Any) -> dict[str, Any]:
             raise UserError(f"{flag.name}: a field of type {shown} cannot be a flag: {remedy}.")
         flags |= {flag.name: None, flag.off_name: None} if flag.is_switch else {flag.name: flag.hint}
     return flags
-
-
-def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, with NoneType where None is one of them; else `hint` alone."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def takes_several(hint: Any) -> bool:

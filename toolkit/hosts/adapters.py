@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from toolkit.hosts.foreign import in_order_of_slots, slots_of_rows
+from toolkit.hosts.foreign import in_order_of_slots
+from toolkit.moe.grouped_mm import padded_places
 
 
 def adapt_experts(model: nn.Module) -> None:
@@ -64,10 +65,7 @@ def _equal_batches(
 
     The host waits for the device in each forward, to learn the largest.
     """
-    most = int(rows_per_slot.max())
-    slot_N = slots_of_rows(rows_per_slot, len(rows_ND)).squeeze(1)
-    first_S = rows_per_slot.cumsum(0) - rows_per_slot
-    place_N = torch.arange(len(rows_ND), device=rows_ND.device) + (slot_N * most - first_S[slot_N])
+    place_N, most = padded_places(rows_per_slot, len(rows_ND))
     filled = rows_ND.new_zeros(len(rows_per_slot) * most, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
     return type(experts).forward(experts, filled)[place_N]
 

@@ -113,10 +113,18 @@ def _padded_mm(
     x_ND: Float[Tensor, "N D"], weight_SDF: Float[Tensor, "S D F"], rows_per_slot: Int[Tensor, " S"]
 ) -> Tensor:
     slots = len(rows_per_slot)
-    longest = int(rows_per_slot.max()) if len(rows_per_slot) else 0
-    slot_N = torch.repeat_interleave(torch.arange(slots, device=x_ND.device), rows_per_slot)
-    first_S = rows_per_slot.cumsum(0) - rows_per_slot
-    place_N = slot_N * longest + torch.arange(len(x_ND), device=x_ND.device) - first_S[slot_N]
+    place_N, longest = padded_places(rows_per_slot, len(x_ND))
     padded = x_ND.new_zeros(slots * longest, x_ND.shape[1]).index_copy(0, place_N, x_ND)
     product = torch.bmm(padded.view(slots, longest, x_ND.shape[1]), weight_SDF)
     return product.view(slots * longest, weight_SDF.shape[2]).index_select(0, place_N)
+
+
+def padded_places(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> tuple[Int[Tensor, " N"], int]:
+    """(N): where each of `num_rows` rows in slot order is, once every slot is filled up to as many rows as the longest
+    has; and that number, for which the host waits for the device."""
+    slots = len(rows_per_slot)
+    longest = int(rows_per_slot.max()) if slots else 0
+    here = rows_per_slot.device
+    slot_N = torch.arange(slots, device=here).repeat_interleave(rows_per_slot, output_size=num_rows)
+    first_S = rows_per_slot.cumsum(0) - rows_per_slot
+    return slot_N * longest + torch.arange(num_rows, device=here) - first_S[slot_N], longest
