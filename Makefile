@@ -51,12 +51,15 @@ smoke: $(VENV)/.installed ## every recipe's debug preset, on one and on two proc
 KERNELS_avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 KERNELS_default := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
+# A test that hangs for this long ends its process with the stacks of all threads; a second process may try its file again.
+HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 1
+
 .PHONY: test
 test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or default: as on a lesser processor
 	@case "$(KERNELS)" in ""|avx2|default) ;; \
 	    *) echo "error: KERNELS=$(KERNELS): take avx2 or default." >&2; exit 2;; esac
 	env -u PYTHONDONTWRITEBYTECODE $(KERNELS_$(KERNELS)) $(PY) -m pytest \
-	    -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	    -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(HANGS)
 
 .PHONY: families
 families: $(VENV)/.installed-dev ## write docs/transformers_families.md anew: every mixture of the installed transformers, a minute
