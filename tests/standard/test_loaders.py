@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,7 +156,7 @@ def refusal(
         (loader("shuffled"), {"auto_batch_size": True}, {}, "--auto-batch-size True: a DataLoader cannot be measured"),
         (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),
         (DataLoader([], batch_size=BATCH), {"max_steps": 3}, {"steps_per_epoch": 3}, "give no batches"),
-        (DataLoader(Points(), batch_size=BATCH), {}, {}, "the DataLoader gives a list: let its collate_fn return a"),
+        (DataLoader(Points(), batch_size=BATCH), {}, {}, "a batch is a list: let samples be dicts, such as"),
         (
             DataLoader(Points(), BATCH, sampler=DistributedSampler(Points(), 2, 0)),
             {},
@@ -208,6 +209,43 @@ def refusal(
 )
 def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path: Path, data, settings, options, says):
     assert says in refusal(tmp_path, data, settings, options)
+
+
+INPUTS, LABELS = torch.zeros(SAMPLES, 4), torch.arange(SAMPLES) % 3
+
+
+@pytest.mark.parametrize("which", ["train", "test"])
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (pandas.DataFrame({"label": LABELS}), "data are of type DataFrame: pass columns of tensors as tk.TensorTable("),
+        ((INPUTS, LABELS), "data are of type tuple: pass columns of tensors as tk.TensorTable("),
+        (
+            {"input": INPUTS.numpy(), "label": LABELS},
+            "data are of type dict: pass columns of tensors as tk.TensorTable(",
+        ),
+        (INPUTS, "data are of type Tensor: pass columns of tensors as tk.TensorTable("),
+        ("mnist", "data are of type str: pass columns of tensors as tk.TensorTable("),
+        ({"train": loader("shuffled"), "test": []}, "data are of type dict: pass one of its values ('train', 'test')."),
+        (SAMPLES, "data are of type int: pass columns of tensors as tk.TensorTable("),
+    ],
+)
+def test_data_that_are_no_samples_are_refused_in_one_line(tmp_path: Path, which: str, columns: Any, says: str):
+    data = {"train": loader("shuffled"), "test": loader("stream")} | {which: columns}
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
+    with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
+        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith("the training " if which == "train" else "the test ")
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda rows: dict(enumerate(rows))])
+def test_samples_may_be_in_a_tuple_or_by_number_in_a_dict(tmp_path: Path, kind: Callable[[list[Any]], Any]):
+    data = kind([{"input": row, "label": label} for row, label in zip(INPUTS, LABELS, strict=True)])
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
+    with tk.start_run("loaders", config) as run:
+        results = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=data, test=data).fit()
+    assert results["samples"] == SAMPLES
 
 
 @pytest.mark.parametrize(

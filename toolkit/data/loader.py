@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
@@ -29,6 +30,10 @@ from toolkit.task import Batch
 
 Look = Callable[[Mapping[str, Any]], object]
 """Raises UserError for a global batch that cannot be learned from: on every rank, because each reads all of it."""
+COLUMNS_AS_TABLE = (
+    "pass columns of tensors as tk.TensorTable(input=..., label=...), or a data set whose samples are dicts, such as "
+    '{"input": ..., "label": ...}'
+)
 NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
 """What `TrainBatches` has beyond `LoaderBatches`: access to single rows."""
 
@@ -50,6 +55,29 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
             "batch_size=config.batch_size, which is the global batch."
         )
     return data
+
+
+def refuse_columns(name: str, data: Any) -> None:
+    """Raise UserError where the `name` data are columns, several sets or one value, and not samples."""
+    remedy = COLUMNS_AS_TABLE
+    if isinstance(data, Mapping):
+        if 0 in data:  # samples by their number
+            return
+        if not all(map(_is_column, data.values())):
+            remedy = f"pass one of its values ({', '.join(map(repr, data))})"
+    elif isinstance(data, tuple):
+        if not (data and all(map(_is_column, data))):
+            return
+    elif isinstance(data, (str, bytes)) or _is_column(data):
+        pass
+    elif isinstance(data, Iterable) or hasattr(data, "__getitem__"):
+        return
+    raise UserError(f"the {name} data are of type {type(data).__name__}: {remedy}.")
+
+
+def _is_column(value: Any) -> bool:
+    """A tensor, an array or a data frame."""
+    return isinstance(value, (Tensor, np.ndarray)) or hasattr(value, "iloc")
 
 
 def known_length(data: Any) -> int | None:
@@ -244,8 +272,8 @@ def size_of(batch: Any) -> int:
     """Samples in a batch. Raises UserError unless it is a mapping of values with one row per sample."""
     if not isinstance(batch, Mapping) or not batch:
         raise UserError(
-            f"the DataLoader gives a {type(batch).__name__}: let its collate_fn return a dict of tensors, such as "
-            '{"input": ..., "label": ...}.'
+            f"a batch is a {type(batch).__name__}: let samples be dicts, such as "
+            '{"input": ..., "label": ...}, or the collate_fn of the DataLoader return a dict of tensors.'
         )
     sizes = {name: len(value) if _has_rows(value) else None for name, value in batch.items()}
     if len(set(sizes.values())) > 1 or None in sizes.values():

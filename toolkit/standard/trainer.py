@@ -22,7 +22,15 @@ from toolkit.callbacks.progress import Progress
 from toolkit.callbacks.throughput import BarrierWait, Throughput
 from toolkit.callbacks.watchdog import Watchdog
 from toolkit.data.batches import Augment, AugmentedTable, EvalBatches, Order, TrainBatches
-from toolkit.data.loader import AnyEvalBatches, LoaderBatches, LoaderEvalBatches, Look, known_length, make_loader
+from toolkit.data.loader import (
+    AnyEvalBatches,
+    LoaderBatches,
+    LoaderEvalBatches,
+    Look,
+    known_length,
+    make_loader,
+    refuse_columns,
+)
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.optim import build_optimizer, build_schedule
@@ -80,7 +88,10 @@ def standard_trainer(
             f"--early-stopping.patience {stopping.patience}: this run has no single test set, leave it out."
         )
     for which, data in (("training", train), ("test", test)):
-        if data is not None and known_length(data) == 0:
+        if data is None:
+            continue
+        refuse_columns(which, data)
+        if known_length(data) == 0:
             why = " or leave out its drop_last" if isinstance(data, DataLoader) else ""
             raise UserError(f"the {which} data give no batches: pass a data set with samples{why}.")
     if isinstance(task, Classification):
