@@ -1,6 +1,7 @@
 """Errors that users see, and exit codes."""
 
 import errno
+from operator import index
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +30,12 @@ def require_choice(name: str, value: object, choices: Any) -> None:
     """Raise UserError with the argument, its value and the choices, unless `value` is one of the Literal `choices`."""
     if value not in get_args(choices):
         raise UserError(f"{name}={value!r}: take one of {', '.join(map(str, get_args(choices)))}.")
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Raise UserError with the argument and its value, unless `value` is an integer of `least` or more."""
+    if not hasattr(value, "__index__") or index(value) < least:
+        raise UserError(f"{name}={value!r}: take an integer of {least} or more.")
 
 
 class Preempted(BaseException):

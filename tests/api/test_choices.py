@@ -1,4 +1,5 @@
-"""A word that is none of an argument's choices is refused in one sentence, by functions and by configs alike."""
+"""A word that is none of an argument's choices is refused in one sentence, by functions and by configs alike; so is a
+size that cannot be."""
 
 from __future__ import annotations
 
@@ -76,3 +77,23 @@ def test_a_layer_takes_one_of_its_routers_words(name: str) -> None:
     options: dict[str, Any] = {name: "spiral"}
     with pytest.raises(tk.UserError, match=f"^--{name.replace('_', '-')} spiral: take one of "):
         tk.make_moe(8, 4, 4, 2, router=tk.RouterOptions(**options))
+
+
+LAYER = {"dim": 8, "hidden_dim": 4, "num_experts": 4, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "call"),
+    [
+        *((name, 0, partial(tk.make_moe, **LAYER)) for name in ("dim", "hidden_dim", "num_experts")),
+        ("dim", 8.0, partial(tk.make_moe, **LAYER)),
+        ("spare_slots", -1, partial(tk.make_moe, **LAYER)),
+        *(("ep_size", value, tk.make_expert_groups) for value in (0, 2.0, "2")),
+        ("stride", 0, partial(tk.make_expert_groups, 1)),
+        ("chunks", 0, partial(tk.make_expert_groups, 1)),
+    ],
+)
+def test_a_size_is_an_integer_that_can_be(name: str, value: Any, call: Callable[..., Any]) -> None:
+    least = 0 if name == "spare_slots" else 1
+    with pytest.raises(tk.UserError, match=rf"^{name}={value!r}: take an integer of {least} or more\.$"):
+        call(**{name: value})

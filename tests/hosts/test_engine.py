@@ -26,6 +26,7 @@ from toolkit.moe.layer import make_moe
 from toolkit.moe.load.expert_load import ExpertLoad
 from toolkit.parallel.groups import make_expert_groups
 from toolkit.parallel.ownership import EMPTY_ROW, ownership_of
+from toolkit.parallel.prepare import prepare
 from toolkit.placement.placement import ExpertPlacement, contiguous
 
 DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 6
@@ -563,6 +564,16 @@ def test_what_prepare_lacks_is_said_in_one_sentence() -> None:
             ExpertParallel(accelerator).prepare(*objects)
     with pytest.raises(UserError, match=r"accelerator\.prepare was called with this model or optimizer before"):
         ExpertParallel(accelerator).prepare(*accelerator.prepare(model, optimizer))
+
+
+def test_a_model_without_values_is_refused() -> None:
+    model = Model().to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"parameter 'stem\.weight' is on the meta device, without values: load"):
+        ExpertParallel(Accelerator(cpu=True)).prepare(model, optimizer)
+    dense = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UserError, match=r"parameter '0\.weight' is on the meta device"):
+        prepare(Accelerator(cpu=True), dense, torch.optim.SGD(dense.parameters(), lr=0.1))
 
 
 def test_what_is_called_before_prepare_says_so(tmp_path: Path) -> None:

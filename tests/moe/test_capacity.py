@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.helpers import run_distributed
 from toolkit.config.router import RouterOptions
+from toolkit.errors import UserError
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.layer import MoE, make_moe
 from toolkit.moe.router import ExpertChoiceRouter
@@ -197,5 +198,5 @@ def test_expert_choice_takes_no_capacity() -> None:
 
 
 def test_a_capacity_for_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"capacity factor=0\.0 must be positive"):
+    with pytest.raises(UserError, match=r"capacity_factor=0\.0: take a number above 0"):
         Capacity(0.0)

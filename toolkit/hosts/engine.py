@@ -51,7 +51,7 @@ from toolkit.parallel.gradients import (
 )
 from toolkit.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.parallel.ownership import is_owned
-from toolkit.parallel.prepare import Dense, prepare
+from toolkit.parallel.prepare import Dense, prepare, refuse_meta
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -145,14 +145,15 @@ class ExpertParallel:
         so the optimizer stays valid (it must not have stepped yet). It has all experts; the rest may be in further
         optimizers, which under FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`,
         where `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer.
-        Raises UserError where a model or an optimizer is missing or was prepared before, no experts are found, ranks
-        cannot share them, a scheduler would step once per process, or two balance penalties are active. Rank 0 prints
-        which one is.
+        Raises UserError where a model or an optimizer is missing or was prepared before, a parameter is on the meta
+        device, no experts are found, ranks cannot share them, a scheduler would step once per process, or two balance
+        penalties are active. Rank 0 prints which one is.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         model, optimizer = model_and_optimizer(objects)
         refuse_schedulers(self.accelerator, objects)
+        refuse_meta(model)
         refuse_spread_by_transformers(model)
         adapt_experts(model)
         layers = find_experts(model)

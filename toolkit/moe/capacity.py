@@ -16,6 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.moe.rows.order import sort_by_slot
 
 DropPolicy = Literal["probs", "position"]
@@ -27,7 +28,8 @@ class Capacity:
 
     Beyond an expert's capacity, `probs` drops the assignments with the lowest weights, and `position` those of the last
     tokens, in the order of ranks and then of tokens. Of equal weights the earlier token's is kept. `probs` gathers all
-    weights on every rank (a few bytes per assignment), `position` only counts.
+    weights on every rank (a few bytes per assignment), `position` only counts. Raises UserError for a factor of 0 or
+    less.
     """
 
     factor: float
@@ -36,7 +38,7 @@ class Capacity:
 
     def __post_init__(self) -> None:
         if not self.factor > 0:
-            raise ValueError(f"capacity factor={self.factor} must be positive")
+            raise UserError(f"capacity_factor={self.factor}: take a number above 0, or None to drop nothing.")
 
     @torch.no_grad()
     def kept(

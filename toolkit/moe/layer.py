@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.config.experts import InitialPlacement
 from toolkit.config.router import RouterOptions
-from toolkit.errors import require_choice
+from toolkit.errors import require_choice, require_count
 from toolkit.moe.capacity import Capacity, DropPolicy
 from toolkit.moe.dispatch import ComputeRows, DispatchPlan
 from toolkit.moe.experts import Activation, GroupedExperts
@@ -169,9 +169,13 @@ def make_moe(
     whole layer (full). For experts that are split, merged and pruned while training:
     `toolkit.moe.lifecycle.layer.make_dynamic_moe`.
 
-    Raises UserError for router options that do not fit, for an unknown `placement`, `activation`, `drop_policy` or
-    `recompute`, and ValueError for a placement of other experts.
+    Raises UserError for sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, router options that
+    do not fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`, and ValueError for a placement
+    of other experts.
     """
+    for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
+        require_count(name, size)
+    require_count("spare_slots", spare_slots, least=0)
     require_choice("activation", activation, Activation)
     require_choice("drop_policy", drop_policy, DropPolicy)
     require_choice("recompute", recompute, Recompute)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.compat import timeout_of
 from toolkit.config.experts import ExpertExchange
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import UserError, require_choice, require_count
 from toolkit.launch.node import ranks_per_node
 from toolkit.parallel.collectives import gather_objects, rank, world_size
 from toolkit.parallel.nodes import rows_of_nodes
@@ -114,12 +114,13 @@ def make_expert_groups(
     world = world_size()
     if (ep_size is None) == (ranks is None):
         raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
+    for name, size in (("ep_size", ep_size), ("stride", stride), ("chunks", chunks)):
+        if size is not None:
+            require_count(name, size)
     if ranks is not None and stride != 1:
         raise UserError(f"stride={stride}: ranks=... says which ranks share the experts: leave one of the two out.")
     partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
     require_choice("exchange", exchange, ExpertExchange)
-    if chunks < 1:
-        raise UserError(f"--dispatch-chunks {chunks}: take one or more.")
     if exchange == "hierarchical" and len(partition[0]) == 1:
         raise UserError("--exchange hierarchical: each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:

@@ -47,11 +47,12 @@ def prepare(
 
     `dense="fsdp2"` shards all other parameters over the ranks, or with `fsdp_size` over each set of so many neighbours.
     `more_optimizers` have further parameters of `model`, and are given the sharded ones; preparing them is left to you.
-    Raises UserError for fp16 with owned parameters, for an optimizer whose statistics span their rows, and for FSDP2
-    with experts that every rank replicates.
+    Raises UserError for parameters on the meta device, for fp16 with owned parameters, for an optimizer whose
+    statistics span their rows, and for FSDP2 with experts that every rank replicates.
     Raises ValueError for an owned parameter that sits on the root module: DDP builds its ignore names from
     sub-module names, so it would skip the broadcast of such a parameter and still average its gradient.
     """
+    refuse_meta(model)
     names = [name for name, p in model.named_parameters() if is_owned(p)]
     for name in names:
         if "." not in name:
@@ -83,6 +84,16 @@ def prepare(
     if isinstance(model, DistributedDataParallel):
         _keep_group_longer_than(model)
     return model, optimizer
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UserError for a parameter on the meta device, which has no values to train."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UserError(
+                f"parameter {name!r} is on the meta device, without values: load the model's weights before prepare, "
+                "as from_pretrained does."
+            )
 
 
 def constant_buffers(model: nn.Module) -> list[str]:
