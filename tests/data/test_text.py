@@ -117,6 +117,19 @@ def test_prose_is_the_language_reference_where_shakespeare_is_not(tmp_path, monk
     assert load("prose").name == "tinyshakespeare"
 
 
+def test_the_folder_of_data_may_begin_with_a_tilde_and_is_named_where_it_lacks_the_text(tmp_path, monkeypatch):
+    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
+    with pytest.raises(UserError, match=r"tinyshakespeare: there is no --data-dir and no \$TOOLKIT_DATA_DIR: pass"):
+        load("tinyshakespeare")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TOOLKIT_DATA_DIR", "~/data")
+    with pytest.raises(UserError, match=f"tinyshakespeare: {tmp_path}/data holds no tinyshakespeare/input.txt: pass"):
+        load("tinyshakespeare")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
+    assert load("tinyshakespeare").name == "tinyshakespeare"
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "folder"])
 def test_a_path_is_a_data_set(kind, tmp_path):
     texts = [f"{n:02d} a text" for n in range(10)]
@@ -206,7 +219,7 @@ def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, save
     ("dataset", "arrange", "says"),
     [
         ("folder", None, "name it with --data-dir"),
-        ("tinyshakespeare", None, "pass --data-dir with that file"),
+        ("tinyshakespeare", None, "pass --data-dir with tinyshakespeare/input.txt"),
         ("shakespear", None, "choose one of auto, tinyshakespeare"),
         ("nobody/nothing", None, "--dataset nobody/nothing: cannot be loaded"),
         ("folder", {}, "holds neither text"),

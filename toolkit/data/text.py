@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import os
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from toolkit.data.cache import cache_dir, cached_columns
 from toolkit.data.files import check_digest, content_key, unreadable
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import VALIDATION, OnMain
+from toolkit.data.sources import NotFoundHere, data_folder
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
 from toolkit.errors import UserError, one_line
@@ -172,16 +172,16 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     if dataset == REFERENCE:
         return _reference()
     if dataset in (SHAKESPEARE, PROSE, "auto"):
-        places = [folder] if folder else [Path(os.environ["TOOLKIT_DATA_DIR"])] if _environment() else []
-        for place in places:
+        try:
+            place = data_folder(folder)
             for path in (place / SHAKESPEARE / "input.txt", place / "input.txt"):
                 if path.is_file():
                     return _Corpus(SHAKESPEARE, "files", (str(path),))
+            reason = f"{place} holds no {SHAKESPEARE}/input.txt"
+        except NotFoundHere as nowhere:
+            reason = str(nowhere)
         if dataset == SHAKESPEARE:
-            where = folder or os.environ.get("TOOLKIT_DATA_DIR") or "$TOOLKIT_DATA_DIR, which is not set,"
-            raise UserError(
-                f"--dataset {SHAKESPEARE}: {where} holds no {SHAKESPEARE}/input.txt: pass --data-dir with that file."
-            )
+            raise UserError(f"--dataset {SHAKESPEARE}: {reason}: pass --data-dir with {SHAKESPEARE}/input.txt.")
         if folder:
             return _folder(folder)
         return _reference(_NO_SHAKESPEARE) if dataset == PROSE else _stdlib(_NO_SHAKESPEARE)
@@ -205,10 +205,6 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
 _NO_SHAKESPEARE = (
     "tinyshakespeare is not here ($TOOLKIT_DATA_DIR names no folder with tinyshakespeare/input.txt); taking the "
 )
-
-
-def _environment() -> str | None:
-    return os.environ.get("TOOLKIT_DATA_DIR")
 
 
 def _stdlib(notice: str | None = None) -> _Corpus:
