@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.moe.grouped_mm import grouped_mm
+from toolkit.moe import grouped_mm as grouped_mm_module
+from toolkit.moe.experts import Activation, GroupedExperts
+from toolkit.moe.grouped_mm import ZeroEmptySlots, grouped_mm
 
 COUNTS = {"ragged": [3, 0, 5, 1], "one slot takes all": [0, 9, 0, 0], "no rows": [0, 0, 0, 0]}
 
@@ -38,9 +40,10 @@ def test_it_is_one_product_per_slot_in_values_and_gradients(
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("width", [5, 16], ids=["padded", "grouped"])
-def test_it_takes_the_expanded_gradient_of_a_bare_sum(width: int) -> None:
-    x_ND, weight_SDF, rows_per_slot = operands([3, 0, 5, 1], 8, width, torch.float32)
+def test_it_takes_the_expanded_gradient_of_a_bare_sum(width: int, counts: list[int]) -> None:
+    x_ND, weight_SDF, rows_per_slot = operands(counts, 8, width, torch.float32)
     grouped_mm(x_ND, weight_SDF, rows_per_slot).sum().backward()
     expected = one_by_one(x_ND, weight_SDF, rows_per_slot).sum()
     torch.testing.assert_close((x_ND.grad, weight_SDF.grad), torch.autograd.grad(expected, (x_ND, weight_SDF)))
@@ -51,6 +54,47 @@ def test_an_empty_slot_gets_a_gradient_of_zeros() -> None:
     grouped_mm(x_ND, weight_SDF, rows_per_slot).sum().backward()
     assert weight_SDF.grad is not None
     assert torch.equal(weight_SDF.grad[1], torch.zeros(8, 16))
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0, 0]], ids=["no slots", "no rows"])
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_experts_take_no_rows_and_have_any_number_of_slots(counts: list[int], activation: Activation) -> None:
+    experts = GroupedExperts(8, 16, expert_ids=range(len(counts)), activation=activation)
+    x_ND = torch.zeros(0, 8, requires_grad=True)
+    experts(x_ND, torch.tensor(counts, dtype=torch.int64)).sum().backward()
+    for tensor in (x_ND, experts.up, experts.down):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def garbage_in_empty_slots(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+    """`torch.nn.functional.grouped_mm` as GPUs with the fault compute it."""
+    product = grouped_mm_of_torch(left, right, offs=offs)
+    if right.ndim == 2:
+        product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+    return product
+
+
+grouped_mm_of_torch = torch.nn.functional.grouped_mm
+
+
+def test_gradients_of_empty_slots_are_zeros_where_torch_leaves_them_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_mm_module, "leaves_empty_slots_unset", lambda _: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", garbage_in_empty_slots)
+    experts = GroupedExperts(8, 16, expert_ids=range(4))
+    experts(torch.randn(9, 8), torch.tensor([3, 0, 5, 1])).square().sum().backward()
+    for weight in experts.parameters():
+        assert [gradient.abs().sum().item() > 0 for gradient in weight.grad] == [True, False, True, True]
+        assert weight.grad.isfinite().all()
+
+    x_ND, weight_SDF, rows_per_slot = operands([3, 0, 5, 1], 8, 16, torch.float32)
+    product = grouped_mm(x_ND, weight_SDF, rows_per_slot)
+    # torch's own backward of it, which computes in C++, is as on this processor.
+    torch.testing.assert_close(product, one_by_one(x_ND, weight_SDF, rows_per_slot))
+    gradient = torch.full((4, 8, 16), torch.nan)
+    gradient[[0, 2, 3]] = 1.0
+    ends = rows_per_slot.cumsum(0, dtype=torch.int32)
+    (found,) = torch.autograd.grad(ZeroEmptySlots.apply(weight_SDF, ends), weight_SDF, gradient)
+    assert found.sum((1, 2)).tolist() == [128.0, 0.0, 128.0, 128.0]
 
 
 @pytest.mark.parametrize("width", [5, 16], ids=["padded", "grouped"])

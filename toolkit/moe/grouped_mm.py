@@ -35,14 +35,55 @@ def grouped_mm(
         columns = weight_SDF.shape[2]
         x_ND, weight_SDF = pad(x_ND, (0, dim)), pad(weight_SDF, (0, width, 0, dim))
         return grouped_mm(x_ND, weight_SDF, rows_per_slot)[:, :columns]
-    product = grouped_product(x_ND, weight_SDF, rows_per_slot.cumsum(0, dtype=torch.int32))
-    return _ContiguousGradient.apply(product)
+    ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
+    if leaves_empty_slots_unset(weight_SDF.device):
+        weight_SDF = ZeroEmptySlots.apply(weight_SDF, ends_S)
+    return _ContiguousGradient.apply(_product(x_ND, weight_SDF, ends_S))
 
 
 def grouped_product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> Tensor:
-    """`torch.nn.functional.grouped_mm`: (N, D) and (S, D, F) give (N, F), the rows of each slot times its matrix;
-    (D, N) and (N, F) give (S, D, F), for each slot the product of its columns and its rows. `ends_S`: int32, where the
-    rows of each slot end.
+    """(N, D) and (S, D, F) give (N, F), the rows of each slot times its matrix; (D, N) and (N, F) give (S, D, F), for
+    each slot the product of its columns and its rows. `ends_S`: int32, where the rows of each slot end.
+
+    `torch.nn.functional.grouped_mm` for autograd functions: without a gradient, and with any number of slots and rows,
+    none included, of which torch's kernels for GPUs do not take all.
+    """
+    if not (left.numel() and len(ends_S)):
+        return left.new_zeros(_shape_of_product(left, right, ends_S))
+    product = _product(left, right, ends_S)
+    if right.ndim == 2 and leaves_empty_slots_unset(left.device):
+        product.masked_fill_(_is_empty(ends_S), 0)
+    return product
+
+
+@torch.compiler.assume_constant_result
+def leaves_empty_slots_unset(device: torch.device) -> bool:
+    """Whether torch's kernel for this GPU leaves the product of a slot's columns and rows as it finds the memory where
+    the slot has no rows. Those for data-center Blackwell (compute capability 10) may: pytorch issue 172439."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _is_empty(ends_S: Int[Tensor, " S"]) -> Tensor:
+    """(S, 1, 1) bool: slots without rows."""
+    return (ends_S.diff(prepend=ends_S.new_zeros(1)) == 0).view(-1, 1, 1)
+
+
+class ZeroEmptySlots(torch.autograd.Function):
+    """The weights (S, ...) as they are; their gradient is 0 for slots without rows, whatever it was."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_SDF: Tensor, ends_S: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_S)
+        return weight_SDF.view_as(weight_SDF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (ends_S,) = ctx.saved_tensors
+        return grads[0].masked_fill(_is_empty(ends_S), 0), None
+
+
+def _product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> Tensor:
+    """`torch.nn.functional.grouped_mm`.
 
     A model that is compiled with `torch.compile` has it as an operator of its own in float32 and float16, because the
     meta function of torch's accepts bfloat16 only, and a layer would be several graphs.
@@ -61,10 +102,14 @@ def _compiled_product(left: Tensor, right: Tensor, ends_S: Tensor) -> Tensor:
 
 
 @_compiled_product.register_fake
-def _product_of_shape(left: Tensor, right: Tensor, ends_S: Tensor) -> Tensor:
+def _fake_product(left: Tensor, right: Tensor, ends_S: Tensor) -> Tensor:
+    return left.new_empty(_shape_of_product(left, right, ends_S))
+
+
+def _shape_of_product(left: Tensor, right: Tensor, ends_S: Tensor) -> tuple[int, ...]:
     if right.ndim == 3:
-        return left.new_empty(left.shape[0], right.shape[2])
-    return left.new_empty(ends_S.shape[0], left.shape[0], right.shape[1])
+        return left.shape[0], right.shape[2]
+    return ends_S.shape[0], left.shape[0], right.shape[1]
 
 
 def _save_product(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
@@ -84,7 +129,8 @@ _compiled_product.register_autograd(_product_backward, setup_context=_save_produ
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. The backward of `grouped_mm` refuses expanded gradients, such as that of `.sum()`."""
+    """The identity. The backward of `grouped_mm` refuses expanded gradients, such as that of `.sum()`, also of no rows,
+    which `contiguous` leaves as they are."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -92,7 +138,8 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
-        return grads[0].contiguous()
+        grad = grads[0]
+        return grad.contiguous() if grad.numel() else torch.zeros_like(grad, memory_format=torch.contiguous_format)
 
 
 def accepts(x_ND: Float[Tensor, "N D"], weights: Float[Tensor, "S _ _"]) -> bool:
