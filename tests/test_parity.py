@@ -2,7 +2,7 @@
 
 Twenty AdamW steps in float64, over 2.5 epochs whose last batch is short (so some ranks get an empty micro-batch),
 clipped, with balance and z-loss, against one process with the same seed. Each world runs all its cases in one launch.
-On a GPU (`make test-gpu`) all processes share one, and exchange with gloo; a process by itself has NCCL.
+On GPUs (`make test-gpu`) each process has its own, or all share one, as `tests.gpu` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.equality import assert_equal_rows, relative_difference, replicas_agree
-from tests.gpu import use_gpu
+from tests.gpu import skip_without_gpus, use_gpu
 from tests.helpers import run_distributed
 from toolkit.callbacks.base import Callback
 from toolkit.config.experts import MoERunConfig
@@ -235,6 +235,8 @@ class Traces:
         return self.found[world, sharded][case]
 
     def run(self, world: int, sharded: bool) -> dict[Any, list[dict[str, Any]]]:
+        if sharded and self.device == "gpu":
+            skip_without_gpus(world)
         every = [*((REFERENCE, dtype) for dtype in DTYPES), *COMPARED]
         cases = [(*case, dtype, "loss") for case, dtype in every if case[0] == world and ("hsdp" in case[4]) == sharded]
         if world < 8 and not sharded:

@@ -14,6 +14,17 @@ EXIT_SMALLER_BATCHES = 76
 """Of a rank, to the process that started it: a step ran out of memory, start all again with smaller micro-batches."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C."""
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+    "out of memory",  # CUDA's own, where an operation and not the allocator asked for it
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",  # NCCL
+    "Failed to CUDA malloc",
+)
+"""Of which a RuntimeError speaks where there was no memory."""
 MOST_QUOTED = 200
 """Characters of a library's message that one of ours quotes."""
 
@@ -59,8 +70,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def one_line(error: BaseException) -> str:

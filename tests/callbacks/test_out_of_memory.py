@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.callbacks import memory_recipe
 from tests.helpers import ROOT, run_distributed
 from toolkit.callbacks.out_of_memory import SmallerMicroBatches
-from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError
+from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
 from toolkit.launch import world
 from toolkit.tracking.jsonl import read_metrics
 
@@ -81,6 +82,23 @@ def test_only_a_step_that_micro_batches_can_shorten_is_repeated(tmp_path: Path):
     callback.on_exception(trainer_of(tmp_path), UserError("bad input"))
     callback.on_exception(trainer_of(tmp_path, accumulation=2), RuntimeError("a bug"))
     callback.on_exception(trainer_of(tmp_path, world_size=4), RuntimeError("a bug"))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: ncclUnhandledCudaError. Last error: Failed to CUDA calloc 4194304 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_where_there_is_no_memory_is_told_by_what_libraries_say(error: Exception, is_it: bool):
+    assert is_out_of_memory(error) == is_it
 
 
 def test_under_a_launcher_the_same_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.forked_python import run_forked
 from tests.helpers import program_environment
-from toolkit.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, blame
+from toolkit.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, _waits, blame
+from toolkit.metrics import MetricSums
+from toolkit.moe.dispatch import AllToAllDispatcher
+from toolkit.moe.hierarchical_dispatch import HierarchicalDispatcher
+from toolkit.tasks.classification import Classification
 from toolkit.tracking.jsonl import read_metrics
 
 RECIPE = '''
@@ -111,6 +119,23 @@ def beat(rank: int, **changes: object) -> Heartbeat:
 )
 def test_the_rank_that_is_waited_for_is_named(beats: list, silent: list[int], says: str):
     assert says in blame(beats, silent, beats[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (AllToAllDispatcher.plans, True),
+        (HierarchicalDispatcher.plans, True),
+        (MetricSums.compute, True),
+        (torch.cuda.synchronize, True),
+        (torch.accelerator.synchronize, True),
+        (dist.all_reduce, True),
+        (Classification.loss, False),
+    ],
+)
+def test_a_rank_waits_for_others_where_it_reads_what_comes_of_them(function: Callable[..., object], waits: bool):
+    code = inspect.unwrap(function).__code__
+    assert _waits([(code.co_filename, code.co_firstlineno, code.co_name), (__file__, 1, "train")]) == waits
 
 
 def test_the_limit_follows_the_runs_own_steps():

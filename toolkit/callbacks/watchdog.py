@@ -32,9 +32,19 @@ STEPS_OF_LIMIT, LEAST_LIMIT_S = 20, 120.0
 LEARN_STEPS = 5
 """Steps before the median counts: the first ones compile, and fill caches."""
 HEARTBEATS, STACKS = ".heartbeats", "hang"
-COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
-"""Where the innermost Python frame of a rank is that waits for others; the last runs backward passes, DDP's reductions
-among them."""
+COLLECTIVES = (
+    "torch/distributed/",
+    "torch/nn/parallel/distributed.py",
+    "torch/autograd/graph.py",  # backward passes, DDP's reductions among them
+    # On a GPU a collective returns at once, and the host waits where it reads what came of one.
+    "torch/cuda/__init__.py",
+    "torch/accelerator/__init__.py",
+    "toolkit/moe/dispatch.py",
+    "toolkit/moe/hierarchical_dispatch.py",
+    "toolkit/metrics.py",
+    "toolkit/callbacks/throughput.py",
+)
+"""Where the innermost Python frame of a rank is that waits for others."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class Watchdog(Callback):
                 phase=trainer.phase,
                 seconds=round(seconds, 1),
                 frame=_own_frame(frames),
-                waits=any(part in name.replace(os.sep, "/") for name, _, _ in frames[:1] for part in COLLECTIVES),
+                waits=_waits(frames),
                 at=time.time(),
             )
             _write(folder / _file_of(rank), heartbeat)
@@ -204,6 +214,10 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return frames
+
+
+def _waits(frames: Sequence[tuple[str, int, str]]) -> bool:
+    return any(part in name.replace(os.sep, "/") for name, _, _ in frames[:1] for part in COLLECTIVES)
 
 
 def _own_frame(frames: Sequence[tuple[str, int, str]]) -> str:

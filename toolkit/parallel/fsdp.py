@@ -31,7 +31,7 @@ def fully_shard_dense(
     fsdp_size: int | None = None,
     ignored: Iterable[Tensor],
 ) -> None:
-    """Shard all parameters of `model` but `ignored` over the ranks, in place. A collective.
+    """Shard all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
 
     `fsdp_size` neighbouring ranks have one set of shards, None for all. Sets begin with the weights of the first one,
     as replicas do under DDP.
@@ -52,6 +52,9 @@ def fully_shard_dense(
     before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
     _refuse_unfit(optimizers, before)
     mesh = _make_mesh(accelerator, fsdp_size)
+    # FSDP2 moves what it shards, and Accelerate nothing of a model that is marked as prepared.
+    for parameter in ignored:
+        parameter.data = parameter.data.to(accelerator.device)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.
     options: dict[str, Any] = {

@@ -168,10 +168,10 @@ class Profile(Callback):
         waits.also = None
         assert self._scope is not None
         self._scope.__exit__(None, None, None)
-        if run.device.type != "cpu":
-            torch.accelerator.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.stop()
+        if run.device.type != "cpu":
+            torch.accelerator.synchronize()
         everyone = together(lambda: self._measured(profiler, run.device))
         steps = self._last - self._first
         self._meter.fold()
@@ -213,7 +213,8 @@ class Profile(Callback):
             collectives=[(wait.kind, wait.seconds) for wait in self._waits],
             small=0.0 if on_gpu else small / max(1.0, sum(time for time, _ in own)),
             idle=max(0.0, 1 - busy / total) if on_gpu else 0.0,
-            syncs=sum(event.count for event in averages if event.key in SYNCS),
+            # One is the profiler's, which waits for the device when it stops.
+            syncs=max(0, sum(event.count for event in averages if event.key in SYNCS) - 1),
         )
 
 
