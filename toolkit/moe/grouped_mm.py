@@ -94,8 +94,12 @@ def _product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> Tensor:
 
 
 # With its schema, because torch cannot read annotations that are strings of a function that a type checker has wrapped.
+# No part of a CUDA graph, because in these types the host reads where the rows of each slot end.
 @torch.library.custom_op(
-    "toolkit::grouped_product", mutates_args=(), schema="(Tensor left, Tensor right, Tensor ends_S) -> Tensor"
+    "toolkit::grouped_product",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor ends_S) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _compiled_product(left: Tensor, right: Tensor, ends_S: Tensor) -> Tensor:
     return torch.nn.functional.grouped_mm(left, right, offs=ends_S)
