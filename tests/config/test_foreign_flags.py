@@ -42,7 +42,7 @@ def names_of_the_guide(page: str) -> set[str]:
         ("--enable-sleep", "use --lifecycle.sleep or --lifecycle.no-sleep"),
         ("--no-pin-memory", "unknown flag --no-pin-memory: batches are pinned wherever there is a GPU"),
         ("--mixed-precision --epochs 1", "--mixed-precision needs a value: take no, fp16, bf16"),
-        ("--num-workers -1", "--num-workers -1: take zero or more"),
+        ("--num-workers -1", "--num-workers -1: take zero to 256"),
         ("--experts 16 --max-experts 8", "--max-experts 8: take --experts 16 or more"),
         ("--save-dir out", "unknown flag --save-dir: use --run-dir."),
         ("--no-amp", "unknown flag --no-amp: use --mixed-precision bf16, fp16 or no."),

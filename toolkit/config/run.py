@@ -17,6 +17,9 @@ from typing import Any, ClassVar, Literal
 from toolkit.config.choices import require_choices
 from toolkit.errors import UserError
 
+MOST_WORKERS = 256
+"""That a process may start to load batches: a number that was mistyped would fill the machine with processes."""
+
 
 def require(holds: bool, name: str, value: object, remedy: str) -> None:
     """Raise UserError with the field, its value and the remedy, unless `holds`."""
@@ -262,7 +265,8 @@ class RunConfig:
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "take zero or more")
         peak = self.peak_flops
         require(peak is None or 0 < peak < math.inf, "peak_flops", peak, "take FLOPs per second above 0, or none")
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "take zero or more")
+        fits = 0 <= self.num_workers <= MOST_WORKERS
+        require(fits, "num_workers", self.num_workers, f"take zero to {MOST_WORKERS}")
         require(0 < self.process_timeout < math.inf, "process_timeout", self.process_timeout, "take minutes above 0")
         fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
         require(0 < fraction <= 1, "memory_fraction", fraction, remedy)
