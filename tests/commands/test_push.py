@@ -147,9 +147,10 @@ def test_what_cannot_be_pushed_is_one_line(run: Path, tmp_path: Path, capsys: py
     assert "is not finished: type its command again" in refusal(capsys, going_on, "me/x", "--dry-run")
     empty = write_run(tmp_path / "empty")
     assert "holds no weights, neither a model/ nor a checkpoint" in refusal(capsys, empty, "me/x", "--dry-run")
-    for tensors in run.glob("checkpoints/*/model.safetensors"):
-        tensors.write_bytes(b"other")
-    assert "holds no weights, its checkpoints are damaged" in refusal(capsys, run, "me/x", "--dry-run")
+    newest = max((run / "checkpoints").iterdir())
+    shutil.copytree(newest, newest.with_name("step-00000001"))  # an older one, which is not what the figures are of
+    (newest / "model.safetensors").write_bytes(b"other")
+    assert f"its newest checkpoint, {newest.name}, is damaged (" in refusal(capsys, run, "me/x", "--dry-run")
     assert list(tmp_path.rglob("push")) == []
 
 

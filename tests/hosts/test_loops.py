@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,9 @@ from tests.hosts.test_engine import Model, by_id, place, together
 from toolkit.config.experts import ExpertExchange
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
+from toolkit.moe.migrate import place_experts
 from toolkit.parallel.groups import make_expert_groups
+from toolkit.placement.placement import ExpertPlacement
 
 
 class CheckpointedModel(Model):
@@ -95,6 +98,77 @@ def test_clipping_by_torch_is_noticed_where_ranks_scale_unequally():
     assert "clip with accelerator.clip_grad_norm_" in noticed
     assert "\n" not in noticed
     assert ours == harmless == ""
+
+
+def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool) -> str:
+    """What is said in twelve steps, the last of which is checked, of a `change` after the ninth."""
+    accelerator, model = Accelerator(cpu=True), Model()
+    model.head.weight.requires_grad_(not frozen)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+
+    def train() -> None:
+        for step in range(1, 13):
+            accelerator.backward(prepared(batch(step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 9:
+                change(model)
+
+    with mock.patch("toolkit.hosts.replica_check.EVERY", 12):
+        return refused(train)
+
+
+def change_on_one_rank(model: Any) -> None:
+    model.head.weight.data[0, 0] += 0.01 * dist.get_rank()
+
+
+def unfreeze(model: Any) -> None:
+    model.head.weight.requires_grad_()
+
+
+def changes_after_step_9() -> list[str]:
+    return [changed_after_step_9(change_on_one_rank, frozen=False), changed_after_step_9(unfreeze, frozen=True)]
+
+
+def test_weights_that_drifted_apart_are_noticed_at_the_next_check():
+    first, second = run_distributed(changes_after_step_9, 2)
+    assert first == second
+    drifted, unfrozen = first
+    assert drifted.startswith("step 12: the weights of 1 replicated parameter(s), first 'head.weight', differ between")
+    assert "call the model that prepare returned" in drifted
+    assert unfrozen.startswith("step 10: the gradients of 1 replicated parameter(s), first 'head.weight', differ")
+
+
+def placed_amid_a_step() -> list[str]:
+    """What is said of experts that are placed with gradients that no step has taken: after a backward, once they are
+    dropped, and after a step whose gradients are still there."""
+    accelerator, model = Accelerator(cpu=True), Model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    experts = sum(len(row) for row in model.blocks[0].experts.expert_stack.placement.slots)
+    moved = ExpertPlacement.from_slot_of_expert([*range(1, experts), 0], 2)
+
+    def place() -> None:
+        place_experts(model, moved, optimizer)
+
+    said = []
+    accelerator.backward(prepared(batch()).square().mean())
+    said.append(refused(place))
+    optimizer.zero_grad()
+    said.append(refused(place))
+    accelerator.backward(prepared(batch()).square().mean())
+    optimizer.step()
+    said.append(refused(place))
+    return said
+
+
+def test_experts_are_not_placed_between_a_backward_and_its_step():
+    first, second = run_distributed(placed_amid_a_step, 2)
+    assert first == second
+    amid, dropped, after = first
+    assert amid.startswith("experts cannot be placed between a backward and optimizer.step(), which would lose their")
+    assert dropped == after == ""
 
 
 def steps_with_an_unused_parameter() -> list[str]:

@@ -42,6 +42,22 @@ class Unwilling(torch.optim.SGD):
         raise RuntimeError("call train() first")
 
 
+class ClippedByTensor(torch.optim.Optimizer):
+    """Steps of the size of the gradient's root mean square, over all rows: blind to a constant factor of a row."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float = 0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            squares = state.setdefault("squares", torch.zeros_like(parameter))
+            squares.lerp_(parameter.grad.square(), 0.5)
+            update = parameter.grad / squares.sqrt().clamp(min=1e-8)
+            parameter.sub_(self.param_groups[0]["lr"] * update / update.square().mean().sqrt().clamp(min=1))
+
+
 def transformers_adafactor(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
@@ -77,6 +93,7 @@ COUPLED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "LBFGS": torch.optim.LBFGS,
     "LARS": lambda p: LayerwiseRate(p, lr=0.0),
     "clips by itself": lambda p: ClippedByModel(p, lr=1.0),
+    "clips each tensor": ClippedByTensor,
 }
 
 
@@ -98,13 +115,16 @@ def test_an_optimizer_that_treats_each_number_by_itself_is_accepted_and_not_touc
     assert all((p == 1).all() and p.grad is None for p in listed)
 
 
+@pytest.mark.parametrize("has_biases", [True, False])
 @pytest.mark.parametrize("name", COUPLED)
-def test_an_optimizer_with_statistics_over_rows_is_refused_where_rows_are_owned(name: str) -> None:
+def test_an_optimizer_with_statistics_over_rows_is_refused_where_rows_are_owned(name: str, has_biases: bool) -> None:
     listed = parameters()
+    if not has_biases:
+        del listed[1]
     with pytest.raises(UserError, match="computes with statistics of all experts"):
         refuse_coupled_rows(COUPLED[name](listed))
     assert all((p == 1).all() and p.grad is None for p in listed)
-    refuse_coupled_rows(COUPLED[name](listed[2:]))
+    refuse_coupled_rows(COUPLED[name](listed[-2:]))
 
 
 def test_state_without_a_row_for_each_expert_is_refused_on_one_process() -> None:

@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     runs = readable_runs(args.run)
     if runs is None:
         return EXIT_USER_ERROR
+    if args.output.is_file() and not _is_page(args.output):
+        raise UserError(f"--output {args.output}: is there, and no page: choose another, or remove it.")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output, make_page(runs, args.output.parent))
@@ -33,3 +35,13 @@ def main(argv: Sequence[str]) -> int:
     size = args.output.stat().st_size
     sys.stdout.write(f"{args.output}: {len(runs)} run(s), {size / 1e6:.1f} MB; open it in a browser.\n")
     return EXIT_DONE
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file begins as the pages that this command writes, or is empty."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(64).strip().lower()
+    except OSError:  # which writing will tell of
+        return True
+    return not begin or begin.startswith(b"<!doctype html")

@@ -1,4 +1,4 @@
-"""Whether gradients of replicated parameters are the same on all ranks when an optimizer steps."""
+"""Whether replicated parameters and their gradients are the same on all ranks when an optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ from toolkit.parallel.groups import extremes_over_ranks
 from toolkit.parallel.ownership import is_owned, local_rows
 
 FIRST_STEPS, EVERY = 8, 64
-"""Checked are the first steps, and every so many: it costs a pass over the gradients and a host sync."""
+"""Checked are the first steps, the first after more or fewer parameters are trained, and every so many: it costs a pass
+over weights and gradients, and a host sync."""
 
 
 class ReplicaCheck:
-    """An optimizer's step hook, which compares the norms of replicated gradients over all ranks that have them. A
-    collective. Of parameters that FSDP2 shards, these are the ranks with the same shard, if there are several.
+    """An optimizer's step hook, which compares the norms of replicated weights and gradients over all ranks that have
+    them. A collective. Of parameters that FSDP2 shards, these are the ranks with the same shard, if there are several.
 
-    Where they differ, weights would drift apart without an error. One reason is `torch.nn.utils.clip_grad_norm_`,
-    whose norm has the experts of one rank. Raises UserError, the same on every rank.
+    Where gradients differ, weights would drift apart without an error, and where weights differ they have, between two
+    checks. One reason is `torch.nn.utils.clip_grad_norm_`, whose norm has the experts of one rank. Raises UserError,
+    the same on every rank.
     """
 
     def __init__(self, model: nn.Module):
         self.model, self.steps = model, 0
+        self._trained, self._until = 0, 0
 
     def __call__(self, *_: Any) -> None:
         self.steps += 1
-        if self.steps <= FIRST_STEPS or self.steps % EVERY == 0:
+        trained = sum(parameter.requires_grad for parameter in self.model.parameters())
+        if trained != self._trained:
+            self._trained, self._until = trained, self.steps + FIRST_STEPS
+        if self.steps < self._until or self.steps % EVERY == 0:
             self.check()
 
     @torch.no_grad()
@@ -52,12 +58,14 @@ class ReplicaCheck:
         grads = {name: local_rows(p.grad) for name, p in replicated.items() if p.grad is not None}
         norms = dict(zip(grads, norm_of_each(list(grads.values())), strict=True)) if grads else {}
         missing = torch.full((), -1.0, device=next(iter(replicated.values())).device)
-        mine = torch.stack([norms.get(name, missing).float() for name in replicated]).nan_to_num()
+        weights = norm_of_each([local_rows(parameter.detach()) for parameter in replicated.values()])
+        gradients = [norms.get(name, missing) for name in replicated]
+        mine = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num()
         most, least = extremes_over_ranks(mine, group)
         apart = (most != least).int()
         if group is not None:
             dist.all_reduce(apart)  # ranks with other shards must come to the same end
-        least = least.cpu()
+        least = least.cpu()[: len(replicated)]
         names = [name.removeprefix("module.") for name in replicated]
         unused = [name for name, value in zip(names, least.tolist(), strict=True) if value < 0]
         if unused and self.steps == 1 and _waits_for_all(self.model):
@@ -66,14 +74,19 @@ class ReplicaCheck:
                 "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
                 "find_unused_parameters=True)] of accelerate, or freeze them."
             )
-        different = [name for name, ranks in zip(names, apart.tolist(), strict=True) if ranks]
-        if different:
-            raise UserError(
-                f"step {self.steps:,}: the gradients of {len(different)} replicated parameter(s), first "
-                f"{different[0]!r}, differ between ranks, so their weights would drift apart: clip with "
-                "accelerator.clip_grad_norm_, because torch.nn.utils.clip_grad_norm_ knows the experts of one rank "
-                "only, and change gradients alike on all ranks."
-            )
+        of_gradients, of_weights = apart.split(len(replicated))
+        for values, happens, ranks in (
+            ("gradients", "their weights would drift apart", of_gradients),
+            ("weights", "they drifted apart in an earlier step", of_weights),
+        ):
+            different = [name for name, differ in zip(names, ranks.tolist(), strict=True) if differ]
+            if different:
+                raise UserError(
+                    f"step {self.steps:,}: the {values} of {len(different)} replicated parameter(s), first "
+                    f"{different[0]!r}, differ between ranks, so {happens}: call the model that prepare returned, clip "
+                    "with accelerator.clip_grad_norm_, because torch.nn.utils.clip_grad_norm_ knows the experts of one "
+                    "rank only, and change weights and gradients alike on all ranks."
+                )
 
 
 def _waits_for_all(model: nn.Module) -> bool:

@@ -28,7 +28,8 @@ from toolkit.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, restar
 from toolkit.launch.world import BLOCKED, launched_world
 
 PREEMPTED_GRACE_S = 60.0
-"""How long the other ranks may go on saving once one was preempted, in seconds; after any other failure `GRACE_S`."""
+"""How long the other ranks may go on saving once one was preempted, in seconds; after any other failure, and before the
+run has a folder, `GRACE_S`."""
 LONGEST_PAUSE_S = 60.0
 """Before a restart; the first follows after a second, and each further one after twice as long."""
 
@@ -85,10 +86,9 @@ def start_processes(config: RunConfig) -> int:
 def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     """Start every rank, wait until all have ended, and show what they reported, each line once."""
     count = config.num_processes or 1
-    inbox, outbox = os.pipe()
-    os.set_blocking(inbox, False)
+    inbox = Inbox()
     reserved = reserve_port()
-    shared = {**os.environ, **environment, **world_environment(count, reserved), REPORT_PIPE: str(outbox)}
+    shared = {**os.environ, **environment, **world_environment(count, reserved), REPORT_PIPE: str(inbox.end)}
     if count > 1:
         shared.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     if config.cpu:
@@ -98,17 +98,17 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
             for rank in range(count):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-                ranks.start([sys.executable, *sys.orig_argv[1:]], env=shared | place, pass_fds=(outbox,))
+                ranks.start([sys.executable, *sys.orig_argv[1:]], env=shared | place, pass_fds=(inbox.end,))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks))
+            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks, FOLDER in "".join(inbox.lines())))
             code, ended = _meaning(failed, ranks)
             stopped = [
                 f"error: rank {rank} of {count} was stopped (SIGSTOP) and did not end." for rank in _stopped(ranks)
             ]
     finally:
         reserved.close()
-        os.close(outbox)
-        lines = _drain(inbox)
+        lines = inbox.lines()
+        inbox.close()
     shown = [line for line in lines if not line.startswith((FOLDER, CAUSE, FINISHED))]
     # Ranks that fail alike report the same line: it is shown once.
     for line in dict.fromkeys([*shown, *ended, *stopped]):
@@ -121,11 +121,32 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     return Attempt(code, cause, Path(folders[-1]) if folders else None, finished)
 
 
-def _grace_s(failed: Mapping[int, int], ranks: Children) -> float:
+class Inbox:
+    """A pipe, into whose `end` ranks write lines."""
+
+    def __init__(self) -> None:
+        self._begin, self.end = os.pipe()
+        os.set_blocking(self._begin, False)
+        self._received = bytearray()
+
+    def lines(self) -> list[str]:
+        """All that has come so far."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._begin, 2**16):
+                self._received += chunk
+        return self._received.decode(errors="replace").splitlines()
+
+    def close(self) -> None:
+        os.close(self.end)
+        os.close(self._begin)
+
+
+def _grace_s(failed: Mapping[int, int], ranks: Children, has_folder: bool) -> float:
     if stopped := _stopped(ranks):
         running = [rank for rank, process in enumerate(ranks.processes) if process.poll() is None]
         return 0.0 if running == stopped else GRACE_S
-    return PREEMPTED_GRACE_S if _meaning(failed, ranks)[0] == EXIT_PREEMPTED else GRACE_S
+    may_save = has_folder and _meaning(failed, ranks)[0] == EXIT_PREEMPTED
+    return PREEMPTED_GRACE_S if may_save else GRACE_S
 
 
 def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]]:
@@ -156,8 +177,3 @@ def _stopped(ranks: Children) -> list[int]:
             if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 stopped.append(rank)
     return stopped
-
-
-def _drain(inbox: int) -> list[str]:
-    with os.fdopen(inbox, "rb") as pipe:
-        return (pipe.read() or b"").decode(errors="replace").splitlines()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -110,8 +110,9 @@ def place_experts(
 ) -> dict[str, MigrationReport]:
     """Move the experts of all layers, or of those named, between a step and the next forward. A collective.
 
-    Pass the optimizer once it has stepped, so that its rows move too. Raises UserError, on every rank alike, for a
-    model or layer without experts of ours to move, and for a placement with other slots or experts than the layer has.
+    Pass the optimizer once it has stepped, so that its rows move too. Gradients of experts are dropped. Raises
+    UserError, on every rank alike, for a model or layer without experts of ours to move, for a placement with other
+    slots or experts than the layer has, and under `ExpertParallel` where there are gradients that no step has taken.
     """
     stacks = expert_stacks(model)
     if not stacks:
@@ -130,7 +131,21 @@ def place_experts(
                 f"a placement of {new.num_experts} experts with {new.slots_per_rank} slots per rank cannot be used for "
                 f"{name!r}, which has {experts} experts and {slots} slots: move experts between the slots there are."
             )
+    _refuse_new_gradients(stacks.values())
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
+
+
+def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
+    """Raise UserError, on every rank alike, where experts have gradients that no step has taken."""
+    parameters = [p for stack in stacks if stack.awaits_step for p in stack.parameters.values()]
+    mine = any(bool((p.grad != 0).any()) for p in parameters if p.grad is not None)
+    device = next(p.device for stack in stacks for p in stack.parameters.values())
+    most, _ = extremes_over_ranks(torch.tensor(int(mine), device=device))
+    if most:
+        raise UserError(
+            "experts cannot be placed between a backward and optimizer.step(), which would lose their gradients: place "
+            "them after the step, or call optimizer.zero_grad() before."
+        )
 
 
 # --- what has rows -----------------------------------------------------------------------------------------------

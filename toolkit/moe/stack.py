@@ -52,6 +52,8 @@ class ExpertStack:
         """Those of copied models, whose experts stay when these move."""
         self.is_known_to_stay = False
         """Of a copy: whether a warning said so."""
+        self.awaits_step = False
+        """Whether gradients came since the optimizer's last step, if that is noted, as `ExpertParallel` does."""
         self._is_synchronising: Callable[[], bool] | None = None
         self.mark()
 

@@ -22,8 +22,9 @@ from toolkit.errors import UserError
 from toolkit.parallel.ownership import in_use, is_owned, mark_rows_in_use, ownership_of
 from toolkit.parallel.unwrapping import unwrapped
 
-ROWS, LARGEST, STEPS, LR = 5, 4, 3, 0.1
-"""Of a trial: rows of each owned parameter, its other dimensions at most, steps, and the learning rate."""
+ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
+"""Of a trial: rows of each owned parameter, its other dimensions at most, steps, the learning rate, and how many times
+larger gradients of other experts become from step to step."""
 
 
 def refuse_coupled_rows(optimizer: Optimizer) -> None:
@@ -41,7 +42,7 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
     if all(ownership_of(p) is None for p in parameters):
         return
     try:
-        (once, states), (again, _) = (_try(inner, parameters, factor) for factor in (1.0, 100.0))
+        (once, states), (again, _) = (_try(inner, parameters, others_differ=differ) for differ in (False, True))
     except Exception as error:  # of any optimizer, for any reason
         warnings.warn(
             f"optimizer {name} could not be tried on small tensors ({type(error).__name__}: {error}): with experts on "
@@ -157,14 +158,16 @@ def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 
 
 def _try(
-    optimizer: Optimizer, parameters: list[nn.Parameter], factor: float
+    optimizer: Optimizer, parameters: list[nn.Parameter], *, others_differ: bool
 ) -> tuple[list[Tensor], list[tuple[nn.Parameter, dict[str, Any]]]]:
     """Steps of another optimizer like `optimizer` on small parameters: those, without the last row of owned ones; and
     the owned ones with their states.
 
-    `factor` multiplies the weights and gradients of the last rows.
+    Where `others_differ`, the last rows have other weights, and other gradients that grow from step to step: to a
+    constant factor an optimizer that divides by the size of gradients would be blind.
     """
-    draws = torch.Generator().manual_seed(0)
+    draws, other_draws = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+    growth = 1.0
     trials: list[nn.Parameter] = []
     replaced: dict[int, Any] = {}  # by `copy.deepcopy`, so that nothing in the copy is the optimizer's own
 
@@ -172,8 +175,8 @@ def _try(
         sizes = [min(size, LARGEST) for size in like.shape]
         has_rows = ownership_of(like) is not None
         values = torch.randn([ROWS, *sizes[1:]] if has_rows else sizes, generator=draws)
-        if has_rows:
-            values[-1] *= factor
+        if has_rows and others_differ:
+            values[-1] = growth * torch.randn(values.shape[1:], generator=other_draws)
         return values.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
     for parameter in parameters:
@@ -203,6 +206,7 @@ def _try(
     with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
         torch.manual_seed(0)
         for _ in range(STEPS):
+            growth *= GROWTH
             for parameter, trial in zip(parameters, trials, strict=True):
                 trial.grad = draw(parameter)
             step(other, *closure)  # type: ignore[arg-type]

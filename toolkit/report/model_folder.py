@@ -24,7 +24,7 @@ OF_THE_RUN = ("config.json", "results.json", "metrics.jsonl", LIFECYCLE_FILE)
 def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Path:
     """Write `push/` in the folder of `run`, for the repository `name`; an earlier one is replaced.
 
-    Raises UserError where the run is not finished, has no weights, or its folder cannot be written.
+    Raises UserError where the run is not finished, has no weights or damaged ones, or its folder cannot be written.
     """
     if not run.finished:
         raise UserError(f"{run.folder}: the run is not finished: type its command again to complete it.")
@@ -60,11 +60,16 @@ def _copy_weights(run: Path, target: Path) -> tuple[str, str | None]:
             before = card.read_text(encoding="utf-8") if card.exists() and folder == "model" else None
             return "peft" if folder == "adapter" else "transformers", before
     found = newest_first(run / "checkpoints")
-    intact = next((folder for folder in found if manifest.find_damage(folder) is None), None)
-    if intact is None:
-        why = "its checkpoints are damaged" if found else "neither a model/ nor a checkpoint"
-        raise UserError(f"{run}: holds no weights, {why}: train it again, or push another run.")
-    reshard.export(intact, target / "model.safetensors")
+    if not found:
+        raise UserError(
+            f"{run}: holds no weights, neither a model/ nor a checkpoint: train it again, or push another run."
+        )
+    if damage := manifest.find_damage(found[0]):  # the run's figures are of these weights, not of older ones
+        raise UserError(
+            f"{run}: its newest checkpoint, {found[0].name}, is damaged ({damage}): restore it, train the run again, "
+            "or push another."
+        )
+    reshard.export(found[0], target / "model.safetensors")
     return "toolkit", None
 
 

@@ -334,7 +334,8 @@ def _open(run: Run) -> tuple[Path, bool]:
 def _describe_start(run: Run, folder: Path) -> None:
     """Write config.json, and add this start to code.txt."""
     write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
-    with (folder / "code.txt").open("a", encoding="utf-8") as code:
+    # Names of files that no encoding knows are written with escapes.
+    with (folder / "code.txt").open("a", encoding="utf-8", errors="backslashreplace") as code:
         code.write(code_snapshot())
 
 
