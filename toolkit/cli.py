@@ -34,6 +34,7 @@ from toolkit.errors import (
 )
 from toolkit.launch import supervisor, world
 from toolkit.launch.restarts import CAUSE, send
+from toolkit.launch.streams import prepare_streams
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -44,6 +45,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
     checkpoint, or before training, 130 Ctrl-C.
     """
+    prepare_streams()
     try:
         world.begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)

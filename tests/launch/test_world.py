@@ -23,8 +23,10 @@ from torch.distributed import DistNetworkError, TCPStore
 from tests.forked_python import run_forked
 from tests.helpers import ROOT, free_port
 from toolkit.config.run import RunConfig
-from toolkit.errors import UserError
+from toolkit.errors import EXIT_BUG, EXIT_PREEMPTED, UserError
+from toolkit.launch import children, supervisor
 from toolkit.launch import world as launch
+from toolkit.launch.children import Children
 from toolkit.launch.port import bound_port, reserve_port
 from toolkit.launch.supervisor import must_start_processes
 
@@ -548,3 +550,20 @@ def test_every_config_is_one_that_accelerate_reads_and_the_readme_speaks_of():
     for name in names:
         load_config_from_file(str(CONFIGS / name))
         assert name in readme
+
+
+@pytest.mark.parametrize(("has_folder", "seconds"), [(True, supervisor.PREEMPTED_GRACE_S), (False, children.GRACE_S)])
+def test_ranks_are_given_time_to_save_once_the_run_has_a_folder(has_folder: bool, seconds: float):
+    ended = Children()
+    assert supervisor._grace_s({0: EXIT_PREEMPTED}, ended, has_folder) == seconds
+    assert supervisor._grace_s({0: EXIT_BUG}, ended, has_folder) == children.GRACE_S
+
+
+def test_what_ranks_write_is_read_while_they_run_and_at_the_end():
+    inbox = supervisor.Inbox()
+    assert inbox.lines() == []
+    os.write(inbox.end, b"folder: runs/one\n")
+    assert inbox.lines() == ["folder: runs/one"]
+    os.write(inbox.end, b"finished: yes\n")
+    assert inbox.lines() == ["folder: runs/one", "finished: yes"]
+    inbox.close()

@@ -203,6 +203,18 @@ def test_files_beside_the_cells_of_a_sweep_are_passed_over(
     assert capsys.readouterr().err.startswith(f"error: {files[0]}: no such folder")
 
 
+def test_a_page_replaces_a_page_and_no_other_file(
+    tmp_path: Path, several: list[Path], capsys: pytest.CaptureFixture[str]
+):
+    assert page_of(tmp_path, several).tables
+    assert page_of(tmp_path, several[:2]).tables
+    metrics = several[0] / "metrics.jsonl"
+    before = metrics.read_bytes()
+    assert main(["report", str(several[0]), "--output", str(metrics)]) == EXIT_USER_ERROR
+    assert f"--output {metrics}: is there, and no page: choose another" in capsys.readouterr().err
+    assert metrics.read_bytes() == before
+
+
 def test_without_bokeh_one_line_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,11 @@ def test_a_run_continues_with_values_that_json_lacks_and_renewed_tokens(tmp_path
     write_json(tmp_path / "config.json", recorded_config("own", Own()))
     reopen(tmp_path, Own())
     reopen(tmp_path, Own(hub_token="hf_" + "abcdEFGH34" * 4))
+
+
+def test_a_file_whose_name_is_no_utf_8_is_named_as_it_is(tmp_path: Path):
+    write_json(tmp_path / "facts.json", {"file": "caf\udce9"})
+    assert json.loads((tmp_path / "facts.json").read_text(encoding="utf-8")) == {"file": "caf\udce9"}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ input or a finding (one line on stderr for a `UserError`). Its arguments are rea
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from toolkit.launch.streams import prepare_streams, print_nowhere
 from toolkit.version import __version__
 
 
@@ -45,6 +46,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` (None: the command line) names; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    prepare_streams()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -55,8 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("stopped by Ctrl-C.\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # toolkit ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_nowhere()
         return EXIT_DONE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print_nowhere()  # stdout may be on that disk
+        sys.stderr.write(f"error: what is printed or written has no room ({error.strerror}): make some.\n")
+        return EXIT_USER_ERROR
     return code
 
 

@@ -183,7 +183,8 @@ class ExpertParallel:
         optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters()))
         if self.accelerator.num_processes > 1:
             optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
-        self._note_gradients()
+        for stack in self.stacks.values():
+            stack.note_gradients(optimizer)
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         train_only_with(optimizer, self.expert_parameters())
         load_only_own_states(optimizer, self.stacks)
@@ -303,17 +304,6 @@ class ExpertParallel:
             if is_owned(parameter) and not has_averaging_hooks(parameter):
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
-    def _note_gradients(self) -> None:
-        """Have each stack know of gradients that no step has taken."""
-
-        def note(_: Tensor, stack: ExpertStack) -> None:
-            stack.awaits_step = True
-
-        for stack in self.stacks.values():
-            for parameter in stack.parameters.values():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(note, stack=stack))
-
     def _correct_accelerate(self) -> None:
         """Replace, on this accelerator and model, the methods that assume replicated parameters."""
         self.accelerator.clip_grad_norm_ = self.clip_grad_norm_
@@ -351,8 +341,6 @@ class ExpertParallel:
 
     def _after_step(self) -> None:
         self.steps += 1
-        for stack in self.stacks.values():
-            stack.awaits_step = False
         # One that was frozen while it had a gradient was stepped all the same.
         refresh_replicas(p for p in self.expert_parameters() if p.requires_grad or p.grad is not None)
         if self._meter is not None:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,16 @@ def handle_signals(
     """Install `handler`, but not for signals that this process was started to ignore; returns the former handlers."""
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
     return {number: signal.signal(number, handler) for number in heard}
+
+
+@contextmanager
+def holding_stop_signals() -> Iterator[None]:
+    """Signals that come meanwhile are handled at the end: for calls into libraries that a signal would interrupt."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Children:

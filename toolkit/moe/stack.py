@@ -53,7 +53,7 @@ class ExpertStack:
         self.is_known_to_stay = False
         """Of a copy: whether a warning said so."""
         self.awaits_step = False
-        """Whether gradients came since the optimizer's last step, if that is noted, as `ExpertParallel` does."""
+        """Whether gradients came since the optimizer's last step, after `note_gradients`."""
         self._is_synchronising: Callable[[], bool] | None = None
         self.mark()
 
@@ -89,6 +89,17 @@ class ExpertStack:
         self._is_synchronising = is_synchronising
         for parameter in self.parameters.values():
             average_in_backward(parameter, is_synchronising)
+
+    def note_gradients(self, optimizer: Optimizer) -> None:
+        """Have `awaits_step` say whether gradients came since the last step of `optimizer`."""
+
+        def note(awaits_step: bool) -> Callable[..., None]:
+            return lambda *_: setattr(self, "awaits_step", awaits_step)
+
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note(True))
+        optimizer.register_step_post_hook(note(False))
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

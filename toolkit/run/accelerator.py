@@ -13,6 +13,7 @@ from torch.distributed import DistNetworkError
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
+from toolkit.launch.children import holding_stop_signals
 from toolkit.parallel.prepare import ddp_options
 
 
@@ -22,17 +23,18 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     reset_accelerator_state()
     _check_environment(config)
     try:
-        accelerator = Accelerator(
-            cpu=config.cpu,
-            mixed_precision=config.mixed_precision,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-            ),
-            kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout)),
-                ddp_options(config.ddp),
-            ],
-        )
+        with holding_stop_signals():  # one would interrupt a connection to another process, which is tried for minutes
+            accelerator = Accelerator(
+                cpu=config.cpu,
+                mixed_precision=config.mixed_precision,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+                ),
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout)),
+                    ddp_options(config.ddp),
+                ],
+            )
     except ValueError as error:
         reset_accelerator_state()
         if "mixed precision" not in str(error):

@@ -24,13 +24,6 @@ def log_line(line: str) -> None:
     sys.stderr.flush()
 
 
-def print_nowhere() -> None:
-    """Send what is printed from now on, and what Python still holds back of it, to the null device: writing to a pipe
-    that nobody reads would fail once more when Python ends."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
 def metrics_line(values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
     """`step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`, if known.
 

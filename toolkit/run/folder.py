@@ -134,11 +134,12 @@ def write_text(path: Path, text: str, *, partial: str | None = None, durable: bo
 
     The unfinished file has the name `partial` beside `path`; processes that may write at once need one each. Of a file
     that is not `durable`, a machine that stops may leave neither the old text nor the new one.
-    A link in the place of `path` or of the unfinished file is replaced, not followed.
+    A link in the place of `path` or of the unfinished file is replaced, not followed. Bytes of a file's name that are
+    no UTF-8 are written with escapes, which JSON reads as they were.
     """
     unfinished = path.with_name(partial or f".{path.name}.partial")
     unfinished.unlink(missing_ok=True)
-    with unfinished.open("x", encoding="utf-8") as file:
+    with unfinished.open("x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         if durable:
             file.flush()

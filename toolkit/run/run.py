@@ -30,8 +30,8 @@ from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
 from toolkit.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
+from toolkit.launch.streams import print_nowhere
 from toolkit.run.accelerator import build_accelerator
-from toolkit.run.console import print_nowhere
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text, writing
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
