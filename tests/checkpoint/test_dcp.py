@@ -1,6 +1,8 @@
 """A checkpoint goes to torch.distributed.checkpoint and back with the same bits; torch alone reads it."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,17 @@ def test_another_models_tensors_are_refused(saved: Path, tmp_path: Path, tensors
     with pytest.raises(UserError) as error:
         main(["import", str(tmp_path / "other"), str(saved), str(tmp_path / "out")])
     assert said in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")])
+def test_a_folder_that_lacks_its_tensors_is_refused(saved: Path, exported: Path, tmp_path: Path, damage: Any):
+    source = shutil.copytree(exported, tmp_path / "dcp")
+    for file in source.glob("*.distcp"):
+        damage(file)
+    with pytest.raises(UserError, match=r"dcp cannot be read \(.+\): copy it here again, with all its files\.$"):
+        main(["import", str(source), str(saved), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 

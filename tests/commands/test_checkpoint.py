@@ -99,6 +99,19 @@ def test_verify_names_the_damaged_file(saved, capsys):
     assert "is damaged: optimizer.safetensors does not match its SHA-256" in refusal(capsys, "verify", saved)
 
 
+@pytest.mark.parametrize("content", [b"", b"{}" * 20])
+def test_inspect_names_a_file_that_is_no_tensors(content, saved, capsys):
+    (saved / "model.safetensors").write_bytes(content)
+    assert f"cannot be read: model.safetensors has {len(content)} bytes" in refusal(capsys, "inspect", saved)
+
+
+def test_inspect_names_rows_that_no_file_holds(saved, capsys):
+    about = manifest.read_manifest(saved)
+    about["files"].pop("experts-00000.safetensors")
+    manifest.write_canonical(saved / manifest.NAME, about | {"digest": manifest.digest(about)})
+    assert f"checkpoint {saved} cannot be read: " in refusal(capsys, "inspect", saved)
+
+
 def test_inspect_shows_what_is_there_and_where_experts_are(saved, tmp_path, capsys):
     said_by(capsys, "reshard", saved, tmp_path / "out", "--ep-size", 2, "--placement", "round_robin")
     said = said_by(capsys, "inspect", tmp_path / "out")
@@ -121,7 +134,10 @@ BAD = {
     "no folder": ("verify {tmp}/nowhere", "nowhere does not exist"),
     "an empty folder": ("inspect {tmp}", "holds no checkpoint"),
     "a name in use": ("reshard {saved} {saved} --ep-size 2", "exists already"),
-    "no ranks": ("reshard {saved} {tmp}/out --ep-size 0", "--ep-size 0: take one or more"),
+    "no ranks": ("reshard {saved} {tmp}/out --ep-size 0", "--ep-size 0: take one to 65536."),
+    "too many ranks": ("reshard {saved} {tmp}/out --ep-size 99999999999", "--ep-size 99999999999: take one to 65536."),
+    "a file for a folder": ("export {saved} {tmp}/p.json", "cannot be written, because {tmp}/p.json is no folder"),
+    "a file far above": ("export {saved} {tmp}/p.json/x/y", "cannot be written, because {tmp}/p.json is no folder"),
     "no placement": ("reshard {saved} {tmp}/out --ep-size 2 --placement roundrobin", "--placement roundrobin: take"),
     "other ranks": ("reshard {saved} {tmp}/out --ep-size 2 --placement {tmp}/p.json", "4 experts on 1 rank(s), not"),
     "a type": ("export {saved} {tmp}/out --dtype float8", "unknown 'float8'"),
@@ -135,5 +151,5 @@ def test_bad_input_costs_one_sentence(case, saved, tmp_path, capsys):
     model = nn.Linear(2, 2)
     save_tensors(tmp_path / "dense", model, torch.optim.SGD(model.parameters()))
     words, said = BAD[case]
-    assert said in refusal(capsys, *words.format(tmp=tmp_path, saved=saved).split())
+    assert said.format(tmp=tmp_path) in refusal(capsys, *words.format(tmp=tmp_path, saved=saved).split())
     assert not (tmp_path / "out").exists()

@@ -19,11 +19,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places, whole_weights
 from toolkit.checkpoint.tensor_files import SavedTensors, split_key
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 
 def export_dcp(source: Path, target: Path) -> None:
@@ -44,7 +45,8 @@ def import_dcp(source: Path, like: Path, target: Path) -> bool:
     order of the data stay those of `like`.
 
     Returns whether there are optimizer states: `target` has none where `source` has none at all. Raises UserError where
-    `source` is no DCP folder or lacks a tensor of `like`, `like` is damaged, or `target` exists or cannot be written.
+    `source` is no DCP folder, is damaged or lacks a tensor of `like`, `like` is damaged, or `target` exists or cannot
+    be written.
     """
     about = read_verified(like)
     places = row_places(about)
@@ -62,7 +64,13 @@ def import_dcp(source: Path, like: Path, target: Path) -> bool:
                     f"{source} {what}, which {like} has of shape {tuple(tensor.shape)}: import what was "
                     "trained with the same model."
                 )
-        dcp.load(whole, checkpoint_id=source, no_dist=True)
+        try:
+            dcp.load(whole, checkpoint_id=source, no_dist=True)
+        except CheckpointException as error:  # of which the message is a trace
+            cause = next((failure for failure, _ in error.failures.values()), error)
+            raise UserError(
+                f"{source} cannot be read ({one_line(cause)}): copy it here again, with all its files."
+            ) from None
         rows = {f"{name}/{row_id}": (name, row) for name in places for row, row_id in enumerate(tensors.rows_of(name))}
         seals = {}
         for file in about["files"]:
@@ -123,7 +131,9 @@ def _sizes(source: Path) -> dict[str, tuple[int, ...]]:
         found = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
         return {name: tuple(about.size) for name, about in found.items() if hasattr(about, "size")}
     except Exception as error:  # whatever reading a pickle may raise
-        raise UserError(f"{source} cannot be read as a DCP folder ({error}): give one that holds .metadata.") from None
+        raise UserError(
+            f"{source} cannot be read as a DCP folder ({one_line(error)}): give one that holds .metadata."
+        ) from None
 
 
 def _quiet() -> warnings.catch_warnings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.tensor_files import ROWS, SavedTensors, list_rows
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.placement.placement import ExpertPlacement
 
 RowIds = dict[str, list[list[int]]]
@@ -149,12 +150,15 @@ def new_target(target: Path) -> Iterator[Path]:
     """
     if target.exists():
         raise UserError(f"{target} exists already: choose another name.")
+    if file := next((parent for parent in target.parents if os.path.lexists(parent) and not parent.is_dir()), None):
+        raise UserError(f"{target} cannot be written, because {file} is no folder: choose another name.")
     writing = target.with_name(manifest.WRITING + target.name)
     try:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
         yield writing
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{target} could not be written: {error}: make room, or write elsewhere.") from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"{target} could not be written ({reason}): make room, or write elsewhere.") from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)

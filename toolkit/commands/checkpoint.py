@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 import torch
+from safetensors import SafetensorError
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint import reshard as rewrite
@@ -18,10 +19,12 @@ from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
 from toolkit.config.experts import InitialPlacement
-from toolkit.errors import EXIT_DONE, UserError
+from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.placement.placement import ExpertPlacement, initial_placement
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
+MOST_RANKS = 2**16
+"""Of an EP group: each has an entry in the manifest, so that a mistyped number would take all time and memory."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -97,8 +100,8 @@ def _verify(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     try:
         facts = rewrite.describe(args.checkpoint, manifest.read_manifest(args.checkpoint))
-    except (OSError, ValueError) as error:
-        damage = manifest.find_damage(args.checkpoint) or str(error)
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        damage = manifest.find_damage(args.checkpoint) or one_line(error)
         raise UserError(f"checkpoint {args.checkpoint} cannot be read: {damage}: use an older one.") from None
     if args.json:
         _say(json.dumps(facts))
@@ -129,8 +132,8 @@ def _draw(slots: list[list[int]]) -> str:
 
 
 def _reshard(args: argparse.Namespace) -> None:
-    if args.ep_size < 1:
-        raise UserError(f"--ep-size {args.ep_size}: take one or more.")
+    if not 1 <= args.ep_size <= MOST_RANKS:
+        raise UserError(f"--ep-size {args.ep_size}: take one to {MOST_RANKS}.")
     rewrite.reshard(args.checkpoint, args.out, lambda experts: _place(args.placement, experts, args.ep_size))
     _say(f"{args.out}: written")
 
