@@ -177,6 +177,54 @@ def test_damaged_files_are_shown_and_named(tmp_path: Path, capsys: pytest.Captur
     assert "bad: metrics.jsonl: line 3 cannot be read" in capsys.readouterr().out
 
 
+NESTED = '{"step": 2, "train/loss": %s}\n' % ("[" * 100_000 + "]" * 100_000)
+DAMAGE = {
+    "metrics nested deeply": ("metrics.jsonl", NESTED, "metrics.jsonl: line 1 cannot be read and is left out."),
+    "results nested deeply": ("results.json", NESTED, "results.json: cannot be read, and is taken as empty."),
+    "config nested less deeply": (
+        "config.json",
+        NESTED.replace("[" * 99_500, "").replace("]" * 99_500, ""),
+        "config.json: cannot be read, and is taken as empty.",
+    ),
+    "metrics a folder": ("metrics.jsonl", None, "metrics.jsonl: cannot be read, and is taken as empty."),
+    "lifecycle a folder": ("lifecycle.jsonl", None, "lifecycle.jsonl: cannot be read, and is taken as empty."),
+    "another lifecycle": ("lifecycle.jsonl", '{"step": 3}\n', "lifecycle.jsonl: cannot be read, and is taken"),
+    "code a folder": ("code.txt", None, ""),
+    "a step too large": ("metrics.jsonl", f'{{"step": {10**30}, "train/loss": 1}}\n', "line 1 cannot be read"),
+    "loss in words": ("metrics.jsonl", '{"step": 1, "train/loss": "high"}\n{"step": 2, "train/loss": 2}\n', ""),
+    "loss beyond float32": ("metrics.jsonl", '{"step": 1, "train/loss": 1e300}\n{"step": 2, "train/loss": 2}\n', ""),
+    "load in words": ("metrics.jsonl", '{"step": 1, "moe/load/a": "high", "moe/load/b": [0.5, "low"]}\n', ""),
+    "a migration in words": (
+        "metrics.jsonl",
+        '{"step": 1, "moe/migrated_experts": 2, "moe/migration_bytes": "many", "run/restart_reason": [1]}\n',
+        "",
+    ),
+    "results not finite": ("results.json", '{"test_accuracy": NaN, "test_loss": Infinity}', ""),
+    "results too large": ("results.json", f'{{"test_loss": {10**400}}}', ""),
+    "too many processes": ("results.json", f'{{"world_size": {10**400}, "device": "cpu"}}', "is no number of"),
+    "speed in words": ("results.json", '{"samples_per_second": "fast", "expert_placement": [1]}', ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["report"], ["compare"], ["compare", "--json"]], ids="-".join)
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.filterwarnings("error")
+def test_values_that_cannot_be_are_left_out(
+    damage: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, text, notice = DAMAGE[damage]
+    bad, good = write_run(tmp_path / "bad"), write_run(tmp_path / "good", seed=1, moves=True)
+    (bad / file).unlink(missing_ok=True)
+    if text is None:
+        (bad / file).mkdir()
+    else:
+        (bad / file).write_text(text)
+    output = tmp_path / "report.html"
+    target = ["--output", str(output)] if words == ["report"] else []
+    assert main([*words, str(bad), str(good), *target]) == EXIT_DONE
+    assert notice in (output.read_text() if target else capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_folders_without_a_run_cost_a_line_each(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good = write_run(tmp_path / "runs" / "good")

@@ -20,6 +20,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from toolkit.tracking.jsonl import from_json
+
 NAME = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"
 LARGEST_MANIFEST = 2**28
@@ -41,10 +43,7 @@ def write_canonical(file: Path, value: Any) -> None:
 def read_canonical(file: Path) -> Any:
     """What `write_canonical` wrote. Raises ValueError where the text is not exactly that."""
     text = file.read_text(encoding="utf-8")
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    value = from_json(text)
     if _canonical(value) != text:
         raise ValueError("it was altered")
     return value

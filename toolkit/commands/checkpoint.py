@@ -21,6 +21,7 @@ from toolkit.commands.arguments import Parser
 from toolkit.config.experts import InitialPlacement
 from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.placement.placement import ExpertPlacement, initial_placement
+from toolkit.tracking.jsonl import from_json
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
 MOST_RANKS = 2**16
@@ -142,7 +143,7 @@ def _place(name: str, experts: int, ranks: int) -> ExpertPlacement:
     if name in get_args(InitialPlacement):
         return initial_placement(experts, ranks, cast("InitialPlacement", name))
     try:
-        placement = ExpertPlacement.from_dict(json.loads(Path(name).read_text(encoding="utf-8")))
+        placement = ExpertPlacement.from_dict(from_json(Path(name).read_text(encoding="utf-8")))
     except OSError:
         raise UserError(f"--placement {name}: take contiguous, round_robin, or a file that can be read.") from None
     except (ValueError, KeyError, TypeError) as error:

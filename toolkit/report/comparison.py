@@ -67,7 +67,8 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
     rows = []
     for run in runs:
         values = settings(run)
-        speed = run.results.get("samples_per_second") or run.last("perf/samples_per_second")
+        speeds = (run.results.get("samples_per_second"), run.last("perf/samples_per_second"))
+        speed = next(filter(is_number, speeds), None)
         row = [run.name, *(_cell(values.get(axis)) for axis in axes)]
         row += ["finished" if run.finished else "not finished", f"{run.step:,}"]
         row += [metric_cell(name, run.last(name)) for name in metrics]

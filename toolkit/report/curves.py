@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Curve:
     steps: np.ndarray
     """int32 (N)."""
     values: np.ndarray
-    """float32 (N); NaN where the metric was not finite, which JSON cannot hold."""
+    """float32 (N); NaN where the metric was no finite number."""
     decimated_from: int | None
     """How many points there were, if more."""
 
@@ -82,8 +83,9 @@ def heading(metric: str) -> str:
     return GROUPS.get(group, group.capitalize())
 
 
-def _curve(run: int, points: Sequence[tuple[int, float | None]], limit: int) -> Curve:
-    values = np.array([math.nan if value is None else value for _, value in points], dtype=np.float32)
+def _curve(run: int, points: Sequence[tuple[int, Any]], limit: int) -> Curve:
+    wide = np.array([value if is_number(value) else math.nan for _, value in points], dtype=np.float64)
+    values = np.where(np.abs(wide) <= np.finfo(np.float32).max, wide, math.nan).astype(np.float32)
     kept = decimate(values, limit)
     steps = np.array([step for step, _ in points], dtype=np.int32)[kept]
     return Curve(run, steps, values[kept], len(points) if len(kept) < len(points) else None)

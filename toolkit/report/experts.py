@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from toolkit.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
 from toolkit.report.records import RunRecord
 from toolkit.run.summary import RESTART_REASON
+from toolkit.sweep.tables import is_number
 from toolkit.tracking.lifecycle_records import describe
 
 PLACEMENT_PREFIX = "moe/placement/"
@@ -37,15 +38,16 @@ class Placement:
 def layers_of(run: RunRecord) -> list[str]:
     """The layers with experts that the metrics have loads of; of a deeper model some, evenly spread."""
     names = dict.fromkeys(name for line in run.lines for name in line if name.startswith(LOAD_PREFIX))
-    return spread([name.removeprefix(LOAD_PREFIX) for name in names], MOST_LAYERS)
+    layers = [name.removeprefix(LOAD_PREFIX) for name in names]
+    return spread([layer for layer in layers if any(_shares(line, layer) for line in run.lines)], MOST_LAYERS)
 
 
 def loads_of(run: RunRecord, layer: str, most: int) -> tuple[list[int], np.ndarray]:
     """At most `most` steps (T), and float64 (T, E): shares of the assignments, means over the lines up to each step."""
-    points = [(line["step"], line[LOAD_PREFIX + layer]) for line in run.lines if line.get(LOAD_PREFIX + layer)]
+    points = [(line["step"], shares) for line in run.lines if (shares := _shares(line, layer))]
     table = np.zeros((len(points), max(len(shares) for _, shares in points)))
     for row, (_, shares) in zip(table, points, strict=True):
-        row[: len(shares)] = [share or 0.0 for share in shares]  # what is not a number is null in JSON
+        row[: len(shares)] = shares
     parts = np.array_split(np.arange(len(points)), min(most, len(points)))
     return [points[part[-1]][0] for part in parts], np.stack([table[part].mean(axis=0) for part in parts])
 
@@ -62,7 +64,8 @@ def placements_of(run: RunRecord, layer: str) -> list[Placement]:
                 [expert for expert in row if expert >= 0 and uids[expert] is not None] for row in state.logical_on_ranks
             ]
             found.append(Placement(epoch.step, ranks, uids))
-    final = run.results.get("expert_placement", {}).get(layer)
+    placed = run.results.get("expert_placement")
+    final = placed.get(layer) if isinstance(placed, Mapping) else None
     if not found and final:
         found.append(Placement(0, final))
     return sorted(found, key=lambda placement: placement.step)
@@ -97,7 +100,13 @@ def _layer_data(run: RunRecord, layer: str, most: int) -> dict[str, Any]:
 
 
 def _experts(run: RunRecord, layer: str) -> int:
-    return max(len(line[LOAD_PREFIX + layer]) for line in run.lines if line.get(LOAD_PREFIX + layer))
+    return max(len(_shares(line, layer)) for line in run.lines)
+
+
+def _shares(line: Mapping[str, Any], layer: str) -> list[float]:
+    """The loads of `layer` on a line of metrics, 0 for what is no number; empty where it has none."""
+    shares = line.get(LOAD_PREFIX + layer)
+    return [share if is_number(share) else 0.0 for share in shares] if isinstance(shares, list) else []
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,11 @@ def events_of(runs: Sequence[RunRecord]) -> list[Event]:
 def _changes(index: int, run: RunRecord) -> Iterable[Event]:
     for line in run.lines:
         if experts := line.get("moe/migrated_experts"):
-            size = line.get("moe/migration_bytes") or 0
+            size = line.get("moe/migration_bytes")
+            size = size if is_number(size) else 0
             yield Event(index, line["step"], "migration", f"{experts} experts moved, {size / 1e6:.2f} MB")
         if reason := line.get(RESTART_REASON):
-            yield Event(index, line["step"], "restart", reason)
+            yield Event(index, line["step"], "restart", str(reason))
         if refused := line.get("moe/plans_refused"):
             yield Event(index, line["step"], "plan refused", f"{refused} by the guard")
     for epoch in run.epochs:

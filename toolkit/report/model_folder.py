@@ -7,10 +7,11 @@ from pathlib import Path
 
 from toolkit.checkpoint import manifest, reshard
 from toolkit.checkpoint.retention import newest_first
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.pictures.plots import draw_loss, points_of, save_figure
 from toolkit.report.model_card import model_card, without_paths
 from toolkit.report.records import RunRecord
+from toolkit.run.folder import results_of
 from toolkit.tracking.lifecycle_records import LIFECYCLE_FILE
 
 FOLDER = "push"
@@ -24,9 +25,9 @@ OF_THE_RUN = ("config.json", "results.json", "metrics.jsonl", LIFECYCLE_FILE)
 def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Path:
     """Write `push/` in the folder of `run`, for the repository `name`; an earlier one is replaced.
 
-    Raises UserError where the run is not finished, has no weights or damaged ones, or its folder cannot be written.
+    Raises UserError where the run is not finished, has no weights or a damaged file, or its folder cannot be written.
     """
-    if not run.finished:
+    if results_of(run.folder) is None:
         raise UserError(f"{run.folder}: the run is not finished: type its command again to complete it.")
     target = run.folder / FOLDER
     writing = run.folder / f".{FOLDER}.partial"
@@ -91,4 +92,9 @@ def _copy_numbers(run: Path, target: Path) -> None:
 
 
 def _cut_paths(path: Path) -> None:
-    path.write_text(without_paths(path.read_text(encoding="utf-8")), encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        remedy = "put back the one that the run wrote, or push another run"
+        raise UserError(f"{path.name} of the run is no text ({one_line(error)}): {remedy}.") from None
+    path.write_text(without_paths(text), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.run.folder import is_finished
-from toolkit.tracking.jsonl import read_metrics, unreadable_lines
+from toolkit.tracking.jsonl import from_json, read_metrics, unreadable_lines
 from toolkit.tracking.lifecycle_records import LIFECYCLE_FILE, Epoch, read_lifecycle
 
 
@@ -71,15 +70,16 @@ def _read(name: str, folder: Path) -> RunRecord:
     config = _read_json(folder / "config.json", notices)
     results = _read_json(folder / "results.json", notices) if (folder / "results.json").exists() else {}
     processes = results.get("world_size", 1)
-    if not isinstance(processes, int) or processes < 1:
+    if not isinstance(processes, int) or not 1 <= processes < 2**31:
         notices.append(f"results.json: its world_size {processes} is no number of processes, and is left out.")
         del results["world_size"]
     metrics = folder / "metrics.jsonl"
-    lines = list(read_metrics(metrics))
-    for path in (metrics, folder / LIFECYCLE_FILE):
-        if damaged := unreadable_lines(path):
-            shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
-            notices.append(f"{path.name}: line {shown} cannot be read and is left out.")
+    lines = _read_lines(metrics, notices)
+    epochs: list[Epoch] = []
+    try:
+        epochs = read_lifecycle(folder) if _read_lines(folder / LIFECYCLE_FILE, notices) else []
+    except (LookupError, TypeError, AttributeError):
+        notices.append(f"{LIFECYCLE_FILE}: cannot be read, and is taken as empty.")
     if not lines:
         notices.append("metrics.jsonl: holds no line yet.")
     finished = is_finished(folder)
@@ -87,12 +87,12 @@ def _read(name: str, folder: Path) -> RunRecord:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
     starts = _starts(folder / "code.txt")
-    return RunRecord(name, folder, config, results, lines, read_lifecycle(folder), starts, finished, notices)
+    return RunRecord(name, folder, config, results, lines, epochs, starts, finished, notices)
 
 
 def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         values = None
     if isinstance(values, dict):
@@ -101,9 +101,21 @@ def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
     return {}
 
 
+def _read_lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
+    try:
+        lines, damaged = list(read_metrics(path)), unreadable_lines(path)
+    except OSError:
+        notices.append(f"{path.name}: cannot be read, and is taken as empty.")
+        return []
+    if damaged:
+        shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+        notices.append(f"{path.name}: line {shown} cannot be read and is left out.")
+    return lines
+
+
 def _starts(path: Path) -> list[dict[str, str]]:
     """The head of each part of code.txt, which `toolkit.run.provenance.code_snapshot` writes, as names and values."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     heads = re.findall(r"^started: .+(?:\n[\w ]+: .*)*", text, re.MULTILINE)
     return [dict(line.split(": ", 1) for line in head.splitlines() if ": " in line) for head in heads]
 

@@ -15,7 +15,6 @@ micro_batch_size.json   what was chosen by memory, see toolkit.batch_size
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +26,10 @@ from filelock import FileLock, Timeout
 
 from toolkit.config.run import RunConfig, to_dict
 from toolkit.config.settings import LENGTH, decides_what_is_learned, leaves
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
-from toolkit.tracking.jsonl import to_json
+from toolkit.tracking.jsonl import from_json, to_json
 from toolkit.tracking.secrets import mask
 
 RUNS = Path("runs")
@@ -104,9 +103,9 @@ def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """The object in the file. Raises UserError with `remedy` where it holds something else, or cannot be read."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): {remedy}.") from None
+        raise UserError(f"{path} cannot be read ({one_line(error)}): {remedy}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds {type(values).__name__} in place of an object: {remedy}.")
     return values
@@ -183,7 +182,7 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     if is_finished(folder) and not config.extend:
         raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder, or train on with --extend.")
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = None
     if not isinstance(before, dict):

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +116,9 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value`, of JSON, is a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value`, of JSON, is a finite number. Python reads NaN and Infinity, and integers that no float holds."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _order(value: Any) -> tuple[int, float, str]:

@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+MOST_STEPS = 2**31 - 1
+"""Which plots hold as int32."""
+MOST_NESTED = 100
+"""Levels of lists and mappings. What is written has few; Python itself reads more than it can write again."""
+
 
 class MetricsFile:
     """Appends lines, each flushed, so that a kill costs at most the line that was being written.
@@ -146,10 +151,27 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = from_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and abs(step) <= MOST_STEPS else None
+
+
+def from_json(text: str | bytes) -> Any:
+    """What `text` holds. Raises ValueError where it is no JSON, or nested more than `MOST_NESTED` times."""
+    too_deep = "it is nested too deeply"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    inside = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_NESTED):
+        parts = (part for of in inside for part in (of.values() if isinstance(of, dict) else of))
+        inside = [part for part in parts if isinstance(part, dict | list)]
+        if not inside:
+            return value
+    raise ValueError(too_deep)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
