@@ -50,7 +50,8 @@ class Config(tk.RunConfig):
         tk.require(seconds is None or 1 <= seconds <= 60, "window_seconds", seconds, "take 1 to 60 seconds")
         tk.require(0 <= self.overlap < 1, "overlap", self.overlap, "take a fraction below 1")
         tk.require(self.folds >= 2, "folds", self.folds, "take two or more")
-        tk.require(self.fold in (None, *range(self.folds)), "fold", self.fold, f"take 0 to {self.folds - 1}")
+        fits = self.fold is None or 0 <= self.fold < self.folds
+        tk.require(fits, "fold", self.fold, f"take 0 to {self.folds - 1}")
         tk.require(self.width >= 8 and self.width % 8 == 0, "width", self.width, "take a multiple of 8")
         tk.require(all(dim >= 1 for dim in self.hidden_dims), "hidden_dims", self.hidden_dims, "take sizes above zero")
         tk.require(0 <= self.dropout < 1, "dropout", self.dropout, "take a fraction below 1")

@@ -189,3 +189,9 @@ def test_the_table_of_batches_is_what_its_flags_do(row):
 
 def test_the_table_of_batches_covers_one_to_eight_gpus():
     assert {row[0] for row in batch_table()} == {"1", "2", "4", "8"}
+
+
+def test_a_fold_is_compared_with_as_many_as_there_may_be():
+    assert har.Config(fold=3, folds=2**63 - 1).fold == 3
+    with pytest.raises(UserError, match=f"--fold -1: take 0 to {10**15 - 1}"):
+        har.Config(fold=-1, folds=10**15)
