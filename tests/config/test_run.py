@@ -33,6 +33,13 @@ def test_the_optimizer_takes_finite_numbers(field: str, value: float):
         OptimizerConfig(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["process_timeout", "step_timeout"])
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 1e308])
+def test_a_time_limit_is_at_most_a_year(field: str, value: float):
+    with pytest.raises(UserError, match=rf"--{field.replace('_', '-')} .*: take (minutes|seconds) above 0, up to "):
+        RunConfig(**{field: value})
+
+
 def test_a_batch_must_divide_and_the_message_says_into_what():
     RunConfig(batch_size=12, num_processes=3, gradient_accumulation_steps=2)
     with pytest.raises(UserError, match=r"divide by 3 process.* times 2 accumulation .*use 12"):

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal
 from toolkit.config.choices import require_choices
 from toolkit.errors import UserError
 
+MOST_MINUTES = 366 * 24 * 60
+"""Of a time limit, a year: what counts down to it has no room for any number."""
 MOST_WORKERS = 256
 """That a process may start to load batches: a number that was mistyped would fill the machine with processes."""
 
@@ -261,13 +263,15 @@ class RunConfig:
         require(back is None or self.storage is None, "resume_from", back, remedy)
         require(not (self.extend and begins), "extend", self.extend, "leave --resume no out")
         limit = self.step_timeout
-        require(limit is None or 0 < limit < math.inf, "step_timeout", limit, "take seconds above 0, or none")
+        remedy = f"take seconds above 0, up to {60 * MOST_MINUTES}, or none"
+        require(limit is None or 0 < limit <= 60 * MOST_MINUTES, "step_timeout", limit, remedy)
         require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "take zero or more")
         peak = self.peak_flops
         require(peak is None or 0 < peak < math.inf, "peak_flops", peak, "take FLOPs per second above 0, or none")
         fits = 0 <= self.num_workers <= MOST_WORKERS
         require(fits, "num_workers", self.num_workers, f"take zero to {MOST_WORKERS}")
-        require(0 < self.process_timeout < math.inf, "process_timeout", self.process_timeout, "take minutes above 0")
+        minutes, remedy = self.process_timeout, f"take minutes above 0, up to {MOST_MINUTES}"
+        require(0 < minutes <= MOST_MINUTES, "process_timeout", minutes, remedy)
         fraction, remedy = self.memory_fraction, "take a fraction above 0, up to 1"
         require(0 < fraction <= 1, "memory_fraction", fraction, remedy)
         pieces = (self.num_processes or 1) * self.gradient_accumulation_steps
