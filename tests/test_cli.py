@@ -148,6 +148,7 @@ def test_help_shows_fields_of_every_type_and_without_a_docstring():
         ("--fancy --either abc --number 1.5", {"fancy": True, "either": "abc", "number": 1.5}),
         ("--sizes 3 4 5 --maybe true", {"sizes": [3, 4, 5], "maybe": True}),
         ("--maybe False --extents 1 2", {"maybe": False, "extents": (1, 2)}),
+        (f"--bare {2**63 - 1} --number 1e30", {"bare": 2**63 - 1, "number": 1e30}),
         ("--maybe none --extents none --colour BLUE", {"colour": Colour.BLUE}),
     ],
 )
@@ -161,6 +162,10 @@ def test_own_fields_of_every_type_are_read(typed: str, changed: dict[str, Any]):
         ("--number abc", "--number abc: take an integer, a number or none."),
         ("--maybe 3", "--maybe 3: take true, false or none."),
         ("--colour PINK", "--colour PINK: take RED or BLUE."),
+        ("--bare 99999999999999999999", f"--bare 99999999999999999999: take an integer of at most {2**63 - 1}."),
+        ("--bare -9223372036854775809", f"--bare -9223372036854775809: take an integer of at most {2**63 - 1}."),
+        ("--number 9223372036854775808", f"--number 9223372036854775808: take an integer of at most {2**63 - 1}."),
+        ("--sizes 3 9223372036854775808", f"--sizes 9223372036854775808: take an integer of at most {2**63 - 1}."),
         ("--sizes a", "--sizes a: take an integer, or several with spaces between."),
         ("--sizes", "--sizes needs a value: take an integer, or several with spaces between."),
     ],

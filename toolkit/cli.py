@@ -38,6 +38,9 @@ from toolkit.launch.streams import prepare_streams
 
 C = TypeVar("C", bound=RunConfig)
 
+LARGEST_INTEGER = 2**63 - 1
+"""Of int64, which torch counts in."""
+
 
 def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None = None) -> None:
     """Parse the command line, start the processes of --num-processes, run `main` and exit: the last line of a recipe.
@@ -183,9 +186,24 @@ def _read(
                 raise UserError(f"{flag} {values[0]}: {given[flag]} was given as well: take one file.")
             given[flag] = values[0]
             continue
+        for value in values:
+            _check_value(flag, value, hint)
         given[flag] = " ".join(values)
         words += [flag, *(_as_python(value, hint) for value in values)]
     return words, given
+
+
+def _check_value(flag: str, value: str, hint: Any) -> None:
+    """Raise UserError for a text that no path can be, and an integer that no tensor can hold."""
+    if "\0" in value:
+        raise UserError(f"{flag} {value!r}: take a value without a null character.")
+    if any(int in (part, *get_args(part)) for part in alternatives(hint)):
+        try:
+            number = int(value)
+        except ValueError:  # which tyro refuses, or reads as another type
+            return
+        if not -LARGEST_INTEGER - 1 <= number <= LARGEST_INTEGER:
+            raise UserError(f"{flag} {value}: take an integer of at most {LARGEST_INTEGER}.")
 
 
 def _as_python(value: str, hint: Any) -> str:

@@ -32,6 +32,9 @@ optimizer:
 lifecycle.no-merge: true
 """
 
+LAUGHS = "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+"""A few lines that stand for 9**11 words."""
+
 
 def parse(tmp_path: Path, text: str, *flags: str, name: str = "mine.yaml", preset: str = "full"):
     (tmp_path / name).write_text(text)
@@ -120,6 +123,15 @@ def test_a_key_that_is_twice_in_json_is_refused(tmp_path: Path):
         ("lr: 1\nlr: 2", "lr: is there twice: leave one out."),
         ("max_steps: 1\nmax-steps: 2", "max-steps: is there twice: leave one out."),
         ("optimizer: {beta1: 0.5, beta1: 0.6}", "beta1: is there twice: leave one out."),
+        ("optimizer: {weight_decay: 0.1}\noptimizer.weight_decay: 0.2", "optimizer.weight-decay: is there twice"),
+        ("widths: [[1], 2]", "--widths: a list or group within a list: write its values one after the other."),
+        ("optimizer: &a {beta1: 0.5}\nschedule: *a", "line 1: a group that is named twice: write both out."),
+        ("optimizer: &a {beta1: *a}", "line 1: a group that is named twice: write both out."),
+        ("widths: &a [*a]", "line 1 is neither YAML nor JSON: correct it."),
+        (LAUGHS, "a list or group within a list"),
+        ("lr: " + "[" * 100_000, "is nested too deeply: write a line for each flag."),
+        ('run_dir: "a\\0b"', r"--run-dir 'a\x00b': take a value without a null character."),
+        ("batch_size: 99999999999999999999", "--batch-size 99999999999999999999: take an integer of at most"),
         ("[lr]: 3", "line 1 is neither YAML nor JSON: correct it."),
         ('run_dir: ""', "--run-dir needs a value"),
         ('dataset: "*** (1a2b)"', "--dataset *** (1a2b): was masked when this file was written"),
@@ -139,6 +151,22 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name(tmp_path: Path, text:
 def test_broken_json_is_named_by_its_line(tmp_path: Path):
     with pytest.raises(UserError, match="line 3 is neither YAML nor JSON"):
         parse(tmp_path, '{\n"epochs": 3,\n}', name="mine.json")
+
+
+def test_json_that_is_nested_deeply_is_refused(tmp_path: Path):
+    levels = 100_000
+    with pytest.raises(UserError, match=r"mine.json: is nested too deeply: write a line for each flag\.$"):
+        parse(tmp_path, '{"lr":' * levels + "1" + "}" * levels, name="mine.json")
+
+
+@pytest.mark.parametrize(("name", "text"), [("mine.json", '{"lr": 0.5}'), ("mine.yaml", "lr: 0.5")])
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, name: str, text: str):
+    assert parse(tmp_path, "\ufeff" + text, name=name).lr == 0.5
+
+
+def test_a_value_that_is_named_twice_is_read_twice(tmp_path: Path):
+    config = parse(tmp_path, "lr: &rate 0.5\nlifecycle.replay_lr: *rate")
+    assert (config.lr, config.lifecycle.replay_lr) == (0.5, 0.5)
 
 
 def test_a_value_on_the_command_line_is_not_said_to_be_of_the_file(tmp_path: Path):

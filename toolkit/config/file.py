@@ -19,16 +19,20 @@ def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
     """Pairs of a flag and the words of its value, `("--optimizer.weight-decay", ["0.1"])`, in the order of the file.
 
     The config.json of a run is such a file; its `NO_FLAGS` are left out. Raises UserError for a file that can't be read
-    or is no mapping.
+    or is no mapping, and for a flag that is there twice.
     """
     import yaml
 
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = path.expanduser().read_text(encoding="utf-8-sig")
         if path.suffix == ".json":  # whose tabs YAML refuses
             values = json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str, parse_constant=str)
         else:
             values = yaml.load(text, Loader=_words_loader())
+        if not isinstance(values, dict):
+            raise UserError("has no flags: write a line for each, such as `epochs: 3`.")
+        flags = list(_flat({key: value for key, value in values.items() if key not in NO_FLAGS}))
+        _once((name.removeprefix("--"), None) for name, _ in flags)  # one may be nested, and the other have a dot
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror}): give a YAML or JSON file.") from None
     except UserError as error:  # a ValueError, too
@@ -37,9 +41,9 @@ def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
         place = getattr(error, "problem_mark", None)
         line = getattr(error, "lineno", None) or (place.line + 1 if place else "1")
         raise UserError(f"--config {path}: line {line} is neither YAML nor JSON: correct it.") from None
-    if not isinstance(values, dict):
-        raise UserError(f"--config {path}: has no flags: write a line for each, such as `epochs: 3`.")
-    return list(_flat({key: value for key, value in values.items() if key not in NO_FLAGS}))
+    except RecursionError:
+        raise UserError(f"--config {path}: is nested too deeply: write a line for each flag.") from None
+    return flags
 
 
 def _words_loader() -> type:
@@ -49,6 +53,13 @@ def _words_loader() -> type:
     import yaml
 
     class Words(yaml.BaseLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias = self.check_event(yaml.AliasEvent)
+            node = super().compose_node(parent, index)
+            if is_alias and isinstance(node, yaml.MappingNode):  # a few lines of those within those have no end
+                raise UserError(f"line {node.start_mark.line + 1}: a group that is named twice: write both out.")
+            return node
+
         def construct_scalar(self, node: Any) -> str | None:
             is_null = node.style is None and node.value in ("null", "~", "")
             return None if is_null else str(super().construct_scalar(node))
@@ -76,7 +87,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "--") -> Iterator[tuple[str, 
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         else:
-            words = [_word(item) for item in (value if isinstance(value, list) else [value])]
+            items = value if isinstance(value, list) else [value]
+            if any(isinstance(item, dict | list) for item in items):
+                raise UserError(f"{name}: a list or group within a list: write its values one after the other.")
+            words = [_word(item) for item in items]
             if any(word.startswith(MASK) for word in words):
                 raise UserError(f"{name} {words[0]}: was masked when this file was written: write what it stands for.")
             yield name, words
