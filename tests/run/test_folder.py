@@ -56,3 +56,14 @@ def test_a_run_is_not_continued_with_other_settings(tmp_path: Path, config: Own,
     write_json(tmp_path / "config.json", recorded_config("own", Own()))
     with pytest.raises(UserError, match=says):
         reopen(tmp_path, config)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+@pytest.mark.parametrize("inside", [".", "run"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, inside: str):
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    with pytest.raises(
+        UserError, match=r"--run-dir .*: cannot be used \(.*/link is a link that leads nowhere\): choose"
+    ):
+        reopen(link / inside, Own())

@@ -76,8 +76,11 @@ def open_folder(
     except Timeout:
         raise UserError(f"--run-dir {folder}: another job uses this folder: wait, or choose another.") from None
     except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--run-dir {folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        given = folder or RUNS / name
+        if lost := next((path for path in (given, *given.parents) if path.is_symlink() and not path.exists()), None):
+            reason = f"{lost} is a link that leads nowhere"  # of which the system says that it exists
+        raise UserError(f"--run-dir {given}: cannot be used ({reason}): choose another.") from None
     try:
         if storage is not None:
             _fetch(folder, config, storage)
