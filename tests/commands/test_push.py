@@ -139,6 +139,24 @@ def test_an_adapter_names_its_base_but_not_the_folder_it_lay_in(tmp_path: Path):
     assert json.loads((run / "push" / "adapter_config.json").read_text()) == {"base_model_name_or_path": "base"}
 
 
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("results.json", "wall_seconds", float("nan")),
+        ("results.json", "profile", "fast"),
+        ("config.json", "data_identity", [1]),
+        ("metrics.jsonl", "train/loss", "high"),
+        ("metrics.jsonl", "eval/loss", [1]),
+    ],
+)
+def test_damaged_values_are_left_out_of_card_and_curves(run: Path, file: str, name: str, value: Any):
+    (run / "loss.png").unlink(missing_ok=True)
+    first, *others = (run / file).read_text().splitlines() if file == "metrics.jsonl" else [(run / file).read_text()]
+    (run / file).write_text("\n".join([json.dumps(json.loads(first) | {name: value}), *others]) + "\n")
+    assert main(["push", str(run), "me/small", "--dry-run"]) == EXIT_DONE
+    assert (run / "push" / "loss.png").exists()
+
+
 def test_what_cannot_be_pushed_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in ("small", "me/small/x", "me/sm all"):
         assert refusal(capsys, run, name, "--dry-run").startswith(f"{name!r} names no repository of the Hub")

@@ -95,7 +95,8 @@ def _training(run: RunRecord) -> str:
     versions = [
         f"{package} {start[package]}" for package in ("toolkit", "torch", "accelerate", "python") if package in start
     ]
-    data = [f"{use}: {describe(of)}" for use, of in run.config.get(DATA, {}).items()]
+    noted = run.config.get(DATA)
+    data = [f"{use}: {describe(of)}" for use, of in noted.items()] if isinstance(noted, Mapping) else []
     rows = [
         *facts(run.results),
         ("identity of the data", "; ".join(data)),

@@ -12,6 +12,7 @@ from toolkit.pictures.plots import draw_loss, points_of, save_figure
 from toolkit.report.model_card import model_card, without_paths
 from toolkit.report.records import RunRecord
 from toolkit.run.folder import results_of
+from toolkit.sweep.tables import is_number
 from toolkit.tracking.lifecycle_records import LIFECYCLE_FILE
 
 FOLDER = "push"
@@ -78,8 +79,10 @@ def _copy_pictures(run: RunRecord, target: Path) -> list[str]:
     """Copy the run's pictures; the curves come first, and are drawn where they are missing."""
     for picture in sorted(run.folder.glob("*.png")):
         shutil.copy2(picture, target)
-    if not (target / "loss.png").exists() and any(points_of(run.lines, f"{group}/loss") for group in ("train", "eval")):
-        save_figure(target / "loss.png", lambda figure: draw_loss(figure, run.lines))
+    # A line of a damaged file may have anything in a number's place.
+    lines = [{name: value for name, value in line.items() if is_number(value)} for line in run.lines]
+    if not (target / "loss.png").exists() and any(points_of(lines, f"{group}/loss") for group in ("train", "eval")):
+        save_figure(target / "loss.png", lambda figure: draw_loss(figure, lines))
     return sorted((path.name for path in target.glob("*.png")), key=lambda name: (name != "loss.png", name))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,9 @@ def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
         values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         values = None
-    if isinstance(values, dict):
-        return values
+    if isinstance(values, dict):  # JSON has no NaN, though Python reads it
+        unwritable = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+        return values | dict.fromkeys(unwritable)
     notices.append(f"{path.name}: cannot be read, and is taken as empty.")
     return {}
 
