@@ -298,23 +298,25 @@ class ExpertParallel:
 
     def _average_in_backward(self, model: nn.Module) -> None:
         """Have the gradient of each owned parameter averaged, exactly once."""
+        accelerator = self.accelerator  # a hook of a parameter that held `self` would keep the model for ever
         for stack in self.stacks.values():
-            stack.average_in_backward(lambda: self.accelerator.sync_gradients)
+            stack.average_in_backward(lambda: accelerator.sync_gradients)
         for name, parameter in model.named_parameters():
             if is_owned(parameter) and not has_averaging_hooks(parameter):
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
     def _correct_accelerate(self) -> None:
         """Replace, on this accelerator and model, the methods that assume replicated parameters."""
-        self.accelerator.clip_grad_norm_ = self.clip_grad_norm_
-        of_accelerate = self.accelerator.get_state_dict
+        accelerator = self.accelerator  # it keeps the function below, which with `self` would keep the model
+        accelerator.clip_grad_norm_ = self.clip_grad_norm_
+        of_accelerate = accelerator.get_state_dict
 
         def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
             """Whole on rank 0 and empty elsewhere, for a model that is spread. A collective. `save_model` calls it."""
-            inner = self.accelerator.unwrap_model(model) if unwrap else model
+            inner = accelerator.unwrap_model(model) if unwrap else model
             return whole_state_dict(inner) if is_spread(inner) else of_accelerate(model, unwrap)
 
-        self.accelerator.get_state_dict = get_state_dict
+        accelerator.get_state_dict = get_state_dict
 
         def refuse(*_: Any) -> None:
             raise UserError(
@@ -322,8 +324,8 @@ class ExpertParallel:
                 "use the save(folder) and load(folder) of ExpertParallel."
             )
 
-        self.accelerator.register_save_state_pre_hook(refuse)
-        self.accelerator.register_load_state_pre_hook(refuse)
+        accelerator.register_save_state_pre_hook(refuse)
+        accelerator.register_load_state_pre_hook(refuse)
 
         def refuse_weights(*_: Any, **__: Any) -> None:
             raise UserError(

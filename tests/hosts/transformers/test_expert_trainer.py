@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -186,6 +188,59 @@ def test_the_best_model_is_loaded_at_the_end_on_every_rank(checkpoints: list[Any
         assert weights.keys() == ranks[0]["saved"].keys()
         for name, value in ranks[0]["saved"].items():
             assert torch.equal(weights[name], value), name
+
+
+class Twice(NamedTuple):
+    lines: list[list[tuple[float, float]]]
+    weights: dict[str, torch.Tensor]
+    moved: int
+    loaded: dict[str, torch.Tensor]
+    first_is_kept: bool
+
+
+def train_two_models(folder: Path) -> Twice:
+    """Two trainings of one trainer, each of a model of its own, as trials of a hyperparameter search are."""
+    models: list[Any] = []
+
+    def model_init() -> Any:
+        model = base(FAMILY)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 + len(models))
+        models.append(weakref.ref(model))
+        return model
+
+    with quiet_float64():
+        spread = {"balance_weight": 0.1, **MOVING}
+        trainer = make("Trainer", folder, None, spread=spread, model_init=model_init)
+        lines = []
+        for _ in range(2):
+            trainer.train()
+            logs = trainer.state.log_history
+            lines.append([(line["loss"], line["grad_norm"]) for line in logs if "grad_norm" in line])
+        trainer.save_model(str(folder / f"{world()}"))
+        if dist.is_initialized():
+            dist.barrier()
+        gc.collect()
+        _, first, second = models
+        assert second() is trainer.model
+        loaded = rows(causal_lm(folder / f"{world()}", dtype=torch.float64))
+        return Twice(lines, rows(trainer.model), len(trainer.experts.migrations), loaded, first() is not None)
+
+
+def test_each_model_of_model_init_is_trained_as_on_one_process(tmp_path: Path):
+    (expected,) = run_distributed(train_two_models, 1, tmp_path)
+    ranks = run_distributed(train_two_models, 2, tmp_path)
+    assert len(expected.lines[1]) == STEPS
+    assert expected.lines[0][0] != pytest.approx(expected.lines[1][0]), "one model was trained twice"
+    for rank in ranks:
+        assert rank.moved > 0
+        assert not rank.first_is_kept, "the memory of two models is held"
+        for found, wanted in zip(rank.lines, expected.lines, strict=True):
+            assert relative_difference(torch.tensor(found), torch.tensor(wanted)) < IN_FLOAT64
+    weights = together([rank.weights for rank in ranks])
+    assert_equal_rows(weights, expected.weights, IN_FLOAT64)
+    for name, row in ranks[0].loaded.items():
+        assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
 
 
 def refused(folder: Path) -> dict[str, str]:

@@ -38,10 +38,10 @@ def expert_trainer(
 
     It is called as `trainer` is. Experts are spread when `train` begins, with any adapters that were added before, and
     stay spread. `options` are those of `ExpertParallel` but `dense` and `fsdp_size`; its instance is the trainer's
-    `experts`. Load metrics are among the training logs. `balance_weight` and `z_weight` add a `RouterPenalty` to the
-    loss. Text is generated within `ExpertParallel.join`, so that it may have unequal lengths on the ranks.
-    `replay_routes` has generated text learnt from with the experts that generated it: see `RolloutRoutes`, the
-    trainer's `routes`. Call `save_model` on every rank.
+    `experts`, a new one for each model that `model_init` makes. Load metrics are among the training logs.
+    `balance_weight` and `z_weight` add a `RouterPenalty` to the loss. Text is generated within `ExpertParallel.join`,
+    so that it may have unequal lengths on the ranks. `replay_routes` has generated text learnt from with the experts
+    that generated it: see `RolloutRoutes`, the trainer's `routes`. Call `save_model` on every rank.
 
     Raises UserError, when the trainer is made, for what would train, save or generate with a part of the experts.
     """
@@ -59,6 +59,7 @@ def expert_trainer(
         experts: ExpertParallel
         penalty: RouterPenalty | None = None
         routes: RolloutRoutes | None = None
+        _spread_model: Any = None
         _prepared: Any = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +67,8 @@ def expert_trainer(
             _refuse_other_generators(given.get("args"))
             super().__init__(*args, **kwargs)
             _refuse(self)
-            self.add_callback(State(self.experts, trainer.__name__))
+            self._saving = State(self.experts, trainer.__name__)
+            self.add_callback(self._saving)
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
@@ -77,15 +79,22 @@ def expert_trainer(
                 """What Trainer calls with its model and optimizer when training begins."""
                 if len(given) != 2 or given[0] is not self.model:
                     return of_accelerate(*given, **how)
-                if self._prepared is None:
+                if self.model is not self._spread_model:
                     self.accelerator.prepare = of_accelerate
-                    self._prepared = self._spread(*given)
-                    self.accelerator.prepare = prepare
+                    try:
+                        self._prepared = self._spread(*given)
+                    finally:
+                        self.accelerator.prepare = prepare
+                    self._spread_model = self.model
                 return self._prepared
 
             self.accelerator.prepare = prepare
 
         def _spread(self, model: Any, optimizer: Any) -> Any:
+            self._spread_model = self._prepared = None  # lest two models take memory at once
+            if self.experts.stacks:  # of a former model: model_init makes one for each training
+                self.experts = ExpertParallel(self.accelerator, **options)
+                self._saving.follow(self.experts)
             if balance_weight or z_weight:
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             prepared = self.experts.prepare(model, optimizer)
@@ -132,7 +141,7 @@ def expert_trainer(
             super().log(logs, start_time)
 
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            if self.experts.stacks and not self.args.should_save:
+            if self.model is self._spread_model and not self.args.should_save:
                 self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
             super().save_model(output_dir, _internal_call)
 

@@ -85,6 +85,10 @@ class ExpertTrainingState(TrainingState):
         super().__init__(experts.replanner)
         self.experts, self.trainer_name = experts, trainer_name
 
+    def follow(self, experts: ExpertParallel) -> None:
+        """From now on, save and restore the training of `experts`, which spreads another model."""
+        self.experts, self.replanner = experts, experts.replanner
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.experts.stacks:
             raise UserError(
