@@ -243,6 +243,39 @@ def test_each_model_of_model_init_is_trained_as_on_one_process(tmp_path: Path):
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
 
 
+def search(folder: Path) -> list[float]:
+    """The evaluation losses of three trials with two learning rates."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found: list[float] = []
+    with quiet_float64():
+        trainer = make(
+            "Trainer", folder, None, spread=dict(MOVING), model_init=partial(base, FAMILY), eval_strategy="no"
+        )
+
+        def objective(metrics: dict[str, float]) -> float:
+            found.append(metrics["eval_loss"])
+            return found[-1]
+
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 3e-2])},
+            sampler=optuna.samplers.RandomSampler(seed=0),
+            compute_objective=objective,
+            n_trials=3,
+            backend="optuna",
+        )
+        return found
+
+
+def test_a_hyperparameter_search_tries_on_two_processes_what_it_tries_on_one(tmp_path: Path):
+    (expected,) = run_distributed(search, 1, tmp_path)
+    first, second, third = expected
+    assert first == third != second
+    for found in run_distributed(search, 2, tmp_path):
+        assert found == pytest.approx(expected, rel=IN_FLOAT64)
+
+
 def refused(folder: Path) -> dict[str, str]:
     """What each of these says, in one process."""
     from accelerate import Accelerator

@@ -61,6 +61,7 @@ def expert_trainer(
         routes: RolloutRoutes | None = None
         _spread_model: Any = None
         _prepared: Any = None
+        _saving: State | None = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = inspect.signature(base.__init__).bind_partial(self, *args, **kwargs).arguments
@@ -72,7 +73,7 @@ def expert_trainer(
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
-            self.experts = ExpertParallel(self.accelerator, **options)
+            self._make_experts()
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
@@ -90,11 +91,15 @@ def expert_trainer(
 
             self.accelerator.prepare = prepare
 
+        def _make_experts(self) -> None:
+            self.experts = ExpertParallel(self.accelerator, **options)
+            if self._saving is not None:
+                self._saving.follow(self.experts)
+
         def _spread(self, model: Any, optimizer: Any) -> Any:
             self._spread_model = self._prepared = None  # lest two models take memory at once
             if self.experts.stacks:  # of a former model: model_init makes one for each training
-                self.experts = ExpertParallel(self.accelerator, **options)
-                self._saving.follow(self.experts)
+                self._make_experts()
             if balance_weight or z_weight:
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             prepared = self.experts.prepare(model, optimizer)
