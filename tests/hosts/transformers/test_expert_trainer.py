@@ -20,6 +20,7 @@ from tests.equality import IN_FLOAT64, assert_equal_rows, relative_difference
 from tests.helpers import run_distributed
 from tests.hosts.peft.models import adapted, base, rows
 from tests.hosts.peft.test_parity import together
+from tests.hosts.transformers.families import awaken, config, tokens
 from tests.hosts.transformers.trainers import STEPS, adapters, make, quiet_float64, world
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
@@ -34,7 +35,8 @@ FAMILY = "qwen3_moe"
 class Case(NamedTuple):
     kind: str
     trained: str
-    """"experts" and all else; "adapters", which the model has; or those of the trainer's `peft_config`."""
+    """"experts" and all else; "classifier", the same of a model without text; "adapters", which the model has; or those
+    of the trainer's `peft_config`."""
     spread: Mapping[str, Any] = MappingProxyType({})
     given: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,6 +48,7 @@ MOVING = {"planner": "lpt", "replan_every": 1, "guarded": False}
 CASES = [
     Case("Trainer", "adapters", {"balance_weight": 0.1, **MOVING}, {"gradient_accumulation_steps": 2}),
     Case("Trainer", "experts", MOVING),
+    Case("Trainer", "classifier", MOVING, {"average_tokens_across_devices": False}),  # its loss ignores their number
     Case("SFTTrainer", "peft_config"),
     Case("SFTTrainer", "adapters", given={"completion_only_loss": True, "gradient_accumulation_steps": 2}),
     Case("SFTTrainer", "experts", MOVING, {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
@@ -53,11 +56,34 @@ CASES = [
 ]
 
 
+def classifier() -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    settings = config(FAMILY)
+    settings.num_labels = 3
+    return awaken(
+        AutoModelForSequenceClassification.from_config(
+            settings, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+    )
+
+
+def classes(number: int = 96) -> dict[str, list[Any]]:
+    return {
+        "input_ids": [tokens(row, 1)[0].tolist() for row in range(number)],
+        "labels": [n % 3 for n in range(number)],
+    }
+
+
 def train(folder: Path, case: Case) -> dict[str, Any]:
+    from datasets import Dataset
     from peft import PeftModel
 
     model = adapted(FAMILY) if case.trained == "adapters" else base(FAMILY)
     more = dict(case.given)
+    if case.trained == "classifier":
+        model, more["train_dataset"] = classifier(), Dataset.from_dict(classes())
     if case.trained == "peft_config":
         torch.manual_seed(1)
         more["peft_config"] = adapters()
@@ -68,8 +94,8 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
     if dist.is_initialized():
         dist.barrier()
     loaded = (
-        causal_lm(saved, dtype=torch.float64)
-        if case.trained == "experts"
+        type(model).from_pretrained(saved, dtype=torch.float64)
+        if case.trained in ("experts", "classifier")
         else PeftModel.from_pretrained(base(FAMILY), saved)
     )
     return {
@@ -276,6 +302,17 @@ def test_a_hyperparameter_search_tries_on_two_processes_what_it_tries_on_one(tmp
         assert found == pytest.approx(expected, rel=IN_FLOAT64)
 
 
+class Plain(torch.nn.Module):
+    """With experts, and without a way to save them that knows ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = base(FAMILY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
 def refused(folder: Path) -> dict[str, str]:
     """What each of these says, in one process."""
     from accelerate import Accelerator
@@ -310,6 +347,8 @@ def refused(folder: Path) -> dict[str, str]:
                 base(FAMILY), kind="SFTTrainer", spread={"balance_weight": 0.1}, router_aux_loss_coef=0.1
             ),
             "no penalty": message(router_without_gradient(), spread={"balance_weight": 0.1}),
+            "nothing to save": message(Plain(), spread={}),
+            "no text": message(classifier(), spread={"replay_routes": True}),
             "the model's reference": message(base(FAMILY), kind="GRPOTrainer", spread={}, sync_ref_model=True),
         }
 
@@ -322,6 +361,8 @@ def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(tmp_path: P
         "saving": "pass save_only_model=True",
         "two penalties": "router_aux_loss_coef=0.0",
         "no penalty": "routers get no gradient",
+        "nothing to save": "give a PreTrainedModel or a PeftModel",
+        "no text": "replay_routes=True: Qwen3MoeForSequenceClassification generates no text",
         "the model's reference": "sync_ref_model=True takes the weights",
     }
     (messages,) = run_distributed(refused, 1, tmp_path)

@@ -67,7 +67,7 @@ def expert_trainer(
             given = inspect.signature(base.__init__).bind_partial(self, *args, **kwargs).arguments
             _refuse_other_generators(given.get("args"))
             super().__init__(*args, **kwargs)
-            _refuse(self)
+            _refuse(self, replay_routes=replay_routes)
             self._saving = State(self.experts, trainer.__name__)
             self.add_callback(self._saving)
 
@@ -97,6 +97,7 @@ def expert_trainer(
                 self._saving.follow(self.experts)
 
         def _spread(self, model: Any, optimizer: Any) -> Any:
+            _refuse_model(model, replay_routes=replay_routes)
             self._spread_model = self._prepared = None  # lest two models take memory at once
             if self.experts.stacks:  # of a former model: model_init makes one for each training
                 self._make_experts()
@@ -104,11 +105,12 @@ def expert_trainer(
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             prepared = self.experts.prepare(model, optimizer)
             model.save_pretrained = partial(_save_whole, model)
-            generate = model.generate
-            if replay_routes:
-                self.routes = RolloutRoutes(model)
-                generate = partial(self.routes.generate, generate)
-            model.generate = partial(_generate_together, self.experts, generate)
+            if hasattr(model, "generate"):
+                generate = model.generate
+                if replay_routes:
+                    self.routes = RolloutRoutes(model)
+                    generate = partial(self.routes.generate, generate)
+                model.generate = partial(_generate_together, self.experts, generate)
             return prepared
 
         def compute_loss(
@@ -164,8 +166,22 @@ def _generate_together(experts: ExpertParallel, generate: Callable[..., Any], *a
         return generate(*args, **kwargs)
 
 
-def _refuse(trainer: Any) -> None:
+def _refuse_model(model: Any, *, replay_routes: bool) -> None:
+    """Raise UserError for a model that could not be saved, or whose routes are to be replayed and that has none."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        raise UserError(
+            f"model={type(model).__name__}: Trainer would save its state dict, with the experts of one rank: give a "
+            "PreTrainedModel or a PeftModel, or prepare it with ExpertParallel in a loop of your own."
+        )
+    if replay_routes and not hasattr(model, "generate"):
+        raise UserError(f"replay_routes=True: {type(model).__name__} generates no text to learn from: leave it out.")
+
+
+def _refuse(trainer: Any, *, replay_routes: bool) -> None:
     """Raise UserError for settings of `trainer` under which ranks would have a part of the experts, unnoticed."""
+    _refuse_model(trainer.model, replay_routes=replay_routes)
     args, accelerator = trainer.args, trainer.accelerator
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or accelerator.parallelism_config is not None:
         raise UserError(
