@@ -238,6 +238,21 @@ def test_a_model_that_is_marked_as_prepared_is_returned_as_it_is():
 
 
 @pytest.mark.usefixtures("accelerate_state")
+def test_a_model_prepared_for_evaluation_can_be_prepared_again():
+    accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), nn.Linear(1, 1)
+    plain = model.forward
+    with relying_on("accelerate", "_is_accelerate_prepared or _original_forward"):
+        accelerator.prepare_model(model, evaluation_mode=True)
+        assert compat.is_marked_as_prepared(model)
+        assert model.forward != plain
+        compat.undo_prepare_for_evaluation(model)
+        assert not compat.is_marked_as_prepared(model)
+        assert model.forward == plain
+        compat.undo_prepare_for_evaluation(model)
+        assert model.forward == plain
+
+
+@pytest.mark.usefixtures("accelerate_state")
 def test_accelerators_state_is_forgotten():
     Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
     with relying_on("accelerate", "AcceleratorState._reset_state or GradientState._reset_state"):

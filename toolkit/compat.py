@@ -187,6 +187,19 @@ def mark_as_prepared(model: nn.Module) -> None:
     model._is_accelerate_prepared = True  # type: ignore[assignment]
 
 
+def is_marked_as_prepared(model: nn.Module) -> bool:
+    """Whether `Accelerator.prepare` would return `model` as it is."""
+    return getattr(model, "_is_accelerate_prepared", False)
+
+
+def undo_prepare_for_evaluation(model: nn.Module) -> None:
+    """Undo `Accelerator.prepare_model(model, evaluation_mode=True)`, which wraps in no DDP: the mark and autocast."""
+    vars(model).pop("_is_accelerate_prepared", None)
+    forward = vars(model).pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+
+
 def reset_accelerator_state() -> None:
     """Clear Accelerate's process-wide state, so that the next Accelerator can choose another device or precision."""
     from accelerate.state import AcceleratorState, GradientState

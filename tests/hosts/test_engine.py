@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -562,8 +563,10 @@ def test_what_prepare_lacks_is_said_in_one_sentence() -> None:
     ):
         with pytest.raises(UserError, match=f"prepare got {kinds}: "):
             ExpertParallel(accelerator).prepare(*objects)
-    with pytest.raises(UserError, match=r"accelerator\.prepare was called with this model or optimizer before"):
-        ExpertParallel(accelerator).prepare(*accelerator.prepare(model, optimizer))
+    evaluated = accelerator.prepare_model(copy.deepcopy(model), evaluation_mode=True)
+    for given in ((evaluated, torch.optim.SGD(evaluated.parameters())), accelerator.prepare(model, optimizer)):
+        with pytest.raises(UserError, match="was called with this model or optimizer before: call ExpertParallel's"):
+            ExpertParallel(accelerator).prepare(*given)
 
 
 def test_a_model_without_values_is_refused() -> None:

@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.compat import is_marked_as_prepared
 from toolkit.errors import UserError
 from toolkit.moe.stack import ExpertStack
 from toolkit.parallel.optimizer_rows import fit_states, has_stepped
@@ -27,9 +28,11 @@ def model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.
             f"prepare got {', '.join(type(each).__name__ for each in given) or 'nothing'}: "
             "give it a model and its optimizer, and what else Accelerate prepares."
         )
-    if isinstance(models[0], DistributedDataParallel) or isinstance(optimizers[0], AcceleratedOptimizer):
+    was_prepared = isinstance(models[0], DistributedDataParallel) or is_marked_as_prepared(models[0])
+    if was_prepared or isinstance(optimizers[0], AcceleratedOptimizer):
         raise UserError(
-            "accelerator.prepare was called with this model or optimizer before: call ExpertParallel's prepare instead."
+            "accelerator.prepare or prepare_model was called with this model or optimizer before: call "
+            "ExpertParallel's prepare instead, once, and evaluate what it returns."
         )
     return models[0], optimizers[0]
 

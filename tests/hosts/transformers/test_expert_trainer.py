@@ -302,6 +302,31 @@ def test_a_hyperparameter_search_tries_on_two_processes_what_it_tries_on_one(tmp
         assert found == pytest.approx(expected, rel=IN_FLOAT64)
 
 
+def train_after_evaluation(folder: Path) -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    """Without an evaluation and with one before training, in float64 and under bf16 autocast."""
+    found: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    with quiet_float64():
+        for bf16 in (False, True):
+            for evaluates in (False, True):
+                model = base(FAMILY).float() if bf16 else base(FAMILY)
+                trainer = make("Trainer", folder, model, spread={}, eval_strategy="no", bf16=bf16)
+                if evaluates:
+                    trainer.evaluate()
+                trainer.train()
+                lines = [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+                found.append((lines, rows(model)))
+    return found
+
+
+def test_an_evaluation_before_training_changes_nothing(tmp_path: Path):
+    for rank in run_distributed(train_after_evaluation, 2, tmp_path):
+        for (lines, weights), (lines_after, weights_after) in (rank[:2], rank[2:]):
+            assert len(lines) == STEPS
+            assert lines_after == lines
+            for name, row in weights.items():
+                assert torch.equal(weights_after[name], row), name
+
+
 class Plain(torch.nn.Module):
     """With experts, and without a way to save them that knows ranks."""
 

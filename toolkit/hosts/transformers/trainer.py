@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from toolkit.compat import undo_prepare_for_evaluation
 from toolkit.errors import UserError
 from toolkit.hosts.engine import ExpertParallel
 from toolkit.hosts.transformers.anatomy import watch_routers
@@ -103,6 +104,7 @@ def expert_trainer(
                 self._make_experts()
             if balance_weight or z_weight:
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
+            undo_prepare_for_evaluation(model)  # `evaluate` before `train`, after which it would not be put under DDP
             prepared = self.experts.prepare(model, optimizer)
             model.save_pretrained = partial(_save_whole, model)
             if hasattr(model, "generate"):
