@@ -93,6 +93,34 @@ def test_what_is_saved_is_what_stock_peft_loads_and_the_way_back(family: str, tm
         assert max(found[name] for name in ("merged", "still unmerged", "logits of ours")) < 1e-6
 
 
+def trained_experts(folder: Path) -> dict[str, Any]:
+    """Experts that PEFT has copied to train them whole, saved and read by stock PEFT."""
+    import torch.distributed as dist
+    from peft import PeftModel
+
+    with in_float64():
+        model = adapted("qwen3_moe", target_parameters=None, modules_to_save=["experts"])
+        experts, wrapped, optimizer = prepared(model, 2, "copies")
+        for number in range(2):
+            step(experts, wrapped, optimizer, number)
+        save_pretrained(wrapped, folder)
+        dist.barrier()
+        stock, ids = PeftModel.from_pretrained(base("qwen3_moe"), folder), tokens(9, 4)
+        logits = wrapped(input_ids=ids).logits
+        return {
+            "rows": difference(rows(stock), gathered(model)),
+            "logits": (stock(input_ids=ids).logits - logits).abs().max().item(),
+            "changed": (base("qwen3_moe")(input_ids=ids).logits - logits).abs().max().item(),
+        }
+
+
+def test_experts_trained_whole_under_peft_are_saved(tmp_path: Path):
+    for found in run_distributed(trained_experts, 2, tmp_path):
+        assert found["rows"] == 0
+        assert found["changed"] > 1e-3
+        assert found["logits"] < 1e-6
+
+
 def continued(folder: Path, first: int, last: int, loads: bool) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of steps `first` to `last`, from what another world saved, and the rows at their end."""
     import torch.distributed as dist

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.hosts.peft.record import describe_adapters, write_records
-from toolkit.moe.state_dict import Gatherer
+from toolkit.moe.state_dict import Gatherer, read_names
 from toolkit.parallel.collectives import on_main
 
 
@@ -48,8 +48,9 @@ def write_pretrained(
     """
 
     def write() -> None:
-        # Not the instance's own: where the engine has spread experts, that one refuses.
-        type(model).save_pretrained(model, folder, state_dict=state, **options)
+        # Not the instance's own: where the engine has spread experts, that one refuses. PEFT reads names of the
+        # state dict of what `modules_to_save` has, and takes the values of `state`.
+        read_names(type(model).save_pretrained, model, folder, state_dict=state, **options)
         if records is not None:
             write_records(folder, records)
 
