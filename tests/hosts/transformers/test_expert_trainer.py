@@ -327,6 +327,35 @@ def test_an_evaluation_before_training_changes_nothing(tmp_path: Path):
                 assert torch.equal(weights_after[name], row), name
 
 
+def second_stages(folder: Path) -> tuple[str, str, list[float]]:
+    """What a replaced optimizer and a replaced model are told, and the rates of a second training by the first one."""
+    with quiet_float64():
+        trainer = make("Trainer", folder, base(FAMILY), spread={}, lr_scheduler_type="constant")
+        trainer.train()
+        said, model, optimizer = [], trainer.model, trainer.optimizer
+        for name, value in (("optimizer", None), ("model", base(FAMILY))):
+            setattr(trainer, name, value)
+            with pytest.raises(UserError) as caught:
+                trainer.train()
+            said.append(str(caught.value))
+            trainer.model, trainer.optimizer = model, optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = 1e-4
+        trainer.train()
+        rates = [line["learning_rate"] for line in trainer.state.log_history if "grad_norm" in line]
+        return said[0], said[1], rates
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_stage_keeps_its_optimizer(ranks: int, tmp_path: Path):
+    for of_optimizer, of_model, rates in run_distributed(second_stages, ranks, tmp_path):
+        assert "trainer.optimizer was replaced" in of_optimizer
+        assert "initial_lr" in of_optimizer
+        assert "set both" in of_model
+        assert "\n" not in of_optimizer + of_model
+        assert rates == [1e-4] * STEPS
+
+
 class Plain(torch.nn.Module):
     """With experts, and without a way to save them that knows ranks."""
 

@@ -78,17 +78,20 @@ def expert_trainer(
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
-                """What Trainer calls with its model and optimizer when training begins."""
-                if len(given) != 2 or given[0] is not self.model:
-                    return of_accelerate(*given, **how)
-                if self.model is not self._spread_model:
+                """What Trainer calls with its model and optimizer when training begins, or, where the model was wrapped
+                in a former training, with the optimizer alone."""
+                if len(given) == 2 and given[0] is self.model is not self._spread_model:
                     self.accelerator.prepare = of_accelerate
                     try:
                         self._prepared = self._spread(*given)
                     finally:
                         self.accelerator.prepare = prepare
                     self._spread_model = self.model
-                return self._prepared
+                    return self._prepared
+                if self._prepared is not None and given[-1] is self.optimizer:
+                    _refuse_replaced(self.model, self._spread_model, self.optimizer, self._prepared[1])
+                    return self._prepared if len(given) == 2 else self._prepared[1]
+                return of_accelerate(*given, **how)
 
             self.accelerator.prepare = prepare
 
@@ -179,6 +182,20 @@ def _refuse_model(model: Any, *, replay_routes: bool) -> None:
         )
     if replay_routes and not hasattr(model, "generate"):
         raise UserError(f"replay_routes=True: {type(model).__name__} generates no text to learn from: leave it out.")
+
+
+def _refuse_replaced(model: Any, spread: Any, optimizer: Any, prepared: Any) -> None:
+    """Raise UserError where `model` is not the one that is `spread`, or `optimizer` not the one that was `prepared`."""
+    if model is not spread:
+        raise UserError(
+            "trainer.model was replaced after training, and trainer.model_wrapped was not: set both, and "
+            "trainer.optimizer and trainer.lr_scheduler to None."
+        )
+    if optimizer is not prepared:
+        raise UserError(
+            "trainer.optimizer was replaced after the experts were spread, and would not follow them: keep it and "
+            "change `lr` and `initial_lr` of its param_groups, or save the model and load it in a new trainer."
+        )
 
 
 def _refuse(trainer: Any, *, replay_routes: bool) -> None:
