@@ -190,13 +190,8 @@ class ExpertParallel:
         load_only_own_states(optimizer, self.stacks)
         self._correct_accelerate()
         self.accelerator.print(balance)
-        results = []
-        for each in objects:
-            if each is model or each is optimizer:
-                results.append(prepared[0 if each is model else 1])
-            else:
-                results.append(self.accelerator.prepare(each))
-        return tuple(results)
+        known = {id(model): prepared[0], id(optimizer): prepared[1]}
+        return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The stacked parameters of all layers."""

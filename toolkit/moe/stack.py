@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -93,8 +93,14 @@ class ExpertStack:
     def note_gradients(self, optimizer: Optimizer) -> None:
         """Have `awaits_step` say whether gradients came since the last step of `optimizer`."""
 
+        stack = ref(self)  # a hook of a parameter that held `self` would keep the parameter for ever
+
         def note(awaits_step: bool) -> Callable[..., None]:
-            return lambda *_: setattr(self, "awaits_step", awaits_step)
+            def call(*_: Any) -> None:
+                if (found := stack()) is not None:
+                    found.awaits_step = awaits_step
+
+            return call
 
         for parameter in self.parameters.values():
             if parameter.requires_grad:
