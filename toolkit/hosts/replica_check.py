@@ -31,11 +31,12 @@ class ReplicaCheck:
 
     def __init__(self, model: nn.Module):
         self.model, self.steps = model, 0
+        self._parameters = list(model.parameters())  # walking through the modules takes longer than the rest of a call
         self._trained, self._until = 0, 0
 
     def __call__(self, *_: Any) -> None:
         self.steps += 1
-        trained = sum(parameter.requires_grad for parameter in self.model.parameters())
+        trained = sum(parameter.requires_grad for parameter in self._parameters)
         if trained != self._trained:
             self._trained, self._until = trained, self.steps + FIRST_STEPS
         if self.steps < self._until or self.steps % EVERY == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -18,8 +19,10 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:  # its number may be that of a file which was opened since
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # and not what a test has put there
-            stream.reconfigure(errors="backslashreplace")
+        # Not what a notebook or a test has put there, and not where the file behind it was exchanged since.
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
 
 
 def print_nowhere() -> None:
