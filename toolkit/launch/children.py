@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -32,9 +32,10 @@ def handle_signals(
 
 
 @contextmanager
-def holding_stop_signals() -> Iterator[None]:
-    """Signals that come meanwhile are handled at the end: for calls into libraries that a signal would interrupt."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def holding_signals(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Signals that come meanwhile are handled at the end: for calls into libraries that a signal would interrupt.
+    Programs that are started meanwhile begin with them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

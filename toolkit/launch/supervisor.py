@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from toolkit.errors import (
     EXIT_SMALLER_BATCHES,
     EXIT_USER_ERROR,
 )
-from toolkit.launch.children import GRACE_S, Children
+from toolkit.launch.children import GRACE_S, Children, holding_signals
 from toolkit.launch.node import usable_cores
 from toolkit.launch.port import reserve_port, world_environment
 from toolkit.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, restarted
@@ -95,12 +95,11 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
         shared["ACCELERATE_USE_CPU"] = "true"
     try:
         with Children() as ranks:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-            for rank in range(count):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-                ranks.start([sys.executable, *sys.orig_argv[1:]], env=shared | place, pass_fds=(inbox.end,))
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks, FOLDER in "".join(inbox.lines())))
+            with holding_signals(BLOCKED):
+                for rank in range(count):
+                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+                    ranks.start([sys.executable, *sys.orig_argv[1:]], env=shared | place, pass_fds=(inbox.end,))
+            failed = ranks.wait(grace_s=lambda failed: _grace_s(failed, ranks, bool(_folders(inbox.lines()))))
             code, ended = _meaning(failed, ranks)
             stopped = [
                 f"error: rank {rank} of {count} was stopped (SIGSTOP) and did not end." for rank in _stopped(ranks)
@@ -113,12 +112,17 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     # Ranks that fail alike report the same line: it is shown once.
     for line in dict.fromkeys([*shown, *ended, *stopped]):
         sys.stderr.write(line + "\n")
-    folders = [line.removeprefix(FOLDER) for line in lines if line.startswith(FOLDER)]
+    folders = _folders(lines)
     crashed = code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED) and not ranks.received
     causes = [*ended, *shown, *stopped, *(line for line in lines if line.startswith(CAUSE)), f"exit code {code}."]
     cause = causes[0].removeprefix("error: ").removeprefix(CAUSE) if crashed else ""
     finished = any(line.startswith(FINISHED) for line in lines)
     return Attempt(code, cause, Path(folders[-1]) if folders else None, finished)
+
+
+def _folders(lines: Sequence[str]) -> list[str]:
+    """Those that ranks have named as the run's."""
+    return [line.removeprefix(FOLDER) for line in lines if line.startswith(FOLDER)]
 
 
 class Inbox:

@@ -13,7 +13,7 @@ from torch.distributed import DistNetworkError
 from toolkit.compat import reset_accelerator_state
 from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
-from toolkit.launch.children import holding_stop_signals
+from toolkit.launch.children import holding_signals
 from toolkit.parallel.prepare import ddp_options
 
 
@@ -23,7 +23,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     reset_accelerator_state()
     _check_environment(config)
     try:
-        with holding_stop_signals():  # one would interrupt a connection to another process, which is tried for minutes
+        with holding_signals():  # one would interrupt a connection to another process, which is tried for minutes
             accelerator = Accelerator(
                 cpu=config.cpu,
                 mixed_precision=config.mixed_precision,
