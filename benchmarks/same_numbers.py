@@ -85,7 +85,7 @@ ADDED: dict[str, str] = {
 SHOWN = 12
 """Differences of one configuration that are listed below the table."""
 
-RECIPES = ("mnist_moe", "lm_moe", "har", "psmnist", "vae_robustness", "lmu_speech")
+RECIPES = ("mnist_moe", "lm_moe", "finetune_moe", "few_labels", "har", "psmnist", "vae_robustness", "lmu_speech")
 EXPERT_RECIPES = ("mnist_moe", "lm_moe")
 MOVED = "--planner swap --replan-every 10 --no-guard"
 """Not guarded: the guard compares times, which differ from run to run."""
