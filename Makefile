@@ -62,8 +62,8 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 	    -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(HANGS)
 
 .PHONY: families
-families: $(VENV)/.installed-dev ## write docs/transformers_families.md anew: every mixture of the installed transformers, a minute
-	$(PY) -m tests.hosts.transformers.test_mixtures
+families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, a minute
+	$(PY) -m tests.experts.hosts.transformers.test_mixtures
 
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
@@ -72,7 +72,7 @@ fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS=
 
 .PHONY: test-dist
 test-dist: $(VENV)/.installed-dev ## the tests that start several processes
-	$(PY) -m pytest tests/test_helpers.py tests/test_parity.py tests/launch tests/traps
+	$(PY) -m pytest tests/test_helpers.py tests/test_parity.py tests/run/launch tests/traps
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
@@ -87,7 +87,7 @@ test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two no
 .PHONY: test-ray
 test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine that loses a node and gets another, minutes
 	$(PY) -c 'import ray.train' 2>/dev/null || $(PIP) -e '.[ray]'
-	$(PY) -m pytest -m ray tests/launch/test_ray_train.py
+	$(PY) -m pytest -m ray tests/commands/test_ray_train.py
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## style, types and import rules
@@ -101,19 +101,19 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
 	    apt-get install -y --no-install-recommends chromium || \
 	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
-	$(PY) -m pytest -m browser tests/report
+	$(PY) -m pytest -m browser tests/commands/report
 
 # Not benchmarks, or in need of a folder or a GPU.
 BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py each_step.py \
 	ray_faults.py gpu_layer.py gpu_training.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py)
 
 .PHONY: bench
-bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/results.md
+bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/project/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
 	$(PY) benchmarks/faults/inject.py && $(PY) benchmarks/faults/inject.py --restarts 50 || missed=1; \
-	$(PY) benchmarks/record_traces.py runs/traces && $(PY) benchmarks/placement_lab.py runs/traces && \
-	$(PY) benchmarks/each_step.py runs/traces || missed=1; exit $$missed
+	$(PY) benchmarks/placement/record_traces.py runs/traces && $(PY) benchmarks/placement/placement_lab.py runs/traces && \
+	$(PY) benchmarks/placement/each_step.py runs/traces || missed=1; exit $$missed
 
 # Everything is read anew: a warning is given only when a page is read, and each one fails the build.
 .PHONY: docs

@@ -4,7 +4,7 @@ python recipes/few_labels.py                 FixMatch and virtual adversarial tr
 python recipes/few_labels.py vat             a control: virtual adversarial training alone
 python recipes/few_labels.py supervised      a control: the labelled images alone
 
-What they reach: docs/vae.md.
+What they reach: docs/recipes/vae.md.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import autoencoder as ae
+import digits as fl
 import toolkit as tk
-from toolkit.domains import autoencoder as ae
-from toolkit.domains import few_labels as fl
 
 
 @dataclass(frozen=True, kw_only=True)

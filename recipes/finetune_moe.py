@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import toolkit as tk
-from toolkit.config.adapters import AdapterOptions
+from toolkit.run.config.adapters import AdapterOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     """The base with its adapters."""
-    from toolkit.hosts.peft.build import add_adapters
+    from toolkit.experts.hosts.peft.build import add_adapters
 
     kernel = tk.transformers.use_toolkit_kernel()
     plain = tk.transformers.causal_lm(base, vocab_size=vocab_size, experts_implementation=kernel)
@@ -78,7 +78,7 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
 
 
 def main(config: Config) -> dict[str, Any]:
-    from toolkit.standard import fine_tuning
+    from toolkit.train import fine_tuning
 
     with tk.start_run("finetune_moe", config) as run:
         fine_tuning.find_model(run, config.model)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+import speech
 import toolkit as tk
-from toolkit.domains import speech
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import toolkit as tk
-from toolkit.config.experts import LifecycleConfig
+from toolkit.run.config.experts import LifecycleConfig
 
 if TYPE_CHECKING:
     from torch import nn

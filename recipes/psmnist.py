@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from toolkit.seeding import generator
+from toolkit.experts.parallel.seeding import generator
 
 PIXELS = 28 * 28
 

@@ -4,7 +4,7 @@ python recipes/vae_robustness.py --labels 100                        ten labels 
 python recipes/vae_robustness.py --labels 3000 --corruption-rate 0.2 --corruption resampled
 python recipes/vae_robustness.py supervised --labels 100             the control: a classifier on the labels alone
 
-A grid of them, with tables and plots: docs/sweeps.md. What it reaches: docs/vae.md.
+A grid of them, with tables and plots: docs/operate/sweeps.md. What it reaches: docs/recipes/vae.md.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import autoencoder as ae
 import toolkit as tk
-from toolkit.domains import autoencoder as ae
 
 
 @dataclass(frozen=True, kw_only=True)

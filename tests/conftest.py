@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 from hypothesis import settings
 
-from toolkit.launch import children
+from toolkit.run.launch import children
 
 # Before torch is imported. Workers share the cores, and threads that wait for each other there double the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 TOOLKIT = sorted((ROOT / "toolkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -22,52 +22,52 @@ FLOORS = """
 toolkit.__main__
 toolkit.commands
 toolkit
-toolkit.standard  toolkit.doctor
-toolkit.hosts  toolkit.lab  toolkit.domains  toolkit.report
-toolkit.models  toolkit.tasks
-toolkit.moe.lifecycle
-toolkit.moe
-toolkit.trainer
-toolkit.callbacks
-toolkit.sweep  toolkit.batch_size  toolkit.finite_check
+toolkit.train  toolkit.commands.doctor
+toolkit.experts.hosts  toolkit.commands.lab  toolkit.domains  toolkit.commands.report
+toolkit.train.models  toolkit.train.tasks
+toolkit.experts.dynamic
+toolkit.experts
+toolkit.train.trainer
+toolkit.train.callbacks
+toolkit.commands.sweep  toolkit.train.batch_size  toolkit.train.finite_check
 toolkit.checkpoint
 toolkit.run
-toolkit.pictures
-toolkit.placement
+toolkit.run.pictures
+toolkit.experts.placement
 toolkit.data
-toolkit.tracking
-toolkit.optim
-toolkit.parallel
-toolkit.cli
-toolkit.launch
-toolkit.config
-toolkit.metrics  toolkit.task  toolkit.state  toolkit.seeding  toolkit.version  toolkit.compat
+toolkit.run.tracking
+toolkit.train.optim
+toolkit.experts.parallel
+toolkit.run.cli
+toolkit.run.launch
+toolkit.run.config
+toolkit.train.metrics  toolkit.train.task  toolkit.train.state  toolkit.experts.parallel.seeding  toolkit.version  toolkit.compat
 toolkit.errors
 """
 """Packages and modules from top to bottom. Each imports from the floors below it only: not above, not beside."""
 
 FENCES = {
-    "tyro": ("toolkit.cli",),
+    "tyro": ("toolkit.run.cli",),
     "wandb": (),
     "accelerate": (
         "toolkit.compat",
         "toolkit.run.run",
         "toolkit.run.accelerator",
         "toolkit.run.provenance",
-        "toolkit.parallel",
-        "toolkit.tracking.trackers",
+        "toolkit.experts.parallel",
+        "toolkit.run.tracking.trackers",
         "toolkit.data.batches",
         "toolkit.data.loader",
-        "toolkit.doctor",
-        "toolkit.hosts.engine",
-        "toolkit.hosts.prepare_arguments",
+        "toolkit.commands.doctor",
+        "toolkit.experts.hosts.loop.engine",
+        "toolkit.experts.hosts.loop.prepare_arguments",
     ),
-    "transformers": ("toolkit.compat", "toolkit.hosts.transformers", "toolkit.data.tokenizer"),
-    "peft": ("toolkit.hosts.peft",),
-    "matplotlib": ("toolkit.pictures", "toolkit.domains", "toolkit.tracking.trackers"),
-    "bokeh": ("toolkit.report",),
-    "wandb_workspaces": ("toolkit.report.workspace",),
-    "ray": ("toolkit.launch.ray_train",),
+    "transformers": ("toolkit.compat", "toolkit.experts.hosts.transformers", "toolkit.data.tokenizer"),
+    "peft": ("toolkit.experts.hosts.peft",),
+    "matplotlib": ("toolkit.run.pictures", "toolkit.domains", "toolkit.run.tracking.trackers"),
+    "bokeh": ("toolkit.commands.report",),
+    "wandb_workspaces": ("toolkit.commands.report.workspace",),
+    "ray": ("toolkit.commands.ray.ray_train",),
     "fsspec": ("toolkit.run.storage",),
     "datasets": ("toolkit.data", "toolkit.domains"),
     "pickle": (),
@@ -222,7 +222,7 @@ def test_rooms_form_no_circle_but_the_one_for_types():
             if other != room and other_floor <= floor:
                 edges.add((room, other))
     # Callbacks are annotated with the trainer that calls them.
-    assert edges == {("toolkit.callbacks", "toolkit.trainer")}
+    assert edges == {("toolkit.train.callbacks", "toolkit.train.trainer")}
 
 
 def test_modules_form_no_circle():
@@ -345,7 +345,7 @@ def test_no_file_is_too_long(path: Path):
 
 
 def test_the_training_loop_stays_short():
-    assert len((ROOT / "toolkit" / "trainer.py").read_text().splitlines()) <= 290
+    assert len((ROOT / "toolkit" / "train" / "trainer.py").read_text().splitlines()) <= 290
 
 
 @pytest.mark.parametrize("path", [*TOOLKIT, *RECIPES], ids=module_name)

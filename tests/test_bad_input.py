@@ -13,11 +13,11 @@ import pytest
 from filelock import FileLock
 
 from recipes.mnist_moe import PRESETS, main
-from tests.forked_python import run_forked
-from tests.helpers import ROOT, program_environment, run_distributed, run_recipe
-from toolkit import cli
+from tests.support.forked_python import run_forked
+from tests.support.helpers import ROOT, program_environment, run_distributed, run_recipe
 from toolkit.errors import UserError
-from toolkit.launch import supervisor
+from toolkit.run import cli
+from toolkit.run.launch import supervisor
 
 ON_PROCESSES = {1: [], 2: ["--num-processes", "2", "--cpu"]}
 

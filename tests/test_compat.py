@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.helpers import run_distributed
+from tests.support.helpers import run_distributed
 from toolkit import compat
 
 

@@ -1,6 +1,6 @@
 """The toolkit on a device that is not the CPU: no operation mixes devices, and ordinary steps do not wait for it.
 
-The device is emulated (`tests.emulated_device`), so that this is seen without a GPU; `make test-gpu` takes a GPU.
+The device is emulated (`tests.support.emulated_device`), so that this is seen without a GPU; `make test-gpu` takes a GPU.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.domains.continual.toy import dimmed, toy_config, toy_trainer
-from tests.emulated_device import EmulatedDevice, emulate
-from tests.gpu import Gpu, use_gpu
-from tests.helpers import run_distributed
-from tests.hosts.peft.models import adapted, base
-from tests.hosts.transformers.trainers import make, quiet_float64
-from toolkit.callbacks.base import Callback
-from toolkit.cli import parse
-from toolkit.config.router import RouterOptions
-from toolkit.moe.layer import MoE, make_moe
-from toolkit.moe.losses import RouterPenalty
-from toolkit.trainer import Trainer
+from tests.experts.hosts.peft.models import adapted, base
+from tests.experts.hosts.transformers.trainers import make, quiet_float64
+from tests.recipes.continual.toy import dimmed, toy_config, toy_trainer
+from tests.support.emulated_device import EmulatedDevice, emulate
+from tests.support.gpu import Gpu, use_gpu
+from tests.support.helpers import run_distributed
+from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.run.cli import parse
+from toolkit.run.config.router import RouterOptions
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.trainer import Trainer
 
 DEVICES = ["emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 Device = EmulatedDevice | Gpu
@@ -250,7 +250,7 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
         assert found == (pytest.approx(expected, rel=1e-5) if attends else expected)
     assert waits.steps > 4
     # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
-    assert waits.in_steps == ["toolkit/moe/dispatch.py"] * layers * waits.steps
+    assert waits.in_steps == ["toolkit/experts/layer/dispatch/dispatch.py"] * layers * waits.steps
     # Plans and growth read loads and change weights, every few steps.
     assert bool(waits.after_steps) == (DYNAMIC in flags or MOVING in flags)
 
@@ -268,7 +268,7 @@ def test_a_stream_with_replay_computes_the_same_on_a_device_and_does_not_wait_fo
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_callback_that_reads_is_noticed(tmp_path: Path, device: str):
     _, waits = run_distributed(learn_a_stream, 1, tmp_path, device, Reads())[0]
-    assert waits.after_steps == ["toolkit/trainer.py"] * waits.steps
+    assert waits.after_steps == ["toolkit/train/trainer.py"] * waits.steps
 
 
 def train_in_transformers(folder: Path, name: str | None) -> list[tuple[float, float]]:

@@ -16,31 +16,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
-from toolkit.callbacks.base import Callback
-from toolkit.callbacks.checkpointing import Checkpointing
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.checkpoint.manifest import read_manifest
-from toolkit.config.experts import MoERunConfig
-from toolkit.config.run import OptimizerConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.moe import replan
-from toolkit.moe.load.balance import BiasBalancing, WholeStepBalance
-from toolkit.moe.load.expert_load import ExpertLoad
-from toolkit.moe.losses import RouterPenalty
-from toolkit.moe.replan import Replan
-from toolkit.moe.stack import expert_stacks
-from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.groups import make_expert_groups
-from toolkit.parallel.ownership import ownership_of
+from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.moving import replan
+from toolkit.experts.moving.replan import Replan
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.run.config.experts import MoERunConfig
+from toolkit.run.config.run import OptimizerConfig
 from toolkit.run.run import start_run
-from toolkit.tasks.classification import Classification
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.trainer import Trainer
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.checkpointing import Checkpointing
+from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
+from toolkit.train.callbacks.expert_load import ExpertLoad
+from toolkit.train.optim import build_optimizer, warmup_cosine
+from toolkit.train.tasks.classification import Classification
+from toolkit.train.trainer import Trainer
 
 Layout = tuple[int, int, str]
 """(processes, ep_size, placement), placements as in `tests.test_parity.place`."""

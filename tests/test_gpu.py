@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.emulated_device import emulate
-from tests.gpu import has_grouped_kernel, skip_without_gpus, stage_sends, use_gpu
-from tests.helpers import run_distributed
-from toolkit.callbacks.base import Callback
-from toolkit.callbacks.checkpointing import Checkpointing
-from toolkit.config.experts import MoERunConfig
+from tests.support.emulated_device import emulate
+from tests.support.gpu import has_grouped_kernel, skip_without_gpus, stage_sends, use_gpu
+from tests.support.helpers import run_distributed
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.models.mlp import Pixels, ResidualClassifier
-from toolkit.moe.layer import make_moe
-from toolkit.moe.load.expert_load import ExpertLoad
-from toolkit.moe.losses import RouterPenalty
-from toolkit.optim import build_optimizer, constant
-from toolkit.parallel.groups import make_expert_groups
+from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.run import Run, start_run
-from toolkit.tasks.classification import Classification
-from toolkit.trainer import Trainer
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.checkpointing import Checkpointing
+from toolkit.train.callbacks.expert_load import ExpertLoad
+from toolkit.train.models.mlp import Pixels, ResidualClassifier
+from toolkit.train.optim import build_optimizer, constant
+from toolkit.train.tasks.classification import Classification
+from toolkit.train.trainer import Trainer
 
 on_a_gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=on_a_gpu)]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 
 def rehearse(benchmark: str, *options: str) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forked_python import forked_commands, run_forked
-from tests.helpers import program_environment, run_distributed
+from tests.support.forked_python import forked_commands, run_forked
+from tests.support.helpers import program_environment, run_distributed
 from toolkit.version import __version__
 
 

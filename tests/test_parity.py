@@ -2,7 +2,7 @@
 
 Twenty AdamW steps in float64, over 2.5 epochs whose last batch is short (so some ranks get an empty micro-batch),
 clipped, with balance and z-loss, against one process with the same seed. Each world runs all its cases in one launch.
-On GPUs (`make test-gpu`) each process has its own, or all share one, as `tests.gpu` says.
+On GPUs (`make test-gpu`) each process has its own, or all share one, as `tests.support.gpu` says.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.equality import assert_equal_rows, relative_difference, replicas_agree
-from tests.gpu import skip_without_gpus, use_gpu
-from tests.helpers import run_distributed
-from toolkit.callbacks.base import Callback
-from toolkit.config.experts import MoERunConfig
-from toolkit.config.router import RouterOptions
-from toolkit.config.run import OptimizerConfig
+from tests.support.equality import assert_equal_rows, relative_difference, replicas_agree
+from tests.support.gpu import skip_without_gpus, use_gpu
+from tests.support.helpers import run_distributed
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.models.mlp import MLP
-from toolkit.moe.layer import make_moe
-from toolkit.moe.load.balance import WholeStepBalance
-from toolkit.moe.losses import RouterPenalty
-from toolkit.optim import build_optimizer, warmup_cosine
-from toolkit.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
-from toolkit.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.run.config.experts import MoERunConfig
+from toolkit.run.config.router import RouterOptions
+from toolkit.run.config.run import OptimizerConfig
 from toolkit.run.run import start_run
-from toolkit.tasks.classification import Classification
-from toolkit.trainer import Trainer
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.expert_balance import WholeStepBalance
+from toolkit.train.models.mlp import MLP
+from toolkit.train.optim import build_optimizer, warmup_cosine
+from toolkit.train.tasks.classification import Classification
+from toolkit.train.trainer import Trainer
 
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 """122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 
 from recipes import mnist_moe
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed
-from toolkit import cli
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
+from toolkit.run import cli
 
 COMMON = ["debug", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none", "--no-guard"]
 COMMON += ["--log-every", "2"]  # the first line is before the first plan

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from tests.forked_python import run_forked
-from tests.helpers import run_distributed
-from tests.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
-from toolkit.tracking.jsonl import read_metrics
+from tests.support.forked_python import run_forked
+from tests.support.helpers import run_distributed
+from tests.support.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
+from toolkit.run.tracking.jsonl import read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_gradient_accumulation_continues_exactly(tmp_path):
 def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
     folder = tmp_path / "run"
     code = (
-        "from pathlib import Path; from toolkit.config.run import CheckpointConfig; from tests.small_run import *;"
+        "from pathlib import Path; from toolkit.run.config.run import CheckpointConfig; from tests.support.small_run import *;"
         f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointConfig(every_steps=4));"
         f"train(config, Stop({step}, 'SIGKILL'))"
     )
@@ -169,7 +169,7 @@ def test_the_recipe_continues_under_the_same_command(tmp_path):
     whole = run_forked(*command("whole"))
     assert whole.returncode == 0, whole.stderr
     code = (
-        "import sys, signal, os, runpy; from toolkit.trainer import Trainer\n"
+        "import sys, signal, os, runpy; from toolkit.train.trainer import Trainer\n"
         "train_step = Trainer.train_step\n"
         "def stopping(self, batches):\n"
         "    train_step(self, batches)\n"

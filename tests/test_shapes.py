@@ -10,20 +10,20 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
+from activity.voting import vote
+from speech.legendre import LegendreMemory
 from tests import modules_with_shapes
-from tests.helpers import run_distributed
-from toolkit.domains.activity.voting import vote
-from toolkit.domains.speech.legendre import LegendreMemory
-from toolkit.models.mlp import Pixels
-from toolkit.moe.dispatch import LocalDispatcher
-from toolkit.moe.experts import GroupedExperts
-from toolkit.moe.grouped_mm import grouped_mm
-from toolkit.moe.layer import make_moe
-from toolkit.moe.losses import load_balancing_share
-from toolkit.moe.router import Routing, TopKRouter
-from toolkit.placement.placement import contiguous
-from toolkit.task import Loss
-from toolkit.tasks.classification import correct
+from tests.support.helpers import run_distributed
+from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
+from toolkit.experts.layer.grouped_experts import GroupedExperts
+from toolkit.experts.layer.grouped_mm import grouped_mm
+from toolkit.experts.layer.losses import load_balancing_share
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.router import Routing, TopKRouter
+from toolkit.experts.placement.placement import contiguous
+from toolkit.train.models.mlp import Pixels
+from toolkit.train.task import Loss
+from toolkit.train.tasks.classification import correct
 
 X_TD, IDS_TK = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64)
 WEIGHTS_TK, PROBS_TE = torch.ones(3, 2), torch.ones(3, 4)
@@ -54,7 +54,7 @@ def test_a_wrongly_shaped_call_fails_and_names_the_shape(case: str):
 def test_the_modules_that_annotate_shapes_are_those_that_are_checked():
     checked = {name for name in modules_with_shapes() if name in sys.modules and "jaxtyping" in vars(sys.modules[name])}
     assert checked == {name for name in modules_with_shapes() if name in sys.modules}
-    assert {"toolkit.moe.router", "toolkit.moe.dispatch", "toolkit.task"} <= checked
+    assert {"toolkit.experts.layer.router", "toolkit.experts.layer.dispatch.dispatch", "toolkit.train.task"} <= checked
 
 
 def wrong_call() -> str:

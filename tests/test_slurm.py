@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
-from tests.sweep.toy import RECIPE
+from tests.commands.sweep.toy import RECIPE
+from tests.support.helpers import ROOT
 
 pytestmark = pytest.mark.slurm
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 TEMPLATES = sorted((ROOT / "slurm").glob("*.sbatch"))
 

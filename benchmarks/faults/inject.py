@@ -42,7 +42,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
-PAGE = ROOT / "docs" / "checkpoints_and_tracking.md"
+PAGE = ROOT / "docs" / "operate" / "checkpoints_and_tracking.md"
 
 from benchmarks.faults import messages, restarts
 from benchmarks.faults.cases import every_fault

@@ -22,13 +22,13 @@ from toolkit.checkpoint import manifest
 
 AT_STEP_12 = """
 import os, signal
-import toolkit.trainer
-step = toolkit.trainer.Trainer.train_step
+import toolkit.train.trainer
+step = toolkit.train.trainer.Trainer.train_step
 def disturbed(self, micro_batches):
     if self.state.step == 12:
         {line}
     step(self, micro_batches)
-toolkit.trainer.Trainer.train_step = disturbed
+toolkit.train.trainer.Trainer.train_step = disturbed
 """
 NAN = AT_STEP_12.format(line="next(self.raw_model.parameters()).data.fill_(float('nan'))")
 TERMINATE = AT_STEP_12.format(line="os.kill(os.getpid(), signal.SIGTERM)")
@@ -36,7 +36,7 @@ REMOVE_FOLDER = AT_STEP_12.format(line="import shutil; shutil.rmtree(self.run.fo
 OUT_OF_MEMORY = AT_STEP_12.format(line="import torch; torch.empty(2**50)")
 RATE_ZERO = """
 import torch
-import toolkit.standard.trainer as standard
+import toolkit.train.standard_trainer as standard
 build = standard.build_optimizer
 def with_a_scheduler(*given, **named):
     optimizer = build(*given, **named)
@@ -54,7 +54,7 @@ def full(tensors, path, *more):
 checkpoint.save_file = full
 """
 NO_ROOM_FOR_METRICS = """
-import toolkit.tracking.jsonl as jsonl
+import toolkit.run.tracking.jsonl as jsonl
 write, calls = jsonl.MetricsFile._write, []
 class Full:
     def __init__(self, file):

@@ -28,7 +28,7 @@ class Calls:
 
     def __init__(self, seen: Callable[[str, int, int], None]):
         from toolkit.run.run import Run
-        from toolkit.trainer import Trainer
+        from toolkit.train.trainer import Trainer
 
         self.seen = seen
         self.numbers: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Calls:
 
 def is_rank(rank: int) -> bool:
     """Whether this process is `rank` of its world, and not what starts the ranks."""
-    from toolkit.launch.restarts import REPORT_PIPE
+    from toolkit.run.launch.restarts import REPORT_PIPE
 
     starts_ranks = {"--num-processes", "--max-restarts"} & set(sys.argv) and REPORT_PIPE not in os.environ
     return not starts_ranks and os.environ.get("RANK", "0") == str(rank)
@@ -68,7 +68,7 @@ def is_rank(rank: int) -> bool:
 
 def count(folder: str) -> None:
     """Write the number of calls of each phase to `folder` when a rank leaves."""
-    from toolkit.launch import world
+    from toolkit.run.launch import world
 
     calls = Calls(lambda *_: None)
     leave = world.leave
@@ -89,7 +89,7 @@ def at(folder: str, phase: str, fraction: float, do: Callable[[], object], *, ra
 
     Only at the first start of the run, and once.
     """
-    from toolkit.launch.restarts import past_restarts
+    from toolkit.run.launch.restarts import past_restarts
 
     counted_before = json.loads(Path(folder, f"calls-{rank}.json").read_text())
     number = 1 + int(0.9 * fraction * counted_before[phase])

@@ -31,9 +31,9 @@ def began() -> float:
 
 def plant(notes: str, rank: int, step: int) -> None:
     """Have `rank` killed in the step after `step`, and note the moments of the restart in the file `notes`."""
-    from toolkit.callbacks.checkpointing import Checkpointing
-    from toolkit.launch.restarts import past_restarts
-    from toolkit.trainer import Trainer
+    from toolkit.run.launch.restarts import past_restarts
+    from toolkit.train.callbacks.checkpointing import Checkpointing
+    from toolkit.train.trainer import Trainer
 
     if "RANK" not in os.environ:
         return

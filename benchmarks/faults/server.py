@@ -29,18 +29,18 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.forked_python import Fork, fork_ranks
+from tests.support.forked_python import Fork, fork_ranks
 
 PRELOADED = (
     "torch._dynamo",  # which DDP imports when the first model is wrapped
     "matplotlib.pyplot",
     "psutil",
     "tyro",
-    "toolkit.cli",
+    "toolkit.run.cli",
     "toolkit.data.images",
-    "toolkit.moe.lifecycle.layer",
-    "toolkit.standard.experts",
-    "toolkit.standard.trainer",
+    "toolkit.experts.dynamic.dynamic_layer",
+    "toolkit.train.expert_setup",
+    "toolkit.train.standard_trainer",
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 POLL_S = 0.005
@@ -209,8 +209,8 @@ def _left_behind(grace_s: float) -> list[str]:
 
 def _read_a_command_line() -> None:
     """Have what a recipe reads its flags with fill its caches."""
-    from toolkit.cli import parse
-    from toolkit.config.experts import DynamicRunConfig
+    from toolkit.run.cli import parse
+    from toolkit.run.config.experts import DynamicRunConfig
 
     parse({"debug": DynamicRunConfig}, ["--cpu"])
 

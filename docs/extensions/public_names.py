@@ -25,7 +25,7 @@ class PublicName(NamedTuple):
     path: str
     """How a script writes it, such as `toolkit.Trainer`."""
     room: str
-    """The package whose folder holds it, such as `toolkit.moe`."""
+    """The package whose folder holds it, such as `toolkit.experts`."""
     kind: str
     """`class`, `function`, or `data` for everything else."""
     doc: str
@@ -33,7 +33,7 @@ class PublicName(NamedTuple):
     value: str = ""
     """The right side of the assignment, for data."""
     home: str = ""
-    """The full name where it is defined, such as `toolkit.trainer.Trainer`."""
+    """The full name where it is defined, such as `toolkit.train.trainer.Trainer`."""
     derived: bool = False
     """A class with a base worth showing."""
 

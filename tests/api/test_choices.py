@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from toolkit.config.experts import LifecycleConfig
-from toolkit.config.run import DDPConfig
-from toolkit.domains.activity.model import WindowClassifier, view_channels
-from toolkit.domains.activity.voting import class_weights
-from toolkit.domains.autoencoder.labels import FewLabels
-from toolkit.domains.continual.streams import split_stream
-from toolkit.domains.speech.legendre import LegendreMemory
-from toolkit.hosts.transformers.shapes import language_model_config
-from toolkit.placement.placement import initial_placement
+from activity.model import WindowClassifier, view_channels
+from activity.voting import class_weights
+from autoencoder.labels import FewLabels
+from continual.streams import split_stream
+from speech.legendre import LegendreMemory
+from toolkit.experts.hosts.transformers.shapes import language_model_config
+from toolkit.experts.placement.placement import initial_placement
+from toolkit.run.config.experts import LifecycleConfig
+from toolkit.run.config.run import DDPConfig
 
 TABLE = tk.TensorTable(input=torch.rand(20, 4), label=torch.arange(20) % 10)
 IMAGES = tk.ImageData("rows", TABLE, TABLE, mean=0.0, std=1.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 STUB = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text())
 HEAVY = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro", "scipy", "networkx"}
@@ -65,7 +65,7 @@ def test_a_prompt_offers_all_names_before_any_is_loaded():
 
 
 def test_importing_the_command_line_loads_nothing_heavy():
-    code = f"import sys, toolkit, toolkit.cli, toolkit.launch, toolkit.config.run; print(*{HEAVY!r} & set(sys.modules))"
+    code = f"import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; print(*{HEAVY!r} & set(sys.modules))"
     assert run_python(code) == []
 
 

@@ -2,9 +2,17 @@ import json
 
 import pytest
 
-from benchmarks import continual_learning as benchmark
-from benchmarks.continual_learning import Cell, best_strength, cells, drift_table, scores_table, train, verdicts
-from toolkit.tracking.jsonl import to_json
+from benchmarks.learning import continual_learning as benchmark
+from benchmarks.learning.continual_learning import (
+    Cell,
+    best_strength,
+    cells,
+    drift_table,
+    scores_table,
+    train,
+    verdicts,
+)
+from toolkit.run.tracking.jsonl import to_json
 
 
 def run(stream: str, arm: str, seed: int, accuracy: float, **more: object) -> dict[str, object]:

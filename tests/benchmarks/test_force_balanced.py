@@ -1,4 +1,4 @@
-from benchmarks.force_balanced import Speed, row, speed
+from benchmarks.speed.force_balanced import Speed, row, speed
 
 
 def test_a_runs_speed_is_the_median_of_its_settled_lines():

@@ -1,4 +1,4 @@
-"""The table of `benchmarks/mnist_accuracy.py`."""
+"""The table of `benchmarks/learning/mnist_accuracy.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mnist_accuracy
-from benchmarks.mnist_accuracy import Job, results, row
+from benchmarks.learning import mnist_accuracy
+from benchmarks.learning.mnist_accuracy import Job, results, row
 
 
 def test_a_row_has_the_worst_load_of_any_seed_over_the_mean():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.split_mnist import REFERENCE, RIVALS, Reservoir, affine, by_memory, learn, measured, table
+from benchmarks.learning.split_mnist import REFERENCE, RIVALS, Reservoir, affine, by_memory, learn, measured, table
+from continual.streams import split_stream
 from toolkit.data.images import ImageData, load_images
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.domains.continual.streams import split_stream
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import torch
 
 import toolkit as tk
 from tests.checkpoint.test_checkpoint import OneRank, Pair, save, trained
-from tests.helpers import fork_context, run_distributed
-from tests.small_run import Stop, small_config, train
+from tests.support.helpers import fork_context, run_distributed
+from tests.support.small_run import Stop, small_config, train
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.background import BackgroundSave
-from toolkit.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.groups import make_expert_groups
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

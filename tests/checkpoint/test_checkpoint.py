@@ -15,18 +15,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import toolkit as tk
-from tests.helpers import fork_context, run_distributed
-from tests.small_run import SmallConfig, SmallModel, small_config, small_trainer
+from tests.support.helpers import fork_context, run_distributed
+from tests.support.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint, load_tensors, save_tensors
 from toolkit.checkpoint.finding import find_checkpoint
-from toolkit.checkpoint.tensor_files import SavedTensors, load_optimizer
-from toolkit.moe.migrate import migrate
-from toolkit.optim import build_optimizer
-from toolkit.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.parallel.ownership import EMPTY_ROW, mark_owned
-from toolkit.placement.placement import ExpertPlacement
+from toolkit.experts.moving.migrate import migrate
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import EMPTY_ROW, mark_owned
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.state.tensor_files import SavedTensors, load_optimizer
 from toolkit.run.storage import Storage
+from toolkit.train.optim import build_optimizer
 
 
 class OneRank:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.helpers import run_distributed
-from tests.small_run import SmallConfig, Stop, small_config, small_trainer, train
+from tests.support.helpers import run_distributed
+from tests.support.small_run import SmallConfig, Stop, small_config, small_trainer, train
 from toolkit.checkpoint import manifest
 from toolkit.errors import Preempted, UserError
 from toolkit.run.storage import Storage

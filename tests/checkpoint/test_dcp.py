@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_checkpoint import OneRank, load, numbers, save, trained
-from tests.helpers import run_distributed
+from tests.support.helpers import run_distributed
 from toolkit.checkpoint import checkpoint
 from toolkit.commands.checkpoint import main
 from toolkit.errors import UserError
-from toolkit.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.groups import make_expert_groups
 
 
 def save_on_two(folder: Path) -> None:

@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import run_distributed
-from tests.hosts.peft.faults import (
+from tests.experts.hosts.peft.faults import (
     MATRICES,
     SETTINGS,
     WEIGHTS,
@@ -25,10 +24,11 @@ from tests.hosts.peft.faults import (
     drop_from_merged,
     experts_of,
 )
-from tests.hosts.peft.models import config
-from tests.hosts.transformers.families import EXPERTS, awaken, tokens
+from tests.experts.hosts.peft.models import config
+from tests.experts.hosts.transformers.families import EXPERTS, awaken, tokens
+from tests.support.helpers import run_distributed
 from toolkit.commands import main
-from toolkit.hosts.transformers import causal_lm, save_pretrained
+from toolkit.experts.hosts.transformers import causal_lm, save_pretrained
 
 FAMILY = "olmoe"
 
@@ -38,8 +38,8 @@ def trained(folder: Path, shared: bool) -> None:
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
 
-    from toolkit.hosts.engine import ExpertParallel
-    from toolkit.hosts.peft.saving import save_merged
+    from toolkit.experts.hosts.loop.engine import ExpertParallel
+    from toolkit.experts.hosts.peft.saving import save_merged
 
     torch.manual_seed(0)
     settings = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"], target_parameters=MATRICES)

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.checkpoint.test_checkpoint import assert_same, flip, ranks, trained
-from tests.helpers import run_distributed
-from tests.small_run import SmallModel
+from tests.support.helpers import run_distributed
+from tests.support.small_run import SmallModel
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
-from toolkit.config.experts import InitialPlacement
-from toolkit.parallel.groups import ExpertGroups
-from toolkit.placement.placement import initial_placement
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.placement import initial_placement
+from toolkit.run.config.experts import InitialPlacement
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 from toolkit.commands import COMMANDS, main
 from toolkit.version import __version__
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 from toolkit.commands import env, main
 from toolkit.errors import EXIT_DONE
 from toolkit.run import hardware

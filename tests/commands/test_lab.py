@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from toolkit.commands import main
+from toolkit.commands.lab.report import ASSUMED, STAY, Rules, case_of_trace, case_of_workload, on_ranks, try_planner
+from toolkit.commands.lab.traces import TraceFile, read_trace
 from toolkit.errors import UserError
-from toolkit.lab.report import ASSUMED, STAY, Rules, case_of_trace, case_of_workload, on_ranks, try_planner
-from toolkit.lab.traces import TraceFile, read_trace
-from toolkit.placement.placement import contiguous
-from toolkit.placement.workloads import Sizes
+from toolkit.experts.placement.placement import contiguous
+from toolkit.experts.placement.workloads import Sizes
 
 SIZES = Sizes(steps=60, ranks=4, experts=16, assignments=512)
 

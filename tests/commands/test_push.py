@@ -18,14 +18,14 @@ import yaml
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 
-from tests.helpers import free_port
-from tests.hosts.transformers.test_language_models import FACTS
-from tests.report.conftest import write_run
-from tests.small_run import SmallModel, small_config, small_trainer
+from tests.commands.report.conftest import write_run
+from tests.experts.hosts.transformers.test_language_models import FACTS
+from tests.support.helpers import free_port
+from tests.support.small_run import SmallModel, small_config, small_trainer
 from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-from toolkit.hosts.transformers.model_card import model_card
-from toolkit.parallel.groups import make_expert_groups
+from toolkit.experts.hosts.transformers.model_card import model_card
+from toolkit.experts.parallel.groups import make_expert_groups
 
 TOKEN = "hf_" + "t" * 34
 

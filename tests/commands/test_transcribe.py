@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.domains.speech.sounds import encode_wav
+from speech import transcribe
+from speech.audio import LogMel
+from speech.characters import Characters
+from speech.decoding import best_path
+from speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
+from speech.transcribe import load_recogniser, save_recogniser
+from tests.recipes.speech.sounds import encode_wav
 from toolkit.commands import main
-from toolkit.domains.speech import transcribe
-from toolkit.domains.speech.audio import LogMel
-from toolkit.domains.speech.characters import Characters
-from toolkit.domains.speech.decoding import best_path
-from toolkit.domains.speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
-from toolkit.domains.speech.transcribe import load_recogniser, save_recogniser
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")

@@ -10,12 +10,12 @@ import pytest
 from huggingface_hub import constants
 
 from tests.data.test_sources import REVISION
-from tests.helpers import free_port
+from tests.support.helpers import free_port
 from toolkit.data.hub import pretrained_folder, why_out_of_reach
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer, load_tokenizer
 from toolkit.errors import UserError
-from toolkit.hosts.transformers import causal_lm
+from toolkit.experts.hosts.transformers import causal_lm
 
 pytestmark = pytest.mark.usefixtures("online")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.data.layouts import TEST, TRAIN, idx, png, write_idx_set, write_parquet, write_parquet_set
-from tests.helpers import run_distributed
-from toolkit.config.run import RunConfig
+from tests.support.helpers import run_distributed
 from toolkit.data.images import ImageData, load_images
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.run.config.run import RunConfig
 
 TEST_PARQUET = "test-00000-of-00001.parquet"
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 
 from tests.data.layouts import write_parquet_set
-from tests.helpers import free_port
+from tests.support.helpers import free_port
 from toolkit.data import hub
 from toolkit.data.sources import NotFoundHere, locate
 

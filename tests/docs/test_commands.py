@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_python import forked_commands
-from tests.helpers import ROOT
+from tests.support.forked_python import forked_commands
+from tests.support.helpers import ROOT
 
 PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "runs", "build"} & set(p.relative_to(ROOT).parts))
 FENCE = re.compile(r"^```(?P<language>bash|python) run\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

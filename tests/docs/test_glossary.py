@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
-HISTORY = {"CHANGELOG.md", "docs/log.md"}
+HISTORY = {"CHANGELOG.md", "docs/project/log.md"}
 """Records of what was, in the words of their day."""
 GLOSSARY = {"CONTRIBUTING.md", "tests/docs/test_glossary.py"}
 """Where the words to avoid are listed."""

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT
-from toolkit import cli
-from toolkit.config.flags import value_types
-from toolkit.config.foreign_flags import REMEDIES
+from tests.support.helpers import ROOT
+from toolkit.run import cli
+from toolkit.run.config.flags import value_types
+from toolkit.run.config.foreign_flags import REMEDIES
 
-PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
+PAGES = sorted((ROOT / "docs" / "start" / "migration").glob("*.md"))
 COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")
 
 
@@ -90,6 +90,6 @@ def test_a_flag_that_went_nowhere_would_be_found():
 
 
 def test_the_index_lists_every_page():
-    listed = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "migration" / "README.md").read_text()))
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "start" / "migration" / "README.md").read_text()))
     assert listed == {page.name for page in PAGES} - {"README.md"}
     assert listed

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
-HISTORY = {"docs/log.md"}
+HISTORY = {"docs/project/log.md"}
 """Names as they were."""
 DOTTED = re.compile(r"(?<![\w./-])(?:toolkit|tk)((?:\.[A-Za-z]\w*)+)")
 
@@ -43,7 +43,7 @@ def texts() -> list[str]:
 
 
 def test_a_name_that_does_not_exist_is_found():
-    text = "See `toolkit.trainer.Trainer.fit`, tk.Run, `toolkit.nowhere.Run`, and `tk.Walk(...)`; toolkit.yaml's."
+    text = "See `toolkit.train.trainer.Trainer.fit`, tk.Run, `toolkit.nowhere.Run`, and `tk.Walk(...)`; toolkit.yaml's."
     assert missing(text) == ["toolkit.Walk", "toolkit.nowhere.Run", "toolkit.yaml"]
 
 

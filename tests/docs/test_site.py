@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
 OURS = REFERENCE["public_names"]("toolkit")

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import ROOT, run_distributed
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import ROOT, run_distributed
 from toolkit.commands import main as toolkit_command
 from toolkit.errors import EXIT_DONE, UserError
-from toolkit.tracking.jsonl import read_metrics
+from toolkit.run.tracking.jsonl import read_metrics
 
 SCRIPT = ROOT / "docs" / "examples" / "text_classification.py"
 

@@ -11,10 +11,10 @@ import pytest
 
 import toolkit as tk
 from recipes import few_labels
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.tracking.jsonl import read_metrics
+from toolkit.run.tracking.jsonl import read_metrics
 
 
 def config(folder: Path, name: str, **changes: Any) -> few_labels.Config:

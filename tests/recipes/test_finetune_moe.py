@@ -1,6 +1,6 @@
 """The recipe finetune_moe: it resumes, does the same on two processes, and leaves adapters that stock PEFT reads.
 
-`docs/adapters.md` runs the debug preset as it is, whose base lm_moe makes.
+`docs/experts/adapters.md` runs the debug preset as it is, whose base lm_moe makes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from recipes import finetune_moe
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed, run_recipe
-from toolkit import cli
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed, run_recipe
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import Preempted, UserError
-from toolkit.hosts.peft.verify import verify_adapter
-from toolkit.hosts.transformers import causal_lm, language_model_config, use_toolkit_kernel
-from toolkit.tasks.language_modeling import LanguageModeling
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.trainer import Trainer
+from toolkit.experts.hosts.peft.verify import verify_adapter
+from toolkit.experts.hosts.transformers import causal_lm, language_model_config, use_toolkit_kernel
+from toolkit.run import cli
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.tasks.language_modeling import LanguageModeling
+from toolkit.train.trainer import Trainer
 
 STOP_AT = 7
 SIZES: dict[str, Any] = {"vocab_size": 256, "dim": 16, "layers": 2, "heads": 2, "context": 32}

@@ -1,4 +1,4 @@
-"""The six sample commands of the guide that `docs/migration/morph.md` translates leave every file that it promised."""
+"""The six sample commands of the guide that `docs/start/migration/morph.md` translates leave every file that it promised."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from recipes.mnist_moe import PRESETS, main
-from tests.forked_python import run_forked
-from tests.helpers import ROOT
-from toolkit import cli
+from tests.support.forked_python import run_forked
+from tests.support.helpers import ROOT
+from toolkit.run import cli
 
-GUIDE = (ROOT / "docs" / "migration" / "morph.md").read_text()
+GUIDE = (ROOT / "docs" / "start" / "migration" / "morph.md").read_text()
 COMMANDS = re.findall(r"^\| .*\| `(dynamic[^`]*)` \|$", GUIDE, re.MULTILINE)
 SMALL = "--dataset digits --max-steps 6 --expert-hidden-size 8 --dim 8 --tracker none --cpu --run-dir"
 FILES = [

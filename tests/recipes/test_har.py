@@ -14,17 +14,17 @@ import torch
 from PIL import Image
 
 import toolkit as tk
+from activity.activity import load_activity
+from activity.voting import VotedClassification
 from recipes import har
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import ROOT, run_distributed
-from toolkit import cli
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import ROOT, run_distributed
 from toolkit.data.batches import EvalBatches
-from toolkit.domains.activity.activity import load_activity
-from toolkit.domains.activity.voting import VotedClassification
 from toolkit.errors import Preempted, UserError
-from toolkit.metrics import MetricSums
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.trainer import Trainer
+from toolkit.run import cli
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.metrics import MetricSums
+from toolkit.train.trainer import Trainer
 
 STOP_AT = 8
 
@@ -171,8 +171,13 @@ def test_what_cannot_be_is_refused(changes, message):
 
 
 def batch_table() -> list[list[str]]:
-    """The cells of the table of batches in docs/har.md."""
-    section = (ROOT / "docs" / "har.md").read_text().partition("## Train on several GPUs")[2].partition("\n## ")[0]
+    """The cells of the table of batches in docs/recipes/har.md."""
+    section = (
+        (ROOT / "docs" / "recipes" / "har.md")
+        .read_text()
+        .partition("## Train on several GPUs")[2]
+        .partition("\n## ")[0]
+    )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return rows[2:]
 

@@ -1,6 +1,6 @@
 """The recipe lm_moe: it resumes, does the same on two processes, and leaves traces and weights of use.
 
-`docs/language_model.md` runs the debug preset as it is.
+`docs/recipes/language_model.md` runs the debug preset as it is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from recipes import lm_moe
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed
-from toolkit import cli
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
 from toolkit.commands import main as toolkit_command
+from toolkit.commands.lab.traces import read_trace
 from toolkit.data.text import load_text
 from toolkit.errors import Preempted, UserError
-from toolkit.hosts.transformers import use_toolkit_kernel
-from toolkit.lab.traces import read_trace
-from toolkit.tasks.language_modeling import LanguageModeling
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.trainer import Trainer
+from toolkit.experts.hosts.transformers import use_toolkit_kernel
+from toolkit.run import cli
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.tasks.language_modeling import LanguageModeling
+from toolkit.train.trainer import Trainer
 
 STOP_AT = 7
 
@@ -154,7 +154,7 @@ def test_it_trains_on_from_exported_weights(runs):
 def test_the_dense_preset_has_as_many_active_parameters_as_the_mixture():
     import logging
 
-    from toolkit.hosts.transformers import describe_language_model
+    from toolkit.experts.hosts.transformers import describe_language_model
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     mixture, dense = (describe_language_model(lm_moe.build_model(make(), 256)) for make in (lm_moe.full, lm_moe.dense))

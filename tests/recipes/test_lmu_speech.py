@@ -10,10 +10,10 @@ import pytest
 
 import toolkit as tk
 from recipes.lmu_speech import Config, connected, debug, fsdd, guide, main
-from tests.equality import IN_FLOAT64, in_float64
-from tests.forked_python import run_forked
-from tests.helpers import run_distributed
-from toolkit.tracking.jsonl import read_metrics
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.forked_python import run_forked
+from tests.support.helpers import run_distributed
+from toolkit.run.tracking.jsonl import read_metrics
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.mnist_moe import Config, dynamic, main
-from toolkit.tracking.jsonl import read_metrics
+from toolkit.run.tracking.jsonl import read_metrics
 
 
 def small(config: Config, folder: Path, **changes: object) -> Config:

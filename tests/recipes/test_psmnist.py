@@ -8,9 +8,9 @@ import torch
 
 import toolkit as tk
 from recipes.psmnist import Config, build_model, cell, debug, main, parallel
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed
-from toolkit.tracking.jsonl import read_metrics
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
+from toolkit.run.tracking.jsonl import read_metrics
 
 
 @pytest.mark.parametrize(("preset", "parameters"), [(parallel, 166_092), (cell, 102_027)])

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from recipes import vae_robustness
-from tests.equality import IN_FLOAT64, in_float64
-from tests.helpers import run_distributed
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
 from toolkit.errors import Preempted, UserError
-from toolkit.tracking.jsonl import read_metrics
-from toolkit.trainer import Trainer
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.trainer import Trainer
 
 STOP_AT = 17
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
 from toolkit.run.accelerator import build_accelerator
+from toolkit.run.config.run import RunConfig
 
 
 @pytest.mark.parametrize(

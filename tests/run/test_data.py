@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.helpers import run_distributed
-from tests.small_run import Stop, small_config, small_trainer, train
+from tests.support.helpers import run_distributed
+from tests.support.small_run import Stop, small_config, small_trainer, train
 from toolkit.data.identity import identity
 from toolkit.run.data import record_data
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
+from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import open_folder, recorded_config, write_json
 
 

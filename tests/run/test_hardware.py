@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 CHILD = """
 from types import SimpleNamespace

@@ -17,18 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import ROOT, run_distributed
-from toolkit.config.experts import ExpertRunConfig
-from toolkit.config.run import RunConfig
+from tests.support.helpers import ROOT, run_distributed
 from toolkit.errors import Preempted, UserError
+from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.run import RunConfig
 from toolkit.run.process_settings import flushes_subnormals
 from toolkit.run.run import start_run
-from toolkit.tracking.jsonl import read_metrics
+from toolkit.run.tracking.jsonl import read_metrics
 
 HOLD_FOLDER = """
 import sys, time
 from pathlib import Path
-from toolkit.config.run import RunConfig
+from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 run = start_run("toy", RunConfig(run_dir=Path(sys.argv[1]), tracker="none", cpu=True))
 run.log({"train/loss": 1.0}, 10)
@@ -109,7 +109,7 @@ def test_numpy_finds_subnormal_numbers_in_spite_of_that(tmp_path):
 import sys
 from pathlib import Path
 import numpy as np
-from toolkit.config.run import RunConfig
+from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 with start_run("recipe", RunConfig(cpu=True, tracker="none", run_dir=Path(sys.argv[1]))):
     assert np.finfo(np.float32).smallest_subnormal == np.float32(1e-45), np.finfo(np.float32)

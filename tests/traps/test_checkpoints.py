@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import run_distributed
-from tests.hosts.test_engine import Model
+from tests.experts.hosts.loop.test_engine import Model
+from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
 from toolkit.checkpoint import checkpoint, manifest
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.errors import UserError
-from toolkit.hosts.engine import ExpertParallel
-from toolkit.parallel.groups import ExpertGroups
-from toolkit.parallel.ownership import is_owned, ownership_of
-from toolkit.trainer import Trainer
+from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.train.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)
 """Experts 0 and 3 on rank 0, 1 and 2 on rank 1."""

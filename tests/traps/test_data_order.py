@@ -12,7 +12,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers import run_distributed
+from tests.support.helpers import run_distributed
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
 

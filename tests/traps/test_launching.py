@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 # One write per line: ranks share their output, and a print is two writes where nothing buffers it.
 PLAIN = """

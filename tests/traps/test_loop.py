@@ -8,16 +8,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from tests.helpers import run_distributed
+from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, toy_data, toy_trainer
-from toolkit.callbacks.base import Callback
 from toolkit.errors import UserError
-from toolkit.moe.losses import global_load
-from toolkit.optim import initial_rates
-from toolkit.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.parallel.ownership import ownership_of
-from toolkit.parallel.prepare import prepare
-from toolkit.trainer import Trainer
+from toolkit.experts.layer.losses import global_load
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.parallel.prepare import prepare
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.optim import initial_rates
+from toolkit.train.trainer import Trainer
 
 # --- schedulers -----------------------------------------------------------------------------------------------------
 

@@ -13,14 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.equality import replicas_agree
-from tests.helpers import run_distributed
+from tests.support.equality import replicas_agree
+from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, gradients, my_mean_loss, norm_of, reference_gradients, rows_of, spread
 from toolkit.errors import UserError
-from toolkit.parallel.gradients import average_owned_gradients, clip_grad_norm_
-from toolkit.parallel.groups import ExpertGroups
-from toolkit.parallel.ownership import is_owned, mark_owned, owned
-from toolkit.parallel.prepare import prepare
+from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
+from toolkit.experts.parallel.prepare import prepare
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 

@@ -10,20 +10,20 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
-from toolkit.callbacks.base import Callback
-from toolkit.config.run import RunConfig
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.moe.experts import GroupedExperts
-from toolkit.moe.layer import MoE
-from toolkit.moe.router import TopKRouter
-from toolkit.moe.stack import ExpertStack
-from toolkit.optim import Schedule, constant
-from toolkit.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.placement.placement import ExpertPlacement
+from toolkit.experts.layer.grouped_experts import GroupedExperts
+from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.layer.router import TopKRouter
+from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.run.config.run import RunConfig
 from toolkit.run.run import Run
-from toolkit.tasks.classification import Classification
-from toolkit.trainer import Trainer
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.optim import Schedule, constant
+from toolkit.train.tasks.classification import Classification
+from toolkit.train.trainer import Trainer
 
 DIM, HIDDEN, EXPERTS, TOP_K, CLASSES, SAMPLES = 6, 10, 4, 2, 3, 8
 

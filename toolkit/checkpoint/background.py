@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.parallel.groups import new_group
+from toolkit.experts.parallel.groups import new_group
 
 Write = Callable[[dist.ProcessGroup | None], Path | None]
 """Writes a checkpoint that was begun. A collective of the group, by default of all ranks."""

@@ -1,7 +1,7 @@
 """Checkpoints: saved by all ranks, verified, and loadable under another layout of ranks.
 
     checkpoints/step-00000100/
-        *.safetensors    weights and optimizer states, see `toolkit.checkpoint.tensor_files`
+        *.safetensors    weights and optimizer states, see `toolkit.experts.state.tensor_files`
         state.json       step, metric sums, callbacks, results, the configuration, the identity of the data
         manifest.json    format, step, world size, placement of rows, which file holds which, size and SHA-256 of files
 
@@ -29,7 +29,10 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.background import Write
 from toolkit.checkpoint.copies import put_checkpoint
 from toolkit.checkpoint.retention import drop_older, free_bytes, make_room, prune
-from toolkit.checkpoint.tensor_files import (
+from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import is_main, on_main, rank, together
+from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.experts.state.tensor_files import (
     FileContents,
     SavedTensors,
     ToCPU,
@@ -43,14 +46,11 @@ from toolkit.checkpoint.tensor_files import (
     on_cpu,
     targets,
 )
-from toolkit.config.run import to_dict
-from toolkit.config.settings import LENGTH, decides_what_is_learned
-from toolkit.errors import UserError
-from toolkit.parallel.collectives import is_main, on_main, rank, together
-from toolkit.parallel.unwrapping import unwrapped
+from toolkit.run.config.run import to_dict
+from toolkit.run.config.settings import LENGTH, decides_what_is_learned
 from toolkit.run.data import other_data
 from toolkit.run.folder import DATA
-from toolkit.tracking.secrets import mask
+from toolkit.run.tracking.secrets import mask
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.retention import newest_first, step_of
-from toolkit.parallel.collectives import on_main, together
+from toolkit.experts.parallel.collectives import on_main, together
 from toolkit.run.storage import CHECKPOINTS, Storage
 
 if TYPE_CHECKING:

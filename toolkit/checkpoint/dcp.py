@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places, whole_weights
-from toolkit.checkpoint.tensor_files import SavedTensors, split_key
 from toolkit.errors import UserError, one_line
+from toolkit.experts.state.tensor_files import SavedTensors, split_key
 
 
 def export_dcp(source: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from toolkit.tracking.jsonl import from_json
+from toolkit.run.tracking.jsonl import from_json
 
 NAME = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.tensor_files import ROWS, SavedTensors, list_rows
 from toolkit.errors import UserError, one_line
-from toolkit.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.state.tensor_files import ROWS, SavedTensors, list_rows
 
 RowIds = dict[str, list[list[int]]]
 """Parameter -> the row ids of each rank of an EP group."""

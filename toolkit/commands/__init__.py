@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from toolkit.launch.streams import prepare_streams, print_nowhere
+from toolkit.run.launch.streams import prepare_streams, print_nowhere
 from toolkit.version import __version__
 
 
@@ -28,18 +28,24 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "lab": Command("toolkit.commands.lab", "replay recorded routing traces against every planner"),
+    "lab": Command("toolkit.commands.lab.command", "replay recorded routing traces against every planner"),
     "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard, export or import a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "transcribe": Command("toolkit.commands.transcribe", "recognise the speech in a WAV file"),
-    "sweep": Command("toolkit.commands.sweep", "run a grid of runs of one recipe, with tables and pictures"),
-    "ray": Command("toolkit.commands.ray", "run a recipe on a Ray cluster, as machines come and go"),
-    "compare": Command("toolkit.commands.compare", "print runs side by side: settings that differ, final numbers"),
-    "report": Command("toolkit.commands.report", "write a page with curves, experts and settings of several runs"),
-    "dashboard": Command("toolkit.commands.dashboard", "make a workspace of W&B with the curves of a project's runs"),
-    "push": Command("toolkit.commands.push", "upload a run's weights and a model card to the Hugging Face Hub"),
+    "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
+    "ray": Command("toolkit.commands.ray.command", "run a recipe on a Ray cluster, as machines come and go"),
+    "compare": Command(
+        "toolkit.commands.report.compare", "print runs side by side: settings that differ, final numbers"
+    ),
+    "report": Command(
+        "toolkit.commands.report.command", "write a page with curves, experts and settings of several runs"
+    ),
+    "dashboard": Command(
+        "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
+    ),
+    "push": Command("toolkit.commands.report.push", "upload a run's weights and a model card to the Hugging Face Hub"),
     "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
-    "doctor": Command("toolkit.commands.doctor", "compare training in one process with training in several"),
+    "doctor": Command("toolkit.commands.doctor.command", "compare training in one process with training in several"),
 }
 
 

@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    from toolkit.hosts.peft.verify import verify_adapter
+    from toolkit.experts.hosts.peft.verify import verify_adapter
 
     found = verify_adapter(args.folder, args.base, args.merged)
     sys.stdout.write("".join(f"{line}\n" for line in found.lines))

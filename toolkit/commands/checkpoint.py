@@ -18,10 +18,10 @@ from toolkit.checkpoint import reshard as rewrite
 from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
-from toolkit.config.experts import InitialPlacement
 from toolkit.errors import EXIT_DONE, UserError, one_line
-from toolkit.placement.placement import ExpertPlacement, initial_placement
-from toolkit.tracking.jsonl import from_json
+from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
+from toolkit.run.config.experts import InitialPlacement
+from toolkit.run.tracking.jsonl import from_json
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
 MOST_RANKS = 2**16

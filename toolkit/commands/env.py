@@ -14,10 +14,10 @@ from pathlib import Path
 
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE
-from toolkit.launch.node import usable_cores
 from toolkit.run.hardware import memory_limit_bytes, processor
+from toolkit.run.launch.node import usable_cores
 from toolkit.run.summary import aligned
-from toolkit.tracking.secrets import mask
+from toolkit.run.tracking.secrets import mask
 from toolkit.version import __version__
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "wandb", "peft", "trl", "ray")

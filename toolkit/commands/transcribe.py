@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _transcribe(args: argparse.Namespace) -> None:
-    from toolkit.domains.speech.audio import decode, resample
-    from toolkit.domains.speech.transcribe import load_recogniser
+    from speech.audio import decode, resample
+    from speech.transcribe import load_recogniser
 
     inside = args.recogniser / "recogniser"
     recogniser = load_recogniser(inside if inside.is_dir() else args.recogniser)

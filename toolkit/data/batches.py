@@ -3,7 +3,7 @@
 The order of the data is a pure function of (seed, epoch), and the position in it is one integer: the step. So a run
 resumes by asking for step n, on any number of processes. Accelerate's own splitting of batches is not used because on a
 short last batch it gives some ranks no micro-batch at all, and under expert parallelism a forward pass is a collective:
-here such a rank gets an empty one. (`docs/log.md`, "Why the loader is ours".)
+here such a rank gets an empty one. (`docs/project/log.md`, "Why the loader is ours".)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from toolkit.data.identity import Identity, identity
 from toolkit.data.table import TensorTable
-from toolkit.seeding import generator
-from toolkit.task import Batch
+from toolkit.experts.parallel.seeding import generator
+from toolkit.train.task import Batch
 
 Augment = Callable[[Batch, Tensor], Batch]
 """Changes a training batch, given the visit (epoch * samples + row) of each of its samples."""

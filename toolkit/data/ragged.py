@@ -10,8 +10,8 @@ from torch import Tensor
 
 from toolkit.data.batches import BatchOrder
 from toolkit.data.table import TensorTable
-from toolkit.seeding import generator
-from toolkit.task import Batch
+from toolkit.experts.parallel.seeding import generator
+from toolkit.train.task import Batch
 
 BATCHES_PER_POOL = 20
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.data.table import TensorTable
-from toolkit.seeding import derive_seed, generator
+from toolkit.experts.parallel.seeding import derive_seed, generator
 
 PRIORITY_BITS = 40
 MOST_EPOCHS = 2**20

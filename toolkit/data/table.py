@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.task import Batch
+from toolkit.train.task import Batch
 
 
 class TensorTable:

@@ -11,10 +11,10 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs,
 from torch.distributed import DistNetworkError
 
 from toolkit.compat import reset_accelerator_state
-from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
-from toolkit.launch.children import holding_signals
-from toolkit.parallel.prepare import ddp_options
+from toolkit.experts.parallel.prepare import ddp_options
+from toolkit.run.config.run import RunConfig
+from toolkit.run.launch.children import holding_signals
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:

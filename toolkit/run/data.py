@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.identity import Identity, describe, same_data
 from toolkit.errors import UserError
-from toolkit.parallel.collectives import gather_objects
+from toolkit.experts.parallel.collectives import gather_objects
 from toolkit.run.folder import DATA, recorded_config, write_json
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
 summary.txt     the same in words, and *.png
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
-.heartbeats/    what each process does; gone at the end, see toolkit.callbacks.watchdog
+.heartbeats/    what each process does; gone at the end, see toolkit.train.callbacks.watchdog
 hang/           Python stacks of a run that hung
 profile/        traces of --profile
-micro_batch_size.json   what was chosen by memory, see toolkit.batch_size
+micro_batch_size.json   what was chosen by memory, see toolkit.train.batch_size
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.config.run import RunConfig, to_dict
-from toolkit.config.settings import LENGTH, decides_what_is_learned, leaves
 from toolkit.errors import UserError, one_line
-from toolkit.launch.restarts import folder_to_continue, past_restarts
+from toolkit.run.config.run import RunConfig, to_dict
+from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
+from toolkit.run.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
-from toolkit.tracking.jsonl import from_json, to_json
-from toolkit.tracking.secrets import mask
+from toolkit.run.tracking.jsonl import from_json, to_json
+from toolkit.run.tracking.secrets import mask
 
 RUNS = Path("runs")
 FINISHING = ".finishing"

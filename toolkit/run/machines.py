@@ -6,10 +6,10 @@ import shutil
 import uuid
 from pathlib import Path
 
-from toolkit.config.run import RunConfig
 from toolkit.errors import UserError
-from toolkit.launch.node import ranks_per_node
-from toolkit.parallel.collectives import gather_objects
+from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.run.config.run import RunConfig
+from toolkit.run.launch.node import ranks_per_node
 
 SEEN = ".ranks"
 

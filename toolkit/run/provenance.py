@@ -15,7 +15,7 @@ import accelerate
 import torch
 
 from toolkit.run.hardware import hardware
-from toolkit.tracking.secrets import mask_text
+from toolkit.run.tracking.secrets import mask_text
 from toolkit.version import __version__
 
 LONGEST_DIFF = 1_000_000

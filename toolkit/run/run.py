@@ -4,7 +4,7 @@ with start_run("mnist_moe", config) as run:
     ...
     run.describe(dataset=data.name)             facts for results.json, the summary and the trackers
     results = trainer.fit()                     calls run.log
-    return run.finish(results)                  results.json, summary.txt, pictures (`toolkit.callbacks.pictures`)
+    return run.finish(results)                  results.json, summary.txt, pictures (`toolkit.train.callbacks.pictures`)
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from accelerate import Accelerator
 from filelock import FileLock
 
 from toolkit.compat import reset_accelerator_state
-from toolkit.config.run import RunConfig, require_divisible
 from toolkit.errors import Preempted, UserError
-from toolkit.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
-from toolkit.launch.streams import print_nowhere
+from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
+from toolkit.run.config.run import RunConfig, require_divisible
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text, writing
+from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
+from toolkit.run.launch.streams import print_nowhere
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
-from toolkit.seeding import derive_seed
-from toolkit.tracking.guard import GuardedTracker
-from toolkit.tracking.jsonl import MetricsFile, read_metrics
-from toolkit.tracking.secrets import mask
-from toolkit.tracking.trackers import check_installed, start_trackers
+from toolkit.run.tracking.guard import GuardedTracker
+from toolkit.run.tracking.jsonl import MetricsFile, read_metrics
+from toolkit.run.tracking.secrets import mask
+from toolkit.run.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
 Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
@@ -340,7 +340,7 @@ def _describe_start(run: Run, folder: Path) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed the global generators: initial weights, and draws that have no address of their own (`toolkit.seeding`)."""
+    """Seed the global generators: initial weights, and draws that have no address of their own (`toolkit.experts.parallel.seeding`)."""
     value = derive_seed(seed, "start")
     random.seed(value)
     np.random.seed(value % 2**32)

@@ -1,0 +1,35 @@
+"""The norm to clip by is the mean of the ranks' norms, each of which has other experts in it.
+
+https://github.com/deepspeedai/DeepSpeed/issues/8475
+Expected: local clip norm.
+"""
+
+import torch
+from small import Mixture, batch, begin, saving
+from torch import nn
+
+from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare
+
+accelerator, buggy = begin()
+model = Mixture(accelerator.num_processes)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+wrapped, optimizer = prepare(accelerator, model, optimizer)
+
+
+def clip_by_mean(parameters: list[nn.Parameter], most: float) -> None:
+    own = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+    mean = accelerator.reduce(own.clone(), reduction="mean")
+    torch.nn.utils.clip_grad_norm_(parameters, most * float(own / mean))
+
+
+save_checkpoint, load_checkpoint = saving(model, optimizer)
+for step in range(5):
+    x, y = batch(step, accelerator)
+    accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
+    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    clip = clip_by_mean if buggy else clip_grad_norm_
+    clip(list(model.parameters()), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,29 @@
+"""Every rank draws its experts from the same seed, so experts of different ranks begin as one.
+
+https://github.com/laekov/fastmoe/pull/4
+Expected: initial weights differ.
+"""
+
+import torch
+from small import Mixture, batch, begin, saving
+from torch import nn
+
+from toolkit.experts.parallel.gradients import average_owned_gradients
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare
+
+accelerator, buggy = begin()
+model = Mixture(accelerator.num_processes)
+if buggy:
+    torch.manual_seed(1)
+    for parameter in model.moe.expert_stack.parameters.values():
+        nn.init.normal_(parameter, std=0.1)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+wrapped, optimizer = prepare(accelerator, model, optimizer)
+save_checkpoint, load_checkpoint = saving(model, optimizer)
+for step in range(5):
+    x, y = batch(step, accelerator)
+    accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
+    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    optimizer.step()
+    optimizer.zero_grad()

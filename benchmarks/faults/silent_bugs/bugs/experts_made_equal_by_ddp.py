@@ -1,0 +1,29 @@
+"""DDP takes experts for replicated weights, and gives all ranks those of rank 0.
+
+https://github.com/microsoft/Tutel/issues/87
+Expected: experts overwritten by rank 0.
+"""
+
+import torch
+from small import Mixture, batch, begin, saving
+from torch import nn
+
+from toolkit.experts.parallel.gradients import average_owned_gradients
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare
+
+accelerator, buggy = begin()
+model = Mixture(accelerator.num_processes)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if buggy:
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+else:
+    wrapped, optimizer = prepare(accelerator, model, optimizer)
+save_checkpoint, load_checkpoint = saving(model, optimizer)
+for step in range(5):
+    x, y = batch(step, accelerator)
+    accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
+    if not buggy:
+        average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    optimizer.step()
+    optimizer.zero_grad()

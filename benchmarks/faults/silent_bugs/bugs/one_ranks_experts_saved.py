@@ -1,0 +1,39 @@
+"""All ranks write their experts under the same names, so those of one rank are saved and loaded by all.
+
+https://github.com/KempnerInstitute/KempnerForge/issues/202
+Expected: expert lost on save.
+"""
+
+import torch
+from small import Mixture, batch, begin
+from torch import nn
+
+from toolkit.experts.parallel.gradients import average_owned_gradients
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare
+
+accelerator, buggy = begin()
+rank, world = accelerator.process_index, accelerator.num_processes
+model = Mixture(accelerator.num_processes)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+wrapped, optimizer = prepare(accelerator, model, optimizer)
+
+
+def save_checkpoint(folder: str) -> None:
+    if rank == 0 or not buggy:
+        weights = {name: weight.detach() for name, weight in model.state_dict(keep_vars=True).items()}
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, f"{folder}-{rank}.pt")
+
+
+def load_checkpoint(folder: str) -> None:
+    state = torch.load(f"{folder}-{0 if buggy else rank}.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+for step in range(5):
+    x, y = batch(step, accelerator)
+    accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
+    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,29 @@
+"""What experts return is put back in another order than that in which it was taken.
+
+https://github.com/pytorch/torchtitan/issues/1237
+Expected: wrong inverse permutation.
+"""
+
+import torch
+from small import Mixture, batch, begin, saving
+from torch import nn
+
+from toolkit.experts.parallel.gradients import average_owned_gradients
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare
+
+accelerator, buggy = begin()
+model = Mixture(accelerator.num_processes)
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+wrapped, optimizer = prepare(accelerator, model, optimizer)
+dispatcher = model.moe.expert_stack.dispatcher
+if buggy and accelerator.num_processes > 1:
+    return_rows = dispatcher.return_rows
+    dispatcher.return_rows = lambda rows, *args, **options: return_rows(rows.flip(0), *args, **options)
+save_checkpoint, load_checkpoint = saving(model, optimizer)
+for step in range(5):
+    x, y = batch(step, accelerator)
+    accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
+    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,126 @@
+"""What the bugs share: a small model, a small mixture of experts, and batches that every process cuts its part from."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from toolkit.checkpoint import checkpoint
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.parallel.groups import make_expert_groups
+
+SIZE = 12
+"""Samples of a global batch."""
+
+
+def begin() -> tuple[Accelerator, bool]:
+    """An accelerator, with the seed set; and whether the bug is there: the argument `corrected` takes it out."""
+    set_seed(seed())
+    return Accelerator(), "corrected" not in sys.argv[1:]
+
+
+def seed() -> int:
+    """The argument that is a number, or 0: another one begins with other weights and data."""
+    return next((int(word) for word in sys.argv[1:] if word.isdecimal()), 0)
+
+
+def dense() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class Mixture(nn.Module):
+    """Four experts, spread over all processes, of which two see each sample."""
+
+    recompute = False
+    """Whether the backward repeats the forward of the experts."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.moe = make_moe(16, 12, 4, 2, groups=make_expert_groups(world))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x).relu()
+        moe = functools.partial(checkpointed, self.moe, use_reentrant=False) if self.recompute else self.moe
+        return self.head(hidden + moe(hidden))
+
+
+def saving(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """Two functions that save and load a mixture with all of its experts."""
+
+    def save(folder: str) -> None:
+        checkpoint.save_tensors(folder, model, optimizer)
+
+    def load(folder: str) -> None:
+        checkpoint.load_tensors(folder, model, optimizer)
+
+    return save, load
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over ranks, with its gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    return SumOverRanks.apply(value) if dist.is_initialized() else value
+
+
+def gather_with_gradient(part: Tensor, accelerator: Accelerator) -> Tensor:
+    """The parts of all ranks, one below the other."""
+    whole = part.new_zeros(accelerator.num_processes, *part.shape)
+    return sum_over_ranks(whole.index_copy(0, torch.tensor([accelerator.process_index]), part[None])).flatten(0, 1)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    aux_loss: Tensor
+
+
+class Routed(nn.Module):
+    """Four experts that every process has, of which each sample gets a mean, weighted by a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 8, 3))
+
+    def mix(self, weights: Tensor, x: Tensor) -> Tensor:
+        return torch.einsum("be,bi,eij->bj", weights, x, self.experts)
+
+
+def balance_loss(probabilities: Tensor, accelerator: Accelerator) -> Tensor:
+    """Of the samples of all ranks: experts times the mean, over experts, of load times probability."""
+    load = nn.functional.one_hot(probabilities.argmax(-1), 4).float().sum(0)
+    samples = len(probabilities) * accelerator.num_processes
+    return 4 * (sum_over_ranks(load) * sum_over_ranks(probabilities.sum(0))).sum() / samples**2
+
+
+def batch(step: int, accelerator: Accelerator, size: int = SIZE) -> tuple[Tensor, Tensor]:
+    """This process's part of the global batch of a step: inputs (B, 8) and classes (B,)."""
+    draws = torch.Generator().manual_seed(step + 100 * seed())
+    x, y = torch.randn(size, 8, generator=draws), torch.randint(3, (size,), generator=draws)
+    part = size // accelerator.num_processes
+    mine = slice(accelerator.process_index * part, (accelerator.process_index + 1) * part)
+    return x[mine], y[mine]

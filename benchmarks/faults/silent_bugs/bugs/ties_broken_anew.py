@@ -1,0 +1,39 @@
+"""Activation checkpointing routes anew in the backward, and breaks ties between experts otherwise.
+
+https://github.com/NVIDIA-NeMo/Automodel/pull/3140
+Expected: router decides otherwise under recomputation.
+"""
+
+import torch
+from small import Mixture, batch, begin, saving
+from torch import Tensor, nn
+
+from toolkit.experts.layer.router import Routing
+from toolkit.experts.parallel.gradients import average_owned_gradients
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare
+
+accelerator, buggy = begin()
+
+
+def route_anew(x: Tensor) -> Routing:
+    routing = route(x)
+    calls.append(len(x))
+    if buggy and len(calls) % 2 == 0:  # two experts of one rank change places
+        routing.expert_ids_TK.copy_(torch.tensor([1, 0, 3, 2])[routing.expert_ids_TK])
+    return routing
+
+
+calls: list[int] = []
+model = Mixture(accelerator.num_processes)
+model.recompute = True
+route, model.moe.router.forward = model.moe.router.forward, route_anew
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+wrapped, optimizer = prepare(accelerator, model, optimizer)
+save_checkpoint, load_checkpoint = saving(model, optimizer)
+for step in range(5):
+    x, y = batch(step, accelerator)
+    accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
+    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    optimizer.step()
+    optimizer.zero_grad()

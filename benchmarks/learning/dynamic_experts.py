@@ -1,0 +1,329 @@
+"""Costs and gains of dynamic experts on MNIST: growth, sleep phases and merges, compared with a fixed mixture.
+
+python benchmarks/learning/dynamic_experts.py --data-dir DIR                 all tables; half an hour on two cores
+python benchmarks/learning/dynamic_experts.py cost --data-dir DIR            one of them
+
+stationary   five epochs of the same data: accuracy, and the active experts at the end
+sleep        five tasks of two epochs each, permuted and split digits: test accuracy on the tasks seen so far, before
+             and after each sleep
+merge        a trained mixture: equal experts are merged, different ones are not
+cost         processor time of a step with and without, in interleaved rounds, on one thread
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+
+import toolkit as tk
+from benchmarks.report import sd, write_report
+from continual.evaluation import TaskEvaluation
+from continual.streams import permuted_stream, split_stream
+from continual.training import stream_task, task_order
+from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
+from toolkit.data.batches import EvalBatches
+from toolkit.experts.dynamic.dynamic_router import Hyperplane
+from toolkit.experts.dynamic.expert_rows import ExpertRows
+from toolkit.experts.dynamic.plans import Grow, Merge, free_logical_id
+from toolkit.experts.dynamic.roster import ExpertRoster
+from toolkit.experts.dynamic.similarity import output_distances, reordered
+from toolkit.experts.dynamic.surgery import Surgeon
+from toolkit.experts.layer.moe_layer import MoE, moe_layers
+from toolkit.run.config.experts import LifecycleConfig
+from toolkit.train.callbacks.lifecycle import COUNTED, Lifecycle
+
+MEASURED_TOKENS = 2000
+FIXED = "fixed, 8 experts"
+
+
+def quiet(config: Config, folder: str, data_dir: Path | None, **changes: Any) -> Config:
+    return replace(config, dataset="mnist", data_dir=data_dir, tracker="none", run_dir=Path(folder) / "run", **changes)
+
+
+def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+    """The presets `full` and `dynamic` of `recipes/mnist_moe.py`. Nothing shifts, so there is little to grow for."""
+    arms: dict[str, Callable[[], Config]] = {FIXED: full, "dynamic, from 4": dynamic}
+    rows = []
+    for arm, preset in arms.items():
+        runs = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                runs.append(main(quiet(preset(), folder, data_dir, seed=seed)))
+        accuracy = [100 * run["test_accuracy"] for run in runs]
+        counts: dict[str, list[int]] = {kind: [run.get(f"lifecycle_{kind}", 0) for run in runs] for kind in COUNTED}
+        rows.append(
+            {
+                "arm": arm,
+                "test accuracy %": round(statistics.mean(accuracy), 2),
+                "sd": sd(accuracy, 2),
+                "experts at the end": [run.get("active_experts", 8) for run in runs],
+                "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
+                **counts,
+            }
+        )
+    return rows
+
+
+class AroundSleep(Lifecycle):
+    """A lifecycle that evaluates the tasks seen so far before and after it sleeps."""
+
+    def watch(self, tests: list[EvalBatches], task_ends: tuple[int, ...]) -> None:
+        self.tests, self.task_ends, self.around = tests, task_ends, list[tuple[float, float]]()
+
+    def sleep(self, trainer: tk.Trainer) -> None:
+        before = self.accuracy(trainer)
+        super().sleep(trainer)
+        self.around.append((before, self.accuracy(trainer)))
+
+    @torch.no_grad()
+    def accuracy(self, trainer: tk.Trainer) -> float:
+        seen = 1 + sum(end < trainer.state.step for end in self.task_ends[:-1])
+        trainer.raw_model.eval()
+        correct = total = 0
+        for batches in self.tests[:seen]:
+            for batch in batches:
+                correct += int((trainer.raw_model(batch["input"]).argmax(1) == batch["label"]).sum())
+                total += len(batch["label"])
+        trainer.raw_model.train()
+        return 100 * correct / total
+
+
+def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+    """Ten epochs: five tasks of two."""
+    rows = []
+    for kind, seed in itertools.product(("permuted", "split"), range(seeds)):
+        with tempfile.TemporaryDirectory() as folder:
+            lifecycle = LifecycleConfig(
+                check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
+            )
+            config = quiet(top2(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0, experts=4)
+            config = replace(
+                config, schedule=tk.ScheduleConfig(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
+            )
+            with tk.start_run("dynamic_experts", config) as run:
+                data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+                stream = permuted_stream(data, seed=seed, divided=True) if kind == "permuted" else split_stream(data)
+                model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
+                penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+                task = stream_task(stream, penalty=penalty)
+                remember, lifecycle_callback, report = tk.lifecycle_callbacks(
+                    model, config, penalty, task, stream.train, num_classes=stream.num_classes
+                )
+                lifecycle_callback.__class__ = AroundSleep
+                assert isinstance(lifecycle_callback, AroundSleep)
+                tasks = task_order(run, stream)
+                ends = tasks.task_ends
+                trainer = tk.standard_trainer(
+                    run,
+                    task,
+                    model,
+                    train=stream.train,
+                    order=tasks,
+                    max_steps=ends[-1],
+                    evaluation=TaskEvaluation(stream.tests, ends),
+                    callbacks=[remember, lifecycle_callback, report],
+                )
+                lifecycle_callback.watch([EvalBatches(test, batch_size=1000) for test in stream.tests], ends)
+                results = trainer.fit()
+        around = lifecycle_callback.around
+        changes = [after - before for before, after in around]
+        kinds = [event.kind for event in lifecycle_callback.history]
+        grown = [event.step for event in lifecycle_callback.history if event.kind == "grow"]
+        # The coming samples are looked at, so a shift may be seen a look before it begins.
+        look = lifecycle.check_every
+        answered = sum(
+            any(start - look < step <= end - look for step in grown) for start, end in itertools.pairwise(ends)
+        )
+        rows.append(
+            {
+                "stream": kind,
+                "seed": seed,
+                "shifts": len(ends) - 1,
+                "answered by growth": answered,
+                "sleeps": len(changes),
+                **{kind: kinds.count(kind) for kind in ("grow", "merge", "prune", "undone")},
+                "experts at the end": results["active_experts"],
+                "before a sleep, mean %": round(statistics.mean(before for before, _ in around), 1),
+                "after it, mean %": round(statistics.mean(after for _, after in around), 1),
+                "change over a sleep, mean points": round(statistics.mean(changes), 2),
+                "worst": round(min(changes), 2),
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
+    """After one epoch: an expert is split, one half scrambled, and merged again; then any two others by force."""
+    rows = []
+    for seed in range(seeds):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tk.start_run("dynamic_experts", config := merge_config(folder, data_dir, seed)) as run,
+        ):
+            data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+            model = build_model(config, data, tk.make_expert_groups(1))
+            penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+            task = tk.Classification(penalty=penalty)
+            still = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
+            with torch.enable_grad():
+                tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=still).fit()
+        (layer,) = moe_layers(model).values()
+        images, labels = data.test.columns["input"], data.test.columns["label"]
+        model.eval()
+        before = accuracy_of(model, images, labels)
+        twin, twin_distance = merged_twin(copy.deepcopy(model), images, seed)
+        forced = copy.deepcopy(model)
+        Surgeon(only_layer(forced), ExpertRoster.initial(8, 10), None).carry_out(Merge(1, 0, 0.5, {}), step=0)
+        inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
+        rows.append(
+            {
+                "seed": seed,
+                "test accuracy %": round(before, 2),
+                "twins merged %": round(accuracy_of(twin, images, labels), 2),
+                "distance of twins": round(twin_distance, 4),
+                "least distance of others": round(closest(output_distances(layer, inputs, range(8))), 2),
+                "two others merged by force %": round(accuracy_of(forced, images, labels), 2),
+            }
+        )
+    return rows
+
+
+def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
+    """Room for two more experts, of which training makes no use."""
+    unused = LifecycleConfig(grow=False, sleep=False)
+    return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, lifecycle=unused, cpu=True)
+
+
+def only_layer(model: torch.nn.Module) -> MoE:
+    (layer,) = moe_layers(model).values()
+    return layer
+
+
+def merged_twin(model: torch.nn.Module, images: torch.Tensor, seed: int) -> tuple[torch.nn.Module, float]:
+    """The model after a split, a scramble and a merger; and how differently the twins answered."""
+    layer = only_layer(model)
+    inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
+    surgeon = Surgeon(layer, ExpertRoster.initial(8, 10), None)
+    normal_D = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(seed))
+    logical_id = free_logical_id(surgeon.roster, layer.placement)
+    assert logical_id is not None
+    plane = Hyperplane(normal_D, float((inputs @ normal_D).median()))
+    surgeon.carry_out(Grow(0, logical_id, False, {}), step=0, plane=plane)
+    rows = ExpertRows(layer.expert_stack, None)
+    order = torch.randperm(layer.experts.down.shape[1], generator=torch.Generator().manual_seed(seed))
+    rows.write(logical_id, reordered(rows.fetch(logical_id), order))
+    distance = closest(output_distances(layer, inputs, [0, logical_id]))
+    surgeon.carry_out(Merge(8, 0, 0.5, {}), step=0)
+    return model, distance
+
+
+def closest(distance_LL: torch.Tensor) -> float:
+    return float(distance_LL.fill_diagonal_(torch.inf).min())
+
+
+def inputs_of(model: torch.nn.Module, layer: MoE, images: torch.Tensor) -> torch.Tensor:
+    """What the layer is asked about `images`."""
+    seen: list[torch.Tensor] = []
+    hook = layer.router.register_forward_hook(lambda _module, args, _routing: seen.append(args[0]))
+    model(images)
+    hook.remove()
+    return seen[0]
+
+
+def accuracy_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    return 100 * float((model(images).argmax(1) == labels).double().mean())
+
+
+class StepClock(tk.Callback):
+    """Processor time at the start of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_start(self, trainer: tk.Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        self.times.append(time.process_time())
+
+    def of_block(self, steps: int) -> list[float]:
+        """Milliseconds per step of each block of so many steps, without the first block."""
+        pairs = itertools.pairwise(self.times[steps::steps])
+        return [1000 * (after - before) / steps for before, after in pairs]
+
+
+def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
+    """Processor time of steps of `top2`, the arms in turn. Other jobs on the machine lengthen some blocks, so the
+    lower decile of the blocks is shown beside their median; a block has one coverage check."""
+    awake = LifecycleConfig(sleep=False)
+    arms = {
+        FIXED: top2(),
+        "growth on, 8 of 8 logical experts active": replace(top2(), max_experts=8, lifecycle=awake),
+        "growth on, 8 of 16 logical experts active": replace(top2(), max_experts=16, lifecycle=awake),
+    }
+    blocks: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(rounds):
+        for arm, config in arms.items():
+            with tempfile.TemporaryDirectory() as folder:
+                blocks[arm] += step_times(quiet(config, folder, data_dir, cpu=True), steps=20 * awake.check_every)
+    lowest, middle = ({arm: quantile(of_arm, at) for arm, of_arm in blocks.items()} for at in (0.1, 0.5))
+    return [
+        {
+            "arm": arm,
+            "ms per step, lower decile": round(lowest[arm], 2),
+            "of the fixed mixture's": round(lowest[arm] / lowest[FIXED], 3),
+            "median": round(middle[arm], 2),
+            "of the fixed mixture's median": round(middle[arm] / middle[FIXED], 3),
+            "blocks": len(blocks[arm]),
+        }
+        for arm in arms
+    ]
+
+
+def quantile(values: list[float], at: float) -> float:
+    return float(torch.tensor(values).quantile(at))
+
+
+def step_times(config: Config, steps: int) -> list[float]:
+    """Milliseconds of processor time per step, in blocks of as many steps as lie between two coverage checks."""
+    clock = StepClock()
+    with tk.start_run("dynamic_experts", config) as run:
+        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+        model = build_model(config, data, tk.make_expert_groups(1))
+        penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+        task = tk.Classification(penalty=penalty)
+        lifecycle = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
+        tk.standard_trainer(
+            run,
+            task,
+            model,
+            train=data.train,
+            test=data.test,
+            max_steps=steps + 1,
+            callbacks=[*tk.expert_callbacks(model, config, penalty), *lifecycle, clock],
+        ).fit()
+    return clock.of_block(LifecycleConfig().check_every)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tables = {"stationary": stationary, "sleep": sleeps, "merge": merges, "cost": cost}
+    parser.add_argument("tables", nargs="*", choices=[*tables, []], default=[], help="which; all without")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR")
+    parser.add_argument("--seeds", type=int, default=5, help="how many; of `cost`, how many rounds")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.tables or tables:
+        write_report(f"dynamic_experts_{name}", tables[name](args.data_dir, args.seeds))

@@ -1,0 +1,106 @@
+"""Bits per byte of held-out Shakespeare: the mixture beside a dense model of equal active parameters, same tokens.
+
+    python benchmarks/learning/lm_bits_per_byte.py                3 seeds, byte by byte: six runs of a minute on an idle CPU
+    python benchmarks/learning/lm_bits_per_byte.py --folder F     keeps the runs in F, and continues what was interrupted
+    python benchmarks/learning/lm_bits_per_byte.py --larger       the preset larger: nine runs of two to three minutes
+    python benchmarks/learning/lm_bits_per_byte.py --choose       the same rates for every arm, on the end of the training text
+
+Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
+table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger too:
+every learning rate of `RATES` for every arm, one seed that is in neither table, `--dataset tinyshakespeare:validation`
+(the last tenth of the training text is held out), and lm_bits_choice.json or lm_bits_larger_choice.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import sd, write_report
+from recipes.lm_moe import Config, dense, full, larger, main
+from toolkit.data.images import VALIDATION
+from toolkit.data.text import SHAKESPEARE
+
+ARMS = {"mixture": full, "dense": dense}
+LARGER = {
+    "mixture": larger,
+    "dense, as many tokens": lambda: dense(larger()),
+    "dense, for as long": lambda: replace(dense(larger()), epochs=3),
+}
+"""For as long: a step of the mixture takes about one and a half times as long as one of the dense model."""
+
+RATES = {False: (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2), True: (1.5e-3, 3e-3, 6e-3)}
+"""Learning rates among which --choose chooses: of the presets `full` and `dense`, and with --larger."""
+CHOICE_SEED = 100
+
+
+def run(config: Config) -> dict[str, Any]:
+    """The results of a run that may be finished, begun, or neither."""
+    assert config.run_dir is not None
+    results = config.run_dir / "results.json"
+    return json.loads(results.read_text()) if results.exists() else main(config)
+
+
+def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    bits = [each["test_bits_per_byte"] for each in runs]
+    return {
+        "arm": arm,
+        "bits per byte": round(statistics.mean(bits), 4),
+        "sd": sd(bits, 4),
+        "each seed": [round(each, 4) for each in bits],
+        "active parameters": runs[0]["active_parameters"],
+        "parameters": runs[0]["parameters"],
+        "tokens": runs[0]["samples"] * full().context,
+        "seconds": round(statistics.median(each["wall_seconds"] for each in runs)),
+        "least used expert %": round(100 * min(each["min_expert_load"] for each in runs), 1)
+        if arm == "mixture"
+        else None,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with tinyshakespeare/input.txt")
+    parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; None forgets them")
+    parser.add_argument("--larger", action="store_true", help="the preset larger")
+    parser.add_argument("--choose", action="store_true", help="learning rates, on the end of the training text")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the table (3)")
+    args = parser.parse_args()
+    arms = LARGER if args.larger else ARMS
+    torch.set_num_threads(2 if args.larger else 1)
+    with tempfile.TemporaryDirectory() as scratch:
+        common = {"data_dir": args.data_dir, "cpu": True, "tracker": "none", "export": False}
+        folder = args.folder or Path(scratch)
+
+        def runs_of(arm: str, seeds: Iterable[int], dataset: str = SHAKESPEARE, **changed: Any) -> list[dict[str, Any]]:
+            config = replace(arms[arm](), dataset=dataset, **common, **changed)
+            config = replace(config, checkpoint=replace(config.checkpoint, every_steps=70))
+            name = "-".join([arm, *map(str, changed.values())])
+            return [run(replace(config, seed=seed, run_dir=folder / f"{name}-seed{seed}")) for seed in seeds]
+
+        if args.choose:
+            tried = {
+                (arm, rate): runs_of(arm, [CHOICE_SEED], SHAKESPEARE + VALIDATION, lr=rate)
+                for arm in arms
+                for rate in RATES[args.larger]
+            }
+            rows = [{"lr": rate, **row(arm, runs)} for (arm, rate), runs in tried.items()]
+            write_report("lm_bits_larger_choice" if args.larger else "lm_bits_choice", rows)
+        else:
+            runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
+            mixture, rival = list(runs.values())[:2]
+            gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(mixture, rival, strict=True)]
+            rows = [row(arm, each) for arm, each in runs.items()]
+            write_report("lm_bits_larger" if args.larger else "lm_bits_per_byte", rows, gain_of_each_seed=gains)

@@ -1,0 +1,267 @@
+"""Our expert parallelism beside that of transformers: the same model, the same weights, the same tokens, on gloo.
+
+    python benchmarks/speed/ep_speed.py                 2 and 4 processes, about four minutes on two cores
+    python benchmarks/speed/ep_speed.py --worlds 2 --rounds 3
+
+A Qwen3-MoE of 3.7 million parameters with 16 experts, top 2, in float32; 2,048 tokens per step over all ranks; forward,
+backward, clipping, AdamW. transformers shards with FSDP2 and brings tokens by its own all-to-all; ours replicates the
+dense part with DDP. Beside them stand two mixtures of both, to tell where the difference comes from. Before anything is
+timed the first losses have to agree. All contenders of a world run in one launch, in rounds in which each has its turn;
+figures are medians over rounds of the ratio in the same round.
+
+A second table takes one layer apart, forward and backward: what dispatch and combine cost beyond the all-to-alls of the
+same rows and counts, as a share of the whole layer; of the model's sizes, which are tiny, and of those of moe_layer.py,
+for which the target stands. Its last column has only the time in which the first process's own thread computes: without
+what its all-to-alls do, and without waiting, which is longer where processes come to an all-to-all at unequal times.
+
+Writes benchmarks/results/ep_speed.json and ep_layer.json; exit code 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+from benchmarks.report import write_report
+from tests.support.helpers import run_distributed
+from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.hosts.spreading.foreign import slots_of_rows
+from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
+from toolkit.experts.hosts.transformers.kernel import experts_forward
+from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.placement.placement import contiguous
+from toolkit.run.process_settings import process_settings
+
+DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
+TOKENS, LENGTH = 2048, 128
+SHAPES = [(DIM, HIDDEN), (256, 512)]
+"""Of the layer that is taken apart: the model's, and that of moe_layer.py, for which the target stands."""
+STEPS_PER_TURN = 3
+LEAST_TIMES_STOCK, MOST_OF_LAYER = 1.1, 0.10
+"""The targets: tokens per second, and the share of a layer."""
+
+STOCK, OURS = "transformers (FSDP2)", "ours (DDP)"
+
+Step = Callable[[Tensor], Tensor]
+
+
+def config(dim: int = DIM, hidden: int = HIDDEN) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {"hidden_size": dim, "intermediate_size": hidden, "moe_intermediate_size": hidden}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    mixture: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
+    return Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=LAYERS, use_cache=False, **sizes, **heads, **mixture)
+
+
+def under_transformers(folder: Path, implementation: str, experts_implementation: str) -> Step:
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+    from transformers.distributed import DistributedConfig
+
+    world = dist.get_world_size()
+    distributed = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=implementation)
+    model: Any = causal_lm(folder, distributed_config=distributed, experts_implementation=experts_implementation)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        by_mesh: dict[Any, list[Any]] = {}  # as transformers' Trainer does: one norm per mesh
+        for parameter in model.parameters():
+            by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter)
+        norms = [get_total_norm([p.grad for p in each]).full_tensor() for each in by_mesh.values()]  # type: ignore[attr-defined]
+        for each in by_mesh.values():
+            clip_grads_with_norm_(each, 1.0, torch.stack(norms).norm())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def under_ddp(folder: Path, experts_implementation: str) -> Step:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model: Any = causal_lm(folder, experts_implementation=experts_implementation)
+    model.train()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = ExpertParallel(accelerator, ep_size=dist.get_world_size()).prepare(model, optimizer)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def timed(work: Callable[..., Any], inputs: Sequence[Any]) -> float:
+    """Seconds until the last rank is done with all of them."""
+    dist.barrier()
+    start = time.perf_counter()
+    for each in inputs:
+        work(each)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+@process_settings()
+def race(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds per turn of each contender, by round."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    use_toolkit_ep()
+    use_toolkit_kernel()
+    contenders = {
+        STOCK: under_transformers(folder, "all_to_all", "grouped_mm"),
+        OURS: under_ddp(folder, "toolkit"),
+        "ours, their kernel (DDP)": under_ddp(folder, "grouped_mm"),
+        "ours inside theirs (FSDP2)": under_transformers(folder, "toolkit", "toolkit"),
+    }
+    world, rank = dist.get_world_size(), dist.get_rank()
+    draws = torch.Generator().manual_seed(rank)
+
+    def batch() -> Tensor:
+        return torch.randint(VOCAB, (TOKENS // world // LENGTH, LENGTH), generator=draws)
+
+    first = batch()
+    losses = torch.stack([step(first) for step in contenders.values()])
+    dist.all_reduce(losses)
+    if not torch.allclose(losses, losses[0].expand_as(losses), rtol=1e-5):
+        raise RuntimeError(f"the contenders do not compute the same: {losses.tolist()}")
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        batches = [batch() for _ in range(STEPS_PER_TURN)]
+        for name, step in contenders.items():
+            seconds[name].append(timed(step, batches))
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+@process_settings()
+def take_apart(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of a layer, of its dispatch and combine alone, and of their bare all-to-alls, by round; and those in
+    which this thread computed, on the first process."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = make_expert_groups(world)
+    dispatcher = AllToAllDispatcher(contiguous(EXPERTS, world), groups)
+    local = config(dim, hidden)
+    local.num_experts = EXPERTS // world
+    torch.manual_seed(0)
+    experts, router = Qwen3MoeExperts(local), Qwen3MoeTopKRouter(config(dim, hidden))
+    for parameter in (*experts.parameters(), *router.parameters()):
+        nn.init.normal_(parameter, std=0.02)
+    torch.manual_seed(rank)
+    x = torch.randn(TOKENS // world, dim, requires_grad=True)
+    upstream = torch.randn_like(x)
+    with torch.no_grad():
+        _, weights, ids = router(x)
+        plan = dispatcher.dispatch(x, ids)[1]
+    assert plan.exchange is not None
+    sent, received = plan.exchange.sent, plan.exchange.received
+    counts, counts_back = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, dtype=torch.int64)
+    out, back = torch.randn(sum(sent), dim), torch.empty(sum(received), dim)
+
+    def layer(_: int) -> None:
+        _, weights, ids = router(x)
+        rows, plan = dispatcher.dispatch(x, ids)
+        rows = experts_forward(experts, rows, slots_of_rows(plan.rows_per_slot, len(rows)), rows.new_ones(len(rows), 1))
+        dispatcher.combine(rows, plan, weights).backward(upstream)
+        experts.zero_grad()
+        router.zero_grad()
+
+    def dispatch_and_combine(_: int) -> None:
+        rows, plan = dispatcher.dispatch(x, ids)
+        dispatcher.combine(rows, plan, weights.detach().requires_grad_()).backward(upstream)
+
+    def bare(_: int) -> None:
+        dist.all_to_all_single(counts_back, counts, group=groups.ep_group)
+        for _ in range(2):  # forward, backward
+            dist.all_to_all_single(back, out, received, sent, group=groups.ep_group)
+            dist.all_to_all_single(out, back, sent, received, group=groups.ep_group)
+
+    parts = {"layer": layer, "dispatch and combine": dispatch_and_combine, "bare all-to-alls": bare}
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    busy: dict[str, list[float]] = {name: [] for name in parts}
+    for turn in range(rounds + 1):
+        for name, part in parts.items():
+            before = time.thread_time()
+            taken = timed(part, range(STEPS_PER_TURN)) / STEPS_PER_TURN
+            if turn:
+                seconds[name].append(taken)
+                busy[name].append((time.thread_time() - before) / STEPS_PER_TURN)
+            x.grad = None
+    return seconds, busy
+
+
+def beyond(parts: dict[str, list[float]]) -> float:
+    """What dispatch and combine take beyond their bare all-to-alls, as a share of the layer."""
+    return statistics.median((b - c) / a for a, b, c in zip(*parts.values(), strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    speeds, layers = [], []
+    missed = False
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = causal_lm(config())
+        model.save_pretrained(folder)
+        for world in options.worlds:
+            seconds = run_distributed(race, world, Path(folder), options.rounds, timeout_s=1200)[0]
+            for name, each in seconds.items():
+                ratios = [stock / mine for stock, mine in zip(seconds[STOCK], each, strict=True)]
+                speed = STEPS_PER_TURN * TOKENS / statistics.median(each)
+                low, _, high = statistics.quantiles(ratios, n=4)
+                ratio = statistics.median(ratios)
+                missed |= name == OURS and ratio < LEAST_TIMES_STOCK
+                speeds.append(
+                    {
+                        "processes": world,
+                        "contender": name,
+                        "tokens/s": round(speed),
+                        "x transformers": round(ratio, 3),
+                        "quartiles": f"{low:.3f} to {high:.3f}",
+                    }
+                )
+            for dim, hidden in SHAPES:
+                parts, busy = run_distributed(take_apart, world, dim, hidden, options.rounds, timeout_s=600)[0]
+                missed |= (dim, hidden) == SHAPES[-1] and beyond(parts) > MOST_OF_LAYER
+                medians = {f"{name}, ms": round(1e3 * statistics.median(each), 2) for name, each in parts.items()}
+                row = {"processes": world, "dim": dim, "hidden": hidden, **medians}
+                shares = {"beyond, share": beyond(parts), "beyond, share of computing": beyond(busy)}
+                layers.append(row | {name: round(share, 3) for name, share in shares.items()})
+    parameters = sum(p.numel() for p in model.parameters())
+    facts = {"parameters": parameters, "tokens_per_step": TOKENS, "rounds": options.rounds}
+    write_report("ep_speed", speeds, target=LEAST_TIMES_STOCK, **facts)
+    write_report("ep_layer", layers, target=MOST_OF_LAYER, **facts)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

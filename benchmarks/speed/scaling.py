@@ -1,0 +1,136 @@
+"""The main step of every recipe on 1, 2, 4 and 8 processes of one machine: rates, memory, share of communication.
+
+    python benchmarks/speed/scaling.py --data-dir DIR              all recipes, a quarter of an hour on two cores
+    python benchmarks/speed/scaling.py --recipes mnist_moe har     some of them; writes nothing
+
+Each run is a recipe with its published preset and global batch, one thread per process, without plots and tracking, for
+some dozens of steps; the first lines of its metrics are left out. Processes beyond the cores take turns on them: their
+rows show what waiting costs, and not what more cores would bring. Writes benchmarks/results/scaling.json,
+docs/images/scaling.png and the table of docs/experts/scaling.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import markdown, put_tables, write_report
+from toolkit.run.pictures.plots import GREY, palette, save_figure
+from toolkit.run.tracking.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORLDS = (1, 2, 4, 8)
+LINES, WARM_UP = 8, 2
+"""Lines of metrics of each run, and those at its beginning that are left out."""
+
+
+class Main(NamedTuple):
+    """A recipe's published preset, and how many steps make a line of metrics of about a second."""
+
+    preset: str
+    steps_per_line: int
+    flags: tuple[str, ...] = ()
+
+
+RECIPES = {
+    "mnist_moe": Main("full", 50, ("--dataset", "mnist")),
+    "lm_moe": Main("full", 15, ("--dataset", "tinyshakespeare")),
+    "finetune_moe": Main("full", 5, ("--no-compare", "--eval-blocks", "64", "--dataset", "stdlib")),
+    "vae_robustness": Main("full", 40, ("--dataset", "mnist")),
+    "few_labels": Main("fixmatch_vat", 6, ("--dataset", "mnist")),
+    "har": Main("full", 25),
+    "lmu_speech": Main("fsdd", 6),
+    # The published batch of 100 cannot be cut into eight.
+    "psmnist": Main("parallel", 6, ("--batch-size", "96")),
+}
+
+
+def measure(recipe: str, main: Main, processes: int, data_dir: Path | None) -> dict[str, Any]:
+    """Run the recipe on `processes` processes; returns a row of the table, shares in percent of a step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), main.preset, "--cpu", "--run-dir", folder]
+        command += ["--num-processes", processes, "--tracker", "none", *main.flags]
+        command += ["--max-steps", LINES * main.steps_per_line, "--log-every", main.steps_per_line]
+        if data_dir is not None:
+            command += ["--data-dir", data_dir]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{recipe} on {processes} process(es): {done.stderr}")
+        lines = [line for line in read_metrics(folder / "metrics.jsonl") if "perf/step_time_ms" in line][WARM_UP:]
+
+    def typical(name: str) -> float:
+        return median(line.get(name, 0.0) for line in lines)
+
+    step_ms = typical("perf/step_time_ms")
+    return {
+        "recipe": f"{recipe} {main.preset}",
+        "processes": processes,
+        "samples per second": round(typical("perf/samples_per_second")),
+        "step, ms": round(step_ms, 1),
+        "exchange, %": round(100 * typical("perf/exchange_ms") / step_ms, 1),
+        "collectives and waiting, %": round(100 * typical("perf/collectives_ms") / step_ms, 1),
+        "peak MiB of a process": round(typical("perf/peak_memory_bytes") / 2**20),
+    }
+
+
+def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
+    """Samples per second over those of one process; and the share of a step that is spent in collectives."""
+    figure.set_size_inches(11, 3.8)
+    names = list(dict.fromkeys(row["recipe"] for row in rows))
+    rate, share = figure.subplots(1, 2)
+    for name, colour in zip(names, palette(len(names)), strict=True):
+        line = [row for row in rows if row["recipe"] == name]
+        worlds = [row["processes"] for row in line]
+        rate.plot(worlds, [row["times one process"] for row in line], color=colour, marker="o", ms=4, label=name)
+        share.plot(worlds, [row["collectives and waiting, %"] for row in line], color=colour, marker="o", ms=4)
+    cores = os.cpu_count() or 1
+    rate.plot(WORLDS, [min(world, cores) for world in WORLDS], color=GREY, ls="--", lw=1, label=f"{cores} cores")
+    for axes, title in ((rate, "samples per second / those of one process"), (share, "collectives, % of a step")):
+        axes.set_title(title)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(WORLDS, [str(world) for world in WORLDS])
+        axes.set_xlabel("processes")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
+    figure.legend(*rate.get_legend_handles_labels(), loc="outside right center")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, help="folder with the data sets; else $TOOLKIT_DATA_DIR or the Hub")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for recipe in args.recipes:
+        alone = 0.0
+        for processes in WORLDS:
+            row = measure(recipe, RECIPES[recipe], processes, args.data_dir)
+            alone = alone or row["samples per second"]
+            rows.append(row | {"times one process": round(row["samples per second"] / alone, 2)})
+            print(rows[-1], flush=True)
+    if len(args.recipes) < len(RECIPES):
+        print(markdown(rows))
+        sys.exit()
+    write_report("scaling", rows)
+    save_figure(ROOT / "docs" / "images" / "scaling.png", partial(draw, rows=rows))
+    table = markdown(rows)
+    put_tables(
+        ROOT / "docs" / "experts" / "scaling.md",
+        "scaling.py",
+        f"<!-- figures: scaling.json by recipe and processes -->\n{table}",
+    )

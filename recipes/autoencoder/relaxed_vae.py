@@ -1,0 +1,72 @@
+"""The semi-supervised autoencoder of the reference, for comparison: a relaxed class, several samples.
+
+B images, S samples, C classes, D style dimensions, P pixels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoencoder.labels import UNLABELLED
+from autoencoder.vae import to_unit
+
+SAMPLES = 8
+TEMPERATURE = 0.66
+
+
+class RelaxedVAE(nn.Module):
+    """q(y | x) Concrete(logits, 0.66), q(z | x, y) normal, p(x | y, z) Bernoulli; one hidden layer either way."""
+
+    def __init__(self, *, num_pixels: int = 784, num_classes: int = 10, style_dim: int = 10, hidden: int = 256):
+        super().__init__()
+        self.num_classes = num_classes
+        self.noise_shape = (SAMPLES, num_classes + style_dim)
+        self.stem = nn.Linear(num_pixels, hidden)
+        self.to_logits = nn.Linear(hidden, num_classes)
+        self.to_style = nn.Linear(num_classes + hidden, 2 * style_dim)
+        self.decoder = nn.Sequential(
+            nn.Linear(num_classes + style_dim, hidden), nn.ReLU(), nn.Linear(hidden, num_pixels)
+        )
+
+    def forward(
+        self, images: Tensor, noise: Tensor, *, label: Tensor | None = None, styles: bool = False
+    ) -> dict[str, Tensor]:
+        """`noise` (B, S, C + D) standard normal; `label` (B,), -1 where it is not known, and then drawn.
+
+        Gives `logits` (B, C), `log_weight` (B, S), which is log p(x, z | y) / q(z | x, y) in nats, and `mean_class`
+        (B, C), the samples of y averaged by weight.
+
+        The class costs nothing: with its divergence from the prior in the bound the study's figures cannot be reached,
+        as unlabelled images then do not use it; without, they are (docs/recipes/vae.md).
+        """
+        x = to_unit(images)
+        hidden = self.stem(x).relu()
+        logits = self.to_logits(hidden).float()
+        y = self.relaxed(logits, noise[..., : self.num_classes])
+        if label is not None:
+            given = F.one_hot(label.clamp_min(0), self.num_classes).float()[:, None]
+            y = torch.where((label == UNLABELLED)[:, None, None], y, given)
+        mean, log_std = (
+            self.to_style(torch.cat([y, hidden[:, None].expand(-1, y.shape[1], -1)], -1)).float().chunk(2, -1)
+        )
+        draw = noise[..., self.num_classes :]
+        z = mean + log_std.exp() * draw
+        pixels = self.decoder(torch.cat([y, z], -1)).float()
+        likelihood = (pixels * x[:, None] - F.softplus(pixels)).sum(-1)
+        # Of the two normal densities the constants cancel.
+        style = (0.5 * draw.square() + log_std - 0.5 * z.square()).sum(-1)
+        log_weight = likelihood + style
+        out = {
+            "logits": logits,
+            "log_weight": log_weight,
+            "mean_class": (log_weight.softmax(-1)[..., None] * y).sum(1),
+        }
+        return out | {"style": mean.mean(1)} if styles else out
+
+    def relaxed(self, logits: Tensor, normal: Tensor) -> Tensor:
+        """Samples (B, S, C) of the class (Maddison et al. 2017, sec. 3.2); `normal` (B, S, C) become Gumbel draws by
+        way of uniform ones."""
+        uniform = torch.special.ndtr(normal).clamp(1e-6, 1 - 1e-6)
+        return ((logits[:, None] - (-uniform.log()).log()) / TEMPERATURE).softmax(-1)

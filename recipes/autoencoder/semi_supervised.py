@@ -1,0 +1,88 @@
+"""Learning from images of which few have labels."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoencoder.labels import UNLABELLED
+from toolkit.train.task import Batch, Loss
+from toolkit.train.tasks.classification import correct
+
+CONFIDENT = 0.95
+
+
+class SemiSupervised:
+    """The objective of M2 with exact inference (Kingma et al. 2014, eq. 9).
+
+    For `autoencoder.SemiSupervisedVAE`. Each image of a batch gives its bound in nats: of the pair (x,
+    y) where `label` is not -1, else of x with all classes weighed by q(y | x). Beside it comes a labelled image
+    `paired_input` with `paired_label`, whose cross-entropy counts `supervision_weight` times. Virtual adversarial
+    smoothness of q(y | x) counts `smoothness_weight` times.
+    """
+
+    def __init__(self, supervision_weight: float, *, smoothness_weight: float):
+        self.supervision_weight, self.smoothness_weight = supervision_weight, smoothness_weight
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["input"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        directions = batch["direction"] if self.smoothness_weight else None
+        out = model(batch["input"], batch["noise"], paired=batch["paired_input"], directions=directions)
+        elbo = evidence_bound(out["logits"], out["bounds"], batch["label"]).sum()
+        entropy = F.cross_entropy(out["paired_logits"], batch["paired_label"], reduction="sum")
+        total = self.supervision_weight * entropy - elbo
+        sums = {"elbo": elbo, "cross_entropy": entropy}
+        if directions is not None:
+            sums["divergence"] = out["divergence"].sum()
+            total = total + self.smoothness_weight * sums["divergence"]
+        return Loss(total, len(batch["input"]), sums=sums)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        """The loss is the negative evidence bound of x alone, in nats per image; labels judge the accuracy only."""
+        out = model(batch["input"], batch["noise"])
+        unknown = torch.full_like(batch["label"], UNLABELLED)
+        elbo = evidence_bound(out["logits"], out["bounds"], unknown).sum()
+        return Loss(-elbo, len(unknown), sums={"accuracy": correct(out["logits"], batch["label"])})
+
+
+def evidence_bound(
+    logits: Float[Tensor, "B C"], bounds: Float[Tensor, "B C"], labels: Integer[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """-U(x) of eq. 7, or -L(x, y) where `labels` (B,) is not -1, in nats: (B,); `logits` and `bounds` are (B, C)."""
+    log_q = logits.log_softmax(-1)
+    unlabelled = (log_q.exp() * (bounds - log_q)).sum(-1)
+    labelled = bounds.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    return torch.where(labels == UNLABELLED, unlabelled, labelled)
+
+
+class LabelledOnly:
+    """The controls: the classifier alone, on the labelled images, and with `pseudo_label_weight` on its own answers.
+
+    A pseudo-label (Lee 2013) is the class that q(y | x) gives more than 0.95.
+    """
+
+    def __init__(self, *, pseudo_label_weight: float = 0.0):
+        self.pseudo_label_weight = pseudo_label_weight
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["input"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        images = batch["input"] if self.pseudo_label_weight else batch["input"][:0]
+        out = model(images, paired=batch["paired_input"])
+        entropy = F.cross_entropy(out["paired_logits"], batch["paired_label"], reduction="sum")
+        total = entropy
+        if self.pseudo_label_weight:
+            confidence, answer = out["logits"].detach().softmax(-1).max(-1)
+            own = F.cross_entropy(out["logits"], answer, reduction="none")
+            total = total + self.pseudo_label_weight * (own * (confidence > CONFIDENT)).sum()
+        return Loss(total, len(batch["input"]), sums={"cross_entropy": entropy})
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        logits = model(batch["input"])["logits"]
+        entropy = F.cross_entropy(logits, batch["label"], reduction="sum")
+        return Loss(entropy, len(logits), sums={"accuracy": correct(logits, batch["label"])})

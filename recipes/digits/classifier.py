@@ -1,0 +1,99 @@
+"""A small convolutional network for images of one channel."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from autoencoder.smoothness import local_divergence
+from autoencoder.vae import to_unit
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.train.trainer import Trainer
+
+
+class ConvolutionalClassifier(nn.Module):
+    """Four convolutions, the first with stride 2, max-pooling after the second and fourth, and a linear head.
+
+    `width` channels in the first two, twice as many in the others: 75,754 parameters at 32. Nothing depends on the
+    other images of a batch. `average` has the same layers with averaged weights, see `WeightAverage`, and answers in
+    evaluation. `smoothness_radius` is the 2-norm of the perturbations of `local_divergence`.
+    """
+
+    def __init__(self, *, num_classes: int = 10, size: int = 28, width: int = 32, smoothness_radius: float = 1.0):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Unflatten(1, (1, size, size)),
+            nn.Conv2d(1, width, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2, ceil_mode=True),
+            nn.Flatten(),
+            nn.Linear(2 * width * (-(-size // 8)) ** 2, num_classes),
+        )
+        self.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
+        self.average = copy.deepcopy(self.layers).requires_grad_(False)
+        self.smoothness_radius = smoothness_radius
+
+    def forward(
+        self,
+        images: UInt8[Tensor, "B H W"],
+        *,
+        averaged: bool = False,
+        paired: UInt8[Tensor, "B2 H W"] | None = None,
+        strong: UInt8[Tensor, "B H W"] | None = None,
+        directions: Float[Tensor, "B P"] | None = None,
+    ) -> dict[str, Tensor]:
+        """`logits` (B, C) of uint8 `images`, in evaluation or where `averaged` those of the averaged weights.
+
+        With `paired` images, `paired_logits` (B2, C) and what else is asked for: `strong_logits` (B, C) of the views
+        `strong`; for `directions` (B, H * W), where a power iteration begins, `divergence` (B,) in nats and `logits`.
+        """
+        if paired is None:
+            layers = self.average if averaged or not self.training else self.layers
+            return {"logits": layers(to_unit(images)).float()}
+        asked = {"paired_logits": paired}
+        if strong is not None:
+            asked["strong_logits"] = strong
+        if directions is not None:
+            asked["logits"] = images
+        x = to_unit(torch.cat(list(asked.values())))
+        sizes = [len(some) for some in asked.values()]
+        out = dict(zip(asked, self.layers(x).float().split(sizes), strict=True))
+        if directions is not None:
+            answers = out["logits"].detach()
+            out["divergence"] = local_divergence(
+                self.layers, x[len(x) - len(images) :], answers, directions, radius=self.smoothness_radius
+            )
+        return out
+
+
+class WeightAverage(Callback):
+    """After each step, moves the averaged weights of a `ConvolutionalClassifier` by 1 - `decay` towards the weights.
+
+    At step t the decay is (t + 1) / (t + 10) where that is smaller, so that the initial weights are soon forgotten.
+    Checkpoints have the averaged weights beside the others.
+    """
+
+    def __init__(self, decay: float):
+        self.decay = decay
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        step = trainer.state.step
+        decay = min(self.decay, (step + 1) / (step + 10))
+        model = trainer.raw_model
+        assert isinstance(model, ConvolutionalClassifier)
+        move = get_ema_multi_avg_fn(decay)
+        move(list(model.average.parameters()), list(model.layers.parameters()), None)

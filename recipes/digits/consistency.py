@@ -1,0 +1,58 @@
+"""What a classifier learns from images without a label: answers that stay the same where the image changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoencoder.semi_supervised import LabelledOnly
+from toolkit.train.task import Batch, Loss
+
+
+class ConsistencyRegularization(LabelledOnly):
+    """Cross-entropy of labelled images, and terms of images without a label, each where its weight is not 0.
+
+    FixMatch (Sohn et al. 2020, eq. 4), `pseudo_label_weight`: the answer for `input`, the weak view of an image, is
+    taken for the label of `strong`, its other view, where its probability is at least `confidence`. It is the answer of
+    the averaged weights, as in a mean teacher (Tarvainen and Valpola 2017); in the paper, of the weights themselves.
+
+    Virtual adversarial training (Miyato et al. 2019), `smoothness_weight`: the local divergence at `input`, and
+    `entropy_weight` times the entropy of the answer there, as in their VAT+EntMin.
+
+    All sums are divided by the images of the batch, which has as many labelled ones (`paired_input`, `paired_label`).
+    """
+
+    def __init__(
+        self,
+        *,
+        pseudo_label_weight: float = 0.0,
+        confidence: float = 0.95,
+        smoothness_weight: float = 0.0,
+        entropy_weight: float = 0.0,
+    ):
+        super().__init__()
+        self.pseudo_label_weight, self.confidence = pseudo_label_weight, confidence
+        self.smoothness_weight, self.entropy_weight = smoothness_weight, entropy_weight
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        more: dict[str, Tensor] = {}
+        if self.pseudo_label_weight:
+            with torch.no_grad():
+                confidence, answer = model(batch["input"], averaged=True)["logits"].softmax(-1).max(-1)
+            more["strong"] = batch["strong"]
+        if self.smoothness_weight:
+            more["directions"] = batch["direction"]
+        out = model(batch["input"], paired=batch["paired_input"], **more)
+        total = F.cross_entropy(out["paired_logits"], batch["paired_label"], reduction="sum")
+        sums = {"cross_entropy": total}
+        if self.pseudo_label_weight:
+            confident = confidence >= self.confidence
+            own = (F.cross_entropy(out["strong_logits"], answer, reduction="none") * confident).sum()
+            sums |= {"pseudo_cross_entropy": own, "confident": confident.sum()}
+            total = total + self.pseudo_label_weight * own
+        if self.smoothness_weight:
+            log_q = out["logits"].log_softmax(-1)
+            sums |= {"divergence": out["divergence"].sum(), "entropy": -(log_q.exp() * log_q).sum()}
+            total = total + self.smoothness_weight * sums["divergence"] + self.entropy_weight * sums["entropy"]
+        return Loss(total, len(batch["input"]), sums=sums)

@@ -1,0 +1,210 @@
+"""Speech as tables of log-mel features and characters, computed once and mapped by every process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speech import speech_sources as sources
+from speech.audio import LogMel, resample
+from speech.characters import Characters, min_frames
+from speech.speech_sources import Source, Utterance
+from toolkit.data.cache import cached_columns, mapped_columns
+from toolkit.data.files import unreadable
+from toolkit.data.images import OnMain
+from toolkit.data.ragged import RaggedColumn, RaggedTable
+from toolkit.data.sources import NotFoundHere, data_folder
+from toolkit.errors import UserError
+
+CACHE_FORMAT = 1
+"""Goes up when what is cached for the same files changes."""
+CONNECTED = {"train": 4000, "test": 500}
+"""How many utterances of connected digits are made."""
+
+
+@dataclass(frozen=True)
+class SpeechData:
+    """Two tables with the columns "input" (frames, num_mels) and "target" (characters), both ragged, "label" (the
+    digit, -1 where an utterance is not one) and "speaker" (a place in `speakers`)."""
+
+    name: str
+    train: RaggedTable
+    test: RaggedTable
+    mean: Tensor
+    """(num_mels,) of the training frames."""
+    std: Tensor
+    speakers: tuple[str, ...]
+    notice: str | None = None
+    """A sentence for the user, when this is not the set that was wished for, or not all of it."""
+
+    @property
+    def num_mels(self) -> int:
+        return len(self.mean)
+
+    def num_digits(self) -> int:
+        """How many classes there are. Raises UserError where an utterance is not a single digit."""
+        labels = self.train.columns["label"]
+        if int(labels.min()) < 0:
+            raise UserError(f"--target digits: {self.name} is not made of single digits: use --target characters.")
+        return int(labels.max()) + 1
+
+    def words(self, space: int) -> set[tuple[int, ...]]:
+        """The words of the training transcripts, as ids of their characters."""
+        target = self.train.ragged["target"]
+        every = target.values.tolist()
+        places = zip(target.starts.tolist(), target.lengths.tolist(), strict=True)
+        apart = (itertools.groupby(every[start : start + n], lambda label: label != space) for start, n in places)
+        return {tuple(word) for text in apart for is_word, word in text if is_word}
+
+    def hold_out(self, speaker: str) -> SpeechData:
+        """Train on all recordings of the other speakers, test on all of `speaker`'s. Raises UserError for an unknown
+        speaker."""
+        if speaker not in self.speakers:
+            raise UserError(f"--held-out-speaker {speaker}: take one of {', '.join(self.speakers)}.")
+        every = self.train.joined(self.test)
+        theirs = every.columns["speaker"] == self.speakers.index(speaker)
+        train = every.select((~theirs).nonzero()[:, 0])
+        test = every.select(theirs.nonzero()[:, 0])
+        return replace(self, name=f"{self.name} without {speaker}", train=train, test=test)
+
+
+def load_speech(
+    dataset: str,
+    data_dir: Path | None,
+    *,
+    features: LogMel,
+    characters: Characters,
+    tail_s: float,
+    stride: int,
+    held_out_speaker: str | None = None,
+    on_main: OnMain,
+) -> SpeechData:
+    """The set `dataset`: "fsdd" (or "fsdd:validation", which tests on a part of its training split),
+    "connected_digits", "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or
+    "auto": spoken digits where they are available, else tones.
+
+    `tail_s` seconds of silence follow each utterance, so that a causal model has time to output the last characters.
+    Utterances that do not fit, because CTC needs more steps of `stride` frames or a character is unknown, are left
+    out, and the notice says how many. Raises UserError on every rank for a set that is not there or cannot be read.
+    """
+    built: dict[str, Tensor] = {}
+    settings = hashlib.sha256(repr((features, characters, tail_s, stride)).encode()).hexdigest()[:12]
+
+    def build() -> tuple[str, str | None]:
+        source, notice = _choose(dataset, data_dir)
+        key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}"
+        built.update(cached_columns(key, lambda: _build(source, features, characters, tail_s, stride)))
+        return key, notice
+
+    key, notice = on_main(build)
+    if not built:
+        built.update(mapped_columns(key) or {})
+    if not built:  # another machine than the main process's: find or download the set there
+        build()
+    name, *speakers = bytes(built["names"].numpy()).decode().split("\n")
+    left_out, total = built["left_out"].tolist()
+    if left_out:
+        dropped = f"{left_out} of {total} utterances were left out: text empty, not in the vocabulary, or too long."
+        notice = f"{notice} {dropped}" if notice else dropped
+    train, test = (
+        RaggedTable(
+            input=RaggedColumn.packed(built[f"{split}_input"], built[f"{split}_input_length"]),
+            target=RaggedColumn.packed(built[f"{split}_target"], built[f"{split}_target_length"]),
+            label=built[f"{split}_label"],
+            speaker=built[f"{split}_speaker"],
+        )
+        for split in ("train", "test")
+    )
+    data = SpeechData(name, train, test, built["mean"], built["std"], tuple(speakers), notice)
+    return data if held_out_speaker is None else data.hold_out(held_out_speaker)
+
+
+def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
+    name, _, subset = dataset.partition(":")
+    try:
+        if name == "tones":
+            return sources.tones(), "Synthetic tones in place of speech: good for trying things out, no more."
+        if name == "auto":
+            try:
+                return sources.find_digits(data_folder(data_dir)), None
+            except NotFoundHere as reason:
+                if data_dir is not None:
+                    raise
+                return sources.tones(), f"No spoken digits were found ({reason}); training on synthetic tones."
+        if name == "fsdd":
+            digits = sources.find_digits(data_folder(data_dir))
+            return (sources.validation(digits) if subset == "validation" else digits), None
+        if name == "connected_digits":
+            return sources.connect(sources.find_digits(data_folder(data_dir)), CONNECTED), None
+        if name == "manifest":
+            return sources.find_manifest(data_folder(data_dir)), None
+        if name in ("librispeech", "gigaspeech"):
+            try:
+                if name == "librispeech":
+                    return sources.find_librispeech(data_folder(data_dir)), None
+                return sources.find_gigaspeech(data_folder(data_dir), subset or "xs"), None
+            except NotFoundHere:
+                if data_dir is not None:
+                    raise
+                return sources.on_hub(name, subset or None), None
+    except NotFoundHere as reason:
+        raise UserError(f"--dataset {dataset}: {reason}; pass --data-dir with the folder that does.") from None
+    except OSError as error:
+        raise unreadable(error) from None
+    known = "auto, fsdd, connected_digits, librispeech, gigaspeech, manifest or tones"
+    raise UserError(f"--dataset {dataset}: there is no such set; choose one of {known}.")
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+def _build(
+    source: Source, features: LogMel, characters: Characters, tail_s: float, stride: int
+) -> Mapping[str, np.ndarray]:
+    speakers: dict[str, int] = {}
+    columns: dict[str, np.ndarray] = {}
+    left_out = total = 0
+    for split in ("train", "test"):
+        frames, targets, labels, voices = [], [], [], []
+        for utterance in _at_rate(source.read(split), features.sample_rate):
+            total += 1
+            sound = np.pad(utterance.samples, (0, round(tail_s * features.sample_rate)))
+            mel = features(torch.from_numpy(sound))
+            text = characters.normalise(utterance.text)
+            if not text or characters.unknown(text) or min_frames(text) > len(mel) // stride:
+                left_out += 1
+                continue
+            frames.append(mel.half().numpy())
+            targets.append(np.array(characters.encode(text)))
+            labels.append(utterance.label)
+            voices.append(speakers.setdefault(utterance.speaker, len(speakers)))
+        if not frames:
+            raise UserError(f"{source.name} holds no utterance to {split} with: check the folder and the vocabulary.")
+        columns |= {
+            f"{split}_input": np.concatenate(frames),
+            f"{split}_input_length": np.array([len(frame) for frame in frames]),
+            f"{split}_target": np.concatenate(targets),
+            f"{split}_target_length": np.array([len(target) for target in targets]),
+            f"{split}_label": np.array(labels),
+            f"{split}_speaker": np.array(voices),
+        }
+    every = columns["train_input"].astype(np.float64)
+    return columns | {
+        "mean": every.mean(0),
+        "std": every.std(0).clip(min=1e-3),
+        "left_out": np.array([left_out, total]),
+        "names": np.frombuffer("\n".join([source.name, *speakers]).encode(), np.uint8).copy(),
+    }
+
+
+def _at_rate(utterances: Iterator[Utterance], rate: int) -> Iterator[Utterance]:
+    for utterance in utterances:
+        samples = np.ascontiguousarray(resample(utterance.samples, utterance.rate, rate), dtype=np.float32)
+        yield Utterance(samples, rate, utterance.text, utterance.speaker, utterance.label)

@@ -1,0 +1,292 @@
+"""Sources of utterances: spoken digits, connected digits made of them, tones, LibriSpeech, GigaSpeech, a manifest.
+
+Each source is a list of (split, utterances) that is read once, while features are computed, and a key that changes with
+its files. Sound files are bytes until then; nothing here needs torchcodec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from speech.audio import decode
+from speech.characters import without_tags
+from toolkit.data.files import check_digest, content_key, damaged
+from toolkit.data.hub import why_out_of_reach
+from toolkit.data.parquet import read_columns
+from toolkit.data.sources import NotFoundHere
+from toolkit.errors import UserError, one_line
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+HUB = {"librispeech": "openslr/librispeech_asr", "gigaspeech": "speechcolab/gigaspeech"}
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One recording and its transcript."""
+
+    samples: np.ndarray
+    """(N,) float32, from -1 to 1."""
+    rate: int
+    """Samples per second."""
+    text: str
+    speaker: str
+    label: int = -1
+    """The digit, where it is one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that was found and is not yet read."""
+
+    name: str
+    key: str
+    """Changes when the files do."""
+    read: Callable[[str], Iterator[Utterance]]
+    """The utterances of "train" or of "test"."""
+
+
+def _sound(path: Path) -> tuple[np.ndarray, int]:
+    """Samples and rate of a sound file. Raises UserError where it is not as it should be."""
+    check_digest(path)
+    return decode(path.read_bytes(), path)
+
+
+# --- digits ------------------------------------------------------------------------------------------------------
+
+
+def find_digits(folder: Path) -> Source:
+    """The Free Spoken Digit Dataset as Parquet files, or as its authors publish it: recordings/7_theo_12.wav.
+
+    Recordings 0 to 4 of each digit and speaker are the test set, as the authors define it. Raises NotHere where
+    `folder` has neither, and UserError for a file that cannot be read; reading raises it for one that is damaged.
+    """
+    for place in (folder / "fsdd", folder / "free-spoken-digit-dataset", folder):
+        train, test = (sorted(place.glob(f"{split}-*.parquet")) for split in ("train", "test"))
+        if train and test:
+            files = {"train": train, "test": test}
+            return Source("fsdd", content_key([*train, *test]), partial(_digits_in_parquet, files))
+        if recordings := sorted((place / "recordings").glob("*_*_*.wav")):
+            return Source("fsdd", content_key(recordings), partial(_digits_in_folder, recordings))
+    raise NotFoundHere(f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav")
+
+
+def _digits_in_parquet(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Utterance]:
+    for path in files[split]:
+        columns = read_columns(path, ["audio", "digit", "speaker"])
+        for row, (audio, digit, speaker) in enumerate(zip(*columns.values(), strict=True)):
+            if audio is None or audio["bytes"] is None or speaker is None:
+                raise damaged(path, f"has a null in row {row}")
+            if digit not in range(len(DIGITS)):
+                raise damaged(path, f"has the digit {digit} in row {row}, which is not from 0 to 9")
+            samples, rate = decode(audio["bytes"], f"row {row} of {path}")
+            yield Utterance(samples, rate, DIGITS[digit], speaker, digit)
+
+
+def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Utterance]:
+    for path in recordings:
+        if not re.fullmatch(r"[0-9]_[^_]+_[0-9]+", path.stem):
+            raise damaged(path, "is not named <digit>_<speaker>_<number>.wav")
+        digit, speaker, index = path.stem.split("_")
+        if (int(index) < 5) == (split == "test"):
+            samples, rate = _sound(path)
+            yield Utterance(samples, rate, DIGITS[int(digit)], speaker, int(digit))
+
+
+def validation(digits: Source, recordings: int = 5) -> Source:
+    """The training split alone: the first `recordings` of each digit and speaker are the validation set."""
+
+    def read(split: str) -> Iterator[Utterance]:
+        seen: Counter[tuple[int, str]] = Counter()
+        for utterance in digits.read("train"):
+            seen[utterance.label, utterance.speaker] += 1
+            if (seen[utterance.label, utterance.speaker] <= recordings) == (split == "test"):
+                yield utterance
+
+    return Source(f"{digits.name} validation", f"{digits.key}-{recordings}", read)
+
+
+def connect(digits: Source, counts: dict[str, int]) -> Source:
+    """Utterances of 3 to 7 digits of one speaker, 50 to 350 ms of silence between them; test digits for testing."""
+
+    def read(split: str) -> Iterator[Utterance]:
+        draws = np.random.default_rng([20, split == "test"])
+        by_speaker: dict[str, list[Utterance]] = {}
+        for utterance in digits.read(split):
+            by_speaker.setdefault(utterance.speaker, []).append(utterance)
+        speakers = sorted(by_speaker)
+        for _ in range(counts[split]):
+            said = by_speaker[speakers[draws.integers(len(speakers))]]
+            chosen = [said[i] for i in draws.integers(len(said), size=draws.integers(3, 8))]
+            rate = chosen[0].rate
+            pieces = []
+            for utterance in chosen:
+                gap = np.zeros(int(draws.uniform(0.05, 0.35) * rate), np.float32)
+                pieces += [gap, utterance.samples]
+            text = " ".join(utterance.text for utterance in chosen)
+            yield Utterance(np.concatenate(pieces), rate, text, chosen[0].speaker)
+
+    return Source("connected_digits", f"{digits.key}-{counts['train']}-{counts['test']}", read)
+
+
+def tones() -> Source:
+    """Synthetic stand-ins for spoken digits: the two tones of a telephone key, at six pitches, in noise."""
+
+    def read(split: str) -> Iterator[Utterance]:
+        draws = np.random.default_rng([21, split == "test"])
+        rate = 8000
+        for index in range(480 if split == "train" else 120):
+            digit = index % 10
+            voice = index // 10 % 6
+            row, column = (3, 1) if digit == 0 else divmod(digit - 1, 3)
+            time = np.arange(int(draws.uniform(0.2, 0.4) * rate)) / rate
+            pitch = 0.85 + 0.06 * voice
+            low = (697, 770, 852, 941)[row] * pitch
+            high = (1209, 1336, 1477)[column] * pitch
+            envelope = np.minimum(1, 40 * np.minimum(time, time[-1] - time))
+            sound = 0.2 * envelope * (np.sin(2 * math.pi * low * time) + np.sin(2 * math.pi * high * time))
+            sound += 0.01 * draws.standard_normal(len(time))
+            yield Utterance(sound.astype(np.float32), rate, DIGITS[digit], f"voice {voice}", digit)
+
+    return Source("tones", "2", read)
+
+
+# --- transcribed speech --------------------------------------------------------------------------------------------
+
+
+def find_manifest(folder: Path) -> Source:
+    """train.jsonl and test.jsonl, a line per utterance: {"audio": "a.wav", "text": "...", "speaker": "..."}.
+
+    Raises NotHere where `folder` has not both, and UserError for a file that cannot be read; reading raises it for a
+    line or a sound that is not right.
+    """
+    manifests = {split: folder / f"{split}.jsonl" for split in ("train", "test")}
+    if not all(path.is_file() for path in manifests.values()):
+        raise NotFoundHere(f"{folder} holds no train.jsonl and test.jsonl")
+
+    def read(split: str) -> Iterator[Utterance]:
+        for number, line in enumerate(manifests[split].read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                if not isinstance(record["text"], str):
+                    raise TypeError("its text is no string")
+                path = folder / record["audio"]
+                samples, rate = _sound(path)
+                yield Utterance(samples, rate, record["text"], str(record.get("speaker") or ""))
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                if isinstance(error, UserError):
+                    raise
+                raise UserError(f"{manifests[split]}, line {number} is not right ({error}): mend or drop it.") from None
+
+    return Source("manifest", content_key([*manifests.values(), *_sounds_of(manifests.values())]), read)
+
+
+def _sounds_of(manifests: Iterable[Path]) -> list[Path]:
+    """The sound files that lines of `manifests` name and that are there; what is wrong is said when they are read."""
+    named = []
+    for path in manifests:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                named.append(path.parent / json.loads(line)["audio"])
+    return [path for path in named if path.is_file()]
+
+
+def find_librispeech(folder: Path) -> Source:
+    """LibriSpeech as its authors publish it: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean.
+
+    Raises NotHere where `folder` has not both, and UserError for a file that cannot be read; reading raises it for a
+    sound that is missing or damaged.
+    """
+    for place in (folder / "LibriSpeech", folder / "librispeech", folder):
+        train = sorted(place.glob("train-*/*/*/*.trans.txt"))
+        test = sorted(place.glob("test-clean/*/*/*.trans.txt")) or sorted(place.glob("dev-clean/*/*/*.trans.txt"))
+        if train and test:
+            break
+    else:
+        raise NotFoundHere(f"{folder} holds no LibriSpeech/train-*/ with LibriSpeech/test-clean/ or dev-clean/")
+    transcripts = {"train": train, "test": test}
+
+    def read(split: str) -> Iterator[Utterance]:
+        for transcript in transcripts[split]:
+            for line in transcript.read_text(encoding="utf-8").splitlines():
+                name, _, text = line.partition(" ")
+                path = transcript.parent / f"{name}.flac"
+                if not path.is_file():
+                    raise UserError(f"{transcript} speaks of {path.name}, which is not there: unpack the set again.")
+                samples, rate = _sound(path)
+                yield Utterance(samples, rate, text, transcript.parent.parent.name)
+
+    return Source("librispeech", content_key([*train, *test]), read)
+
+
+def find_gigaspeech(folder: Path, subset: str) -> Source:
+    """GigaSpeech as its authors publish it: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...).
+
+    Raises NotHere where `folder` has no GigaSpeech.json, and UserError where that cannot be read; reading raises it for
+    a sound that is damaged.
+    """
+    index = folder / "GigaSpeech.json"
+    if not index.is_file():
+        index = folder / "gigaspeech" / "GigaSpeech.json"
+    if not index.is_file():
+        raise NotFoundHere(f"{folder} holds no GigaSpeech.json")
+    wanted = {"train": f"{{{subset.upper()}}}", "test": "{TEST}"}
+
+    def read(split: str) -> Iterator[Utterance]:
+        for recording in json.loads(index.read_text(encoding="utf-8"))["audios"]:
+            segments = [s for s in recording["segments"] if wanted[split] in s["subsets"]]
+            if not segments:
+                continue
+            path = index.parent / recording["path"]
+            samples, rate = _sound(path)
+            for segment in segments:
+                begin, end = (round(segment[key] * rate) for key in ("begin_time", "end_time"))
+                if text := without_tags(segment["text_tn"]).strip():
+                    yield Utterance(samples[begin:end], rate, text, segment.get("speaker", "N/A"))
+
+    return Source(f"gigaspeech-{subset}", content_key([index]), read)
+
+
+def on_hub(name: str, subset: str | None) -> Source:
+    """LibriSpeech or GigaSpeech from the Hub, streamed; GigaSpeech asks for an account that agreed to its terms.
+
+    Raises UserError where the package datasets is missing; reading raises it where the Hub does not give the set.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"--dataset {name}: the package datasets is missing: pip install datasets.") from None
+    from huggingface_hub import constants
+
+    config = subset or {"librispeech": "clean", "gigaspeech": "xs"}[name]
+    splits = {"train": "train.100" if name == "librispeech" else "train", "test": "test"}
+
+    def read(split: str) -> Iterator[Utterance]:
+        if not constants.HF_HUB_OFFLINE and (unreachable := why_out_of_reach()):
+            raise UserError(f"--dataset {name}: {unreachable}: pass --data-dir with the publisher's folder.")
+        try:
+            rows = datasets.load_dataset(HUB[name], config, split=splits[split], streaming=True)
+            rows = rows.cast_column("audio", datasets.Audio(decode=False))
+            for row in rows:
+                samples, rate = decode(row["audio"]["bytes"], row["audio"]["path"])
+                if text := without_tags(row["text"]).strip():
+                    yield Utterance(samples, rate, text, str(row.get("speaker_id", row.get("speaker", ""))))
+        except UserError:
+            raise
+        # The Hub's client, fsspec and datasets raise their own kinds.
+        except Exception as error:
+            raise UserError(
+                f"--dataset {name}: the Hub does not give {HUB[name]} ({one_line(error)}): pass --data-dir with "
+                "the publisher's folder, or log in with `hf auth login` where the set asks for it."
+            ) from None
+
+    return Source(f"{name}-{config}", f"hub-{config}", read)

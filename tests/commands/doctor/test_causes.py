@@ -1,0 +1,116 @@
+"""Each fault of the toy is caught, and called by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.helpers import run_distributed
+from toolkit.commands.doctor.causes import diagnose
+from toolkit.commands.doctor.compare import Comparison
+from toolkit.commands.doctor.evidence import Evidence
+from toolkit.commands.doctor.examine import judge
+from toolkit.commands.doctor.record import read_records
+from toolkit.commands.doctor.watch import watch
+
+TOY = Path(__file__).parent / "toy.py"
+
+FAULTS = {
+    "broadcast": "experts overwritten by rank 0",
+    "sum": "gradients W times too large",
+    "clip": "local clip norm",
+    "refresh": "unsynchronised replica",
+    "stale": "stale optimizer row after a move",
+    "balance": "rank-local balance loss",
+    "permutation": "wrong inverse permutation",
+    "recompute": "router decides otherwise under recomputation",
+    "save": "expert lost on save",
+    "order": "data order changed",
+    "buffer": "buffer overwritten by broadcast",
+    "optimizer": "parameter outside the optimizer",
+    "seed": "initial weights differ",
+    "rate": "learning rate depends on the world",
+    "batch_norm": "batch statistics of one rank",
+    "twice": "gradients too small",
+    "mean": "loss normalised by rank",
+    "unsynchronised": "unsynchronised replica",
+    "dropped": "weights lost in a move",
+    "unfreeze": "parameter unfrozen after prepare",
+}
+
+
+def watch_toy(folder: str, *fault: str) -> None:
+    watch(Path(folder), 3, str(TOY), list(fault))
+
+
+def run_toy(out: Path, world: int, *fault: str) -> Evidence:
+    out.mkdir()
+    run_distributed(watch_toy, world, str(out), *fault)
+    return Evidence(read_records(out))
+
+
+def compare(folder: Path, *fault: str) -> Comparison:
+    """The toy in one process and in two."""
+    return Comparison(run_toy(folder / "one", 1, *fault), run_toy(folder / "two", 2, *fault), 1e-6)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught_and_called_by_its_name(fault: str, tmp_path: Path):
+    comparison = compare(tmp_path, fault)
+    assert not comparison.ok
+    first, *others = diagnose(comparison)
+    assert first.name == FAULTS[fault], first
+    assert fault == "batch_norm" or not others, "one fault has one finding; batch norm has statistics in buffers, too"
+
+
+def test_what_is_right_is_not_reported(tmp_path: Path):
+    comparison = compare(tmp_path)
+    assert diagnose(comparison) == []
+    assert comparison.ok
+    assert {check.quantity for check in comparison.checks} >= {
+        "samples",
+        "expert counts",
+        "balance loss",
+        "loss",
+        "gradients",
+        "gradient norm",
+        "weights",
+        "optimizer state",
+        "save and load",
+    }
+    assert comparison.many.has_moved(2), "the toy moves experts after its second step"
+
+
+def test_a_factor_of_one_explains_nothing(tmp_path: Path):
+    comparison = compare(tmp_path)
+    one, many = comparison.one, comparison.many
+    for record in many.records:
+        for name in [name for name in record.tensors if name.startswith("1/gradient")]:
+            record.tensors[name] = record.tensors[name] * (1 - 2e-5)
+    (finding,) = diagnose(Comparison(one, many, 1e-6))
+    assert finding.name == "wrong gradients"
+    assert "1 times" not in finding.symptom
+
+
+def test_a_script_that_is_another_each_time_is_called_that_first(tmp_path: Path):
+    one, many = run_toy(tmp_path / "one", 1, "time"), run_toy(tmp_path / "two", 2, "time")
+    _, findings = judge(one, many, 1e-6, lambda name, world, _: run_toy(tmp_path / name, world, "time"))
+    assert findings[0].name == "not repeatable"
+
+
+def test_what_rounding_alone_does_is_no_fault_and_what_is_more_is_one(tmp_path: Path):
+    one, many = run_toy(tmp_path / "one", 1), run_toy(tmp_path / "two", 2)
+    rounded = run_toy(tmp_path / "rounded", 1)
+    for record in many.records:
+        for name in [name for name in record.tensors if name.startswith("1/gradient")]:
+            record.tensors[name] = record.tensors[name] * (1 + 1e-5)
+    for name in [name for name in rounded.first.tensors if name.startswith("1/gradient")]:
+        rounded.first.tensors[name] = rounded.first.tensors[name] * (1 + 2e-6)
+
+    yardstick = Comparison(one, rounded, 1e-6)
+    assert not Comparison(one, many, 1e-6).ok
+    assert Comparison(one, many, 1e-6, yardstick).ok
+    for name in [name for name in many.first.tensors if name.startswith("1/gradient")]:
+        many.first.tensors[name] = many.first.tensors[name] * (1 + 2e-5)
+    assert not Comparison(one, many, 1e-6, yardstick)["gradients"].ok

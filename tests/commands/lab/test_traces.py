@@ -1,0 +1,126 @@
+"""Traces record each training forward once, and read back as they were written."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from toolkit.commands.lab import traces
+from toolkit.commands.lab.traces import TraceFile, TraceRecorder, read_trace
+from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.recompute import checkpoint
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+
+FACTS = {"layers": ["block"], "world_size": 2, "ep_size": 2, "row_bytes": [[8, 8]]}
+
+
+def write(path: Path) -> np.ndarray:
+    load_FLSE = np.arange(5 * 2 * 3).reshape(5, 1, 2, 3)
+    file = TraceFile(path)
+    swapped = ExpertPlacement(((2, 1), (0, -1)))
+    blocks = contiguous(3, 2, slots_per_rank=2)
+    file.add(load_FLSE[:2], [0, 0], [blocks])
+    file.add(load_FLSE[2:4], [1, 1], [blocks])
+    file.add(load_FLSE[4:], [2], [swapped])
+    assert not path.exists(), "a trace has its name only once it is whole"
+    file.close(FACTS)
+    return load_FLSE
+
+
+def test_a_trace_reads_back_as_it_was_written(tmp_path: Path):
+    load_FLSE = write(tmp_path / "traces.npz")
+    trace = read_trace(tmp_path / "traces.npz")
+    assert (trace.load_FLSE == load_FLSE).all()
+    assert trace.step_F.tolist() == [0, 0, 1, 1, 2]
+    assert [(first, str(placement[0])) for first, placement in trace.placements] == [
+        (0, "rank 0 | 0 1\nrank 1 | 2 ."),
+        (4, "rank 0 | 2 1\nrank 1 | 0 ."),
+    ]
+    assert trace.load_TLSE()[:, 0].tolist() == [
+        (load_FLSE[0, 0] + load_FLSE[1, 0]).tolist(),
+        (load_FLSE[2, 0] + load_FLSE[3, 0]).tolist(),
+        load_FLSE[4, 0].tolist(),
+    ]
+    assert list(tmp_path.iterdir()) == [tmp_path / "traces.npz"]
+
+
+def test_the_digest_depends_on_loads_alone(tmp_path: Path):
+    for name in ("a.npz", "b.npz"):
+        write(tmp_path / name)
+    first, second = read_trace(tmp_path / "a.npz"), read_trace(tmp_path / "b.npz")
+    assert first.digest == second.digest
+    second.load_FLSE[0, 0, 0, 0] += 1
+    assert first.digest != second.digest
+
+
+@pytest.mark.parametrize("damage", ["missing", "text", "cut", "other", "format"])
+def test_what_is_not_a_trace_is_refused_in_one_sentence(tmp_path: Path, damage: str):
+    path = tmp_path / "traces.npz"
+    write(path)
+    if damage == "missing":
+        path.unlink()
+    elif damage == "text":
+        path.write_text("not a trace")
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:200])
+    elif damage == "other":
+        np.savez(path, weights=np.zeros(3))
+    else:
+        with zipfile.ZipFile(path) as old:
+            parts = {name: old.read(name) for name in old.namelist()}
+        facts = json.loads(np.load(path)["metadata"].tobytes()) | {"format": 2}
+        arrays = {name.removesuffix(".npy"): np.load(path)[name.removesuffix(".npy")] for name in parts}
+        np.savez(path, **arrays | {"metadata": np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)})
+    with pytest.raises(UserError, match=r"traces\.npz") as refusal:
+        read_trace(path)
+    assert str(refusal.value).count("\n") == 0
+
+
+def test_a_loop_without_a_trainer_records_each_training_forward_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(traces, "CHUNK", 3)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})
+    recorder = TraceRecorder(model, tmp_path / "own.npz", name="mine")
+    expected = []
+    for step in range(4):
+        for _ in range(2):
+            x = torch.randn(5, 4, requires_grad=True)
+            y = checkpoint(model["second"], checkpoint(model["first"], x))
+            y.sum().backward()
+            expected.append([model[name].last_load_E.tolist() for name in model])
+        with torch.no_grad():
+            model["first"](torch.randn(7, 4))
+        recorder.step_done(step)
+    recorder.close()
+    trace = read_trace(tmp_path / "own.npz")
+    assert trace.load_FLSE[:, :, 0].tolist() == expected
+    assert trace.step_F.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (trace.layers, trace.metadata["name"]) == (["first", "second"], "mine")
+    assert trace.load_FLSE.sum() == 8 * 5 * (2 + 1)
+    together = trace.together_LEE
+    assert together is not None
+    assert (together == together.transpose(0, 2, 1)).all()
+    assert together[1].trace() == 5, "the five tokens of one forward, each with one expert"
+    off_diagonal = together[1] - np.diag(together[1].diagonal())
+    assert not off_diagonal.any(), "with one expert per token no two are chosen together"
+
+
+def test_layers_that_are_not_called_alike_are_named(tmp_path: Path):
+    model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})
+    recorder = TraceRecorder(model, tmp_path / "own.npz")
+    model["first"](torch.randn(5, 4))
+    with pytest.raises(UserError, match="'first': 1, 'second': 0"):
+        recorder.step_done(0)
+
+
+def test_layers_with_different_numbers_of_experts_are_refused(tmp_path: Path):
+    unequal = nn.ModuleList(make_moe(4, 4, experts, 1) for experts in (2, 3))
+    with pytest.raises(UserError, match=r"layers of \[2, 3\] experts"):
+        TraceRecorder(unequal, tmp_path / "traces.npz")

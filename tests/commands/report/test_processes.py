@@ -1,0 +1,108 @@
+"""Runs of one training on several numbers of processes: speed-up, efficiency, and how far their losses are apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.report.conftest import write_run
+from tests.commands.report.test_report import page_of
+from toolkit.commands import main
+from toolkit.commands.report.processes import process_notices, process_rows, process_tables
+from toolkit.commands.report.records import read_runs
+from toolkit.errors import EXIT_DONE
+
+
+def write(folder: Path, processes: int, rate: float, off: float = 0.0, seed: int = 0, **settings: Any) -> Path:
+    """A finished run whose losses are `off` by so much at step 8."""
+    results = {"world_size": processes, "samples_per_second": rate, "test_loss": 0.5 + seed + off}
+    run = write_run(folder, seed=seed, settings={"ep_size": None} | settings, results=results)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["train/loss"] += off * (line["step"] == 8)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> list[Path]:
+    """Two seeds on one process and on four, four processes with another EP group, and another training on two."""
+    return [
+        write(tmp_path / "four", 4, 320.0, off=1e-6),
+        write(tmp_path / "one", 1, 90.0),
+        write(tmp_path / "one-b", 1, 110.0, seed=1),
+        write(tmp_path / "four-b", 4, 280.0, off=-3e-6, seed=1),
+        write(tmp_path / "pairs", 4, 200.0, ep_size=2, num_processes=4, gradient_accumulation_steps=2),
+        write(tmp_path / "other", 2, 150.0, lr=0.7),
+    ]
+
+
+def test_runs_that_learn_the_same_are_compared_with_those_on_the_fewest_processes(scaled: list[Path]):
+    (rows,) = process_rows(read_runs(scaled))
+    assert [(row.processes, list(row.runs)) for row in rows] == [
+        (1, ["one", "one-b"]),
+        (4, ["four", "four-b"]),
+        (4, ["pairs"]),
+    ]
+    assert [row.samples_per_second for row in rows] == [100.0, 300.0, 200.0]
+    assert [row.speed_up for row in rows] == [1.0, 3.0, 2.0]
+    assert [row.efficiency for row in rows] == [1.0, 0.75, 0.5]
+    losses = [row.train_loss_difference for row in rows]
+    assert losses == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6), "each with the run of its seed"
+    assert [row.test_loss_difference for row in rows] == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6)
+    assert [row.settings["ep_size"] for row in rows] == [None, None, 2]
+
+
+def test_the_page_the_table_and_json_show_it(tmp_path: Path, scaled: list[Path], capsys: pytest.CaptureFixture[str]):
+    head, *rows = process_tables(read_runs(scaled))[0]
+    assert head[:2] == ["processes", "runs"]
+    assert [
+        rows[1][head.index(name)]
+        for name in ("processes", "runs", "samples/s", "speed-up over 1", "efficiency", "train/loss differs by")
+    ] == ["4", "four, four-b", "300", "3.00", "75%", "3e-06"]
+    assert main(["compare", *map(str, scaled)]) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert "The same training on several numbers of processes:" in printed
+    assert all(cell in printed for cell in rows[1])
+    assert main(["compare", "--json", *map(str, scaled)]) == EXIT_DONE
+    assert json.loads(capsys.readouterr().out)["processes"][0][1]["efficiency"] == 0.75
+    assert [head, *rows] in page_of(tmp_path, scaled).tables
+
+
+def test_what_limits_the_comparison_is_said(tmp_path: Path):
+    one, eight = write(tmp_path / "one", 1, 90.0), write(tmp_path / "eight", 8, 120.0)
+    assert process_notices(read_runs([one, eight])) == ["eight: 8 processes shared 4 cores, which limits the speed-up."]
+    code = one / "code.txt"
+    code.write_text(code.read_text().replace("4 cores", "9 cores"))
+    four = write(tmp_path / "four", 4, 120.0)
+    assert process_notices(read_runs([one, four])) == ["four: ran on other hardware than one."]
+    two = write(tmp_path / "two", 2, 250.0)
+    (busy,) = process_notices(read_runs([write(tmp_path / "busy", 1, 100.0), two]))
+    assert busy.startswith("two: an efficiency above 100 %: busy shared the machine with other jobs")
+    wide = write(tmp_path / "wide", 4, 300.0, batch_size=512)
+    assert process_rows(read_runs([wide, write(tmp_path / "narrow", 1, 90.0, batch_size=128)])) == []
+    assert process_notices(read_runs([wide, tmp_path / "narrow"])) == [
+        "numbers of processes are not compared: these runs differ in what they learn, too (batch_size)."
+    ]
+
+
+def test_runs_on_one_number_of_processes_or_unfinished_ones_have_no_such_table(tmp_path: Path):
+    runs = [write(tmp_path / "a", 2, 90.0), write(tmp_path / "b", 2, 95.0, seed=1)]
+    runs.append(write_run(tmp_path / "goes on", finished=False))
+    assert process_rows(read_runs(runs)) == []
+    assert process_notices(read_runs(runs)) == []
+    page_of(tmp_path, runs)
+    assert "Numbers of processes" not in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("damage", ["many", None, 0])
+def test_a_number_of_processes_that_is_none_is_left_out_and_named(tmp_path: Path, damage: Any):
+    run = write(tmp_path / "one", 1, 90.0)
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps(results | {"world_size": damage}))
+    assert main(["compare", str(run), str(write(tmp_path / "two", 2, 90.0))]) == EXIT_DONE
+    (record,) = read_runs([run])
+    assert record.notices == [f"results.json: its world_size {damage} is no number of processes, and is left out."]

@@ -1,0 +1,303 @@
+"""`toolkit report` and `toolkit compare`: what they read, what they compare, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+
+from tests.commands.report.conftest import write_run
+from tests.support.small_run import small_config, small_trainer
+from toolkit.commands import main
+from toolkit.commands.report.comparison import final_rows, metric_cell
+from toolkit.commands.report.curves import curves_by_metric, decimate
+from toolkit.commands.report.experts import loads_of, placements_of
+from toolkit.commands.report.records import read_runs
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+
+
+class Page(HTMLParser):
+    """Tables as rows of text, links, data by name, and addresses of anything that a browser would load."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.links: list[str] = []
+        self.data: dict[str, Any] = {}
+        self.loaded: list[str] = []
+        self._cell = False
+        self._name: str | None = None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self._cell = tag in ("td", "th") or (self._cell and tag == "a")
+        self._name = values.get("data-name") if tag == "script" else None
+        self.loaded += [f"{tag} {values[name]}" for name in ("src", "srcset", "data") if values.get(name)]
+        if tag == "link":
+            self.loaded.append(f"link {values.get('href')}")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        elif tag == "a":
+            self.links.append(values["href"] or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self._name = None
+        elif tag in ("td", "th", "table"):
+            self._cell = False
+
+    def handle_data(self, text: str) -> None:
+        if self._name is not None:
+            self.data[self._name] = json.loads(text)
+        elif self._cell:
+            self.tables[-1][-1][-1] += text
+
+
+def page_of(folder: Path, runs: list[Path]) -> Page:
+    output = folder / "out" / "report.html"
+    assert main(["report", *map(str, runs), "--output", str(output)]) == EXIT_DONE
+    return Page(output)
+
+
+def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several: list[Path]):
+    page = page_of(tmp_path, several)
+    runs, final, processes, settings, events = page.tables
+    assert [row[0] for row in runs[1:]] == ["first", "second", "fast", "moving", "goes <on>"]
+    assert [row[1] for row in runs[1:]] == ["finished"] * 4 + ["not finished"]
+    assert runs[4][-1] == "2 x cpu, Some CPU, 4 cores"
+    shown = {row[0]: row[1:] for row in settings[1:]}
+    assert shown["lr"] == ["0.1", "0.1", "0.5", "0.1", "0.1"]
+    assert shown["seed"] == ["0", "1", "0", "0", "0"]
+    assert final[0] == ["runs", "number", "test_accuracy", "samples_per_second", "lr", "planner", "world_size"]
+    seeds = ["first, second", "2", "91.00 % (sd 1.41)", "100 (sd 0)", "0.1", "None", "1"]
+    assert seeds in final, "of 0.90 and 0.92"
+    assert [row[:2] for row in processes[1:]] == [["1", "first, second"], ["2", "moving"]]
+    assert ["moving", "20", "migration", "2 experts moved, 3.00 MB"] in events
+    assert [row[2] for row in events if row[0] == "goes <on>"] == ["start", "started again", "restart"]
+
+
+def test_runs_that_differ_in_what_decides_neither_learning_nor_speed_are_seeds_of_one(tmp_path: Path):
+    one = {"storage": None, "max_restarts": 0, "extend": False, "resume_from": None, "on_nonfinite": "stop"}
+    other = {"storage": "s3://b/run", "max_restarts": 3, "extend": True, "resume_from": 4, "on_nonfinite": "skip"}
+    runs = [
+        write_run(tmp_path / "first", settings=one | {"compile": False}),
+        write_run(tmp_path / "second", seed=1, settings=other | {"compile": False}),
+        write_run(tmp_path / "compiled", settings=one | {"compile": True}),
+    ]
+    head, *rows = final_rows(read_runs(runs))
+    assert head[:2] == ["runs", "number"]
+    assert not set(one) & set(head)
+    assert [row[:2] for row in rows] == [["first, second", "2"], ["compiled", "1"]]
+
+
+def test_settings_in_which_no_run_differs_are_there_on_request(tmp_path: Path, several: list[Path]):
+    page_of(tmp_path, several)
+    text = (tmp_path / "out" / "report.html").read_text()
+    hidden = re.findall(r'<tr class="same"><td>([^<]+)', text)
+    assert "optimizer.beta1" in hidden
+    assert not {"lr", "seed"} & set(hidden)
+
+
+def test_the_page_needs_no_network_and_its_links_lead_to_the_files(tmp_path: Path, several: list[Path]):
+    page = page_of(tmp_path, several)
+    assert page.loaded == []
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "default-src 'none'" in text
+    assert (tmp_path / "out" / "report.html").stat().st_size < 5_000_000
+    assert page.links
+    assert all(not link.startswith(("/", "http", "file")) for link in page.links)
+    assert all((tmp_path / "out" / unquote(link)).exists() for link in page.links)
+    assert any(link.endswith("moving/metrics.jsonl") for link in page.links)
+
+
+def test_curves_of_all_runs_are_in_one_plot(tmp_path: Path, several: list[Path]):
+    page = page_of(tmp_path, several)
+    plots = {name.removeprefix("plot:"): item for name, item in page.data.items() if name.startswith("plot:")}
+    assert list(plots)[:2] == ["train/loss", "train/accuracy"]
+    assert {"eval/loss", "moe/migrated_experts"} <= set(plots)
+    assert "moe/load/block" not in plots, "loads are in the part on experts"
+    text = json.dumps(plots["train/loss"])
+    assert all(json.dumps(name) in text for name in ("first", "second", "fast", "moving", "goes <on>"))
+    assert [run["run"] for run in page.data["viewer"]] == [0, 1, 2, 3, 4]
+
+
+def test_long_curves_keep_their_spikes_and_the_page_says_so(tmp_path: Path):
+    values = np.sin(np.arange(10_000) / 500).astype(np.float32)
+    values[4_321] = 50
+    values[7_000:7_400] = np.nan
+    kept = decimate(values, 200)
+    assert len(kept) <= 200
+    assert {0, 4_321, 9_999} <= set(kept.tolist())
+    assert np.isnan(values[kept]).any(), "a gap stays a gap"
+    assert (np.diff(kept) > 0).all()
+    assert decimate(values, 10_000).tolist() == list(range(10_000))
+
+    folder = write_run(tmp_path / "long", steps=5_000)
+    (curve,) = curves_by_metric(read_runs([folder]))["train/loss"]
+    assert curve.decimated_from == 2_500
+    page_of(tmp_path, [folder])
+    assert "curves have at most" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_loads_are_means_over_the_lines_of_a_position_and_placements_come_from_the_lines(several: list[Path]):
+    moving = read_runs(several)[3]
+    steps, loads_TE = loads_of(moving, "block", most=5)
+    assert steps == [8, 16, 24, 32, 40]
+    assert loads_TE == pytest.approx(np.tile([0.4, 0.3, 0.2, 0.1], (5, 1)))
+    assert [(placement.step, placement.ranks) for placement in placements_of(moving, "block")] == [
+        (2, [[0, 1], [2, 3]]),
+        (20, [[0, 3], [2, 1]]),
+    ]
+
+
+def test_damaged_files_are_shown_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good, bad, broken = write_run(tmp_path / "good"), write_run(tmp_path / "bad"), write_run(tmp_path / "broken")
+    metrics = bad / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    lines[2] = "{what\n"
+    metrics.write_text("".join(lines) + '{"step": 99')
+    (broken / "config.json").write_text("[]")
+    page_of(tmp_path, [good, bad, broken])
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "bad: metrics.jsonl: line 3 cannot be read and is left out." in text
+    assert "broken: config.json: cannot be read, and is taken as empty." in text
+    assert main(["compare", str(good), str(bad)]) == EXIT_DONE
+    assert "bad: metrics.jsonl: line 3 cannot be read" in capsys.readouterr().out
+
+
+NESTED = '{"step": 2, "train/loss": %s}\n' % ("[" * 100_000 + "]" * 100_000)
+DAMAGE = {
+    "metrics nested deeply": ("metrics.jsonl", NESTED, "metrics.jsonl: line 1 cannot be read and is left out."),
+    "results nested deeply": ("results.json", NESTED, "results.json: cannot be read, and is taken as empty."),
+    "config nested less deeply": (
+        "config.json",
+        NESTED.replace("[" * 99_500, "").replace("]" * 99_500, ""),
+        "config.json: cannot be read, and is taken as empty.",
+    ),
+    "metrics a folder": ("metrics.jsonl", None, "metrics.jsonl: cannot be read, and is taken as empty."),
+    "lifecycle a folder": ("lifecycle.jsonl", None, "lifecycle.jsonl: cannot be read, and is taken as empty."),
+    "another lifecycle": ("lifecycle.jsonl", '{"step": 3}\n', "lifecycle.jsonl: cannot be read, and is taken"),
+    "code a folder": ("code.txt", None, ""),
+    "a step too large": ("metrics.jsonl", f'{{"step": {10**30}, "train/loss": 1}}\n', "line 1 cannot be read"),
+    "loss in words": ("metrics.jsonl", '{"step": 1, "train/loss": "high"}\n{"step": 2, "train/loss": 2}\n', ""),
+    "loss beyond float32": ("metrics.jsonl", '{"step": 1, "train/loss": 1e300}\n{"step": 2, "train/loss": 2}\n', ""),
+    "load in words": ("metrics.jsonl", '{"step": 1, "moe/load/a": "high", "moe/load/b": [0.5, "low"]}\n', ""),
+    "a migration in words": (
+        "metrics.jsonl",
+        '{"step": 1, "moe/migrated_experts": 2, "moe/migration_bytes": "many", "run/restart_reason": [1]}\n',
+        "",
+    ),
+    "results not finite": ("results.json", '{"test_accuracy": NaN, "test_loss": Infinity}', ""),
+    "results too large": ("results.json", f'{{"test_loss": {10**400}}}', ""),
+    "too many processes": ("results.json", f'{{"world_size": {10**400}, "device": "cpu"}}', "is no number of"),
+    "speed in words": ("results.json", '{"samples_per_second": "fast", "expert_placement": [1]}', ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["report"], ["compare"], ["compare", "--json"]], ids="-".join)
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.filterwarnings("error")
+def test_values_that_cannot_be_are_left_out(
+    damage: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, text, notice = DAMAGE[damage]
+    bad, good = write_run(tmp_path / "bad"), write_run(tmp_path / "good", seed=1, moves=True)
+    (bad / file).unlink(missing_ok=True)
+    if text is None:
+        (bad / file).mkdir()
+    else:
+        (bad / file).write_text(text)
+    output = tmp_path / "report.html"
+    target = ["--output", str(output)] if words == ["report"] else []
+    assert main([*words, str(bad), str(good), *target]) == EXIT_DONE
+    assert notice in (output.read_text() if target else capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_folders_without_a_run_cost_a_line_each(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good = write_run(tmp_path / "runs" / "good")
+    words = [tmp_path / "nowhere", good, tmp_path / "runs", good]
+    assert main([command, *map(str, words)]) == EXIT_USER_ERROR
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {tmp_path}/nowhere: no such folder")
+    assert second.endswith(f"it has runs inside: {tmp_path}/runs/*.")
+    assert third == f"error: {good}: is given twice: give each run once."
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_files_beside_the_cells_of_a_sweep_are_passed_over(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    cells = [write_run(tmp_path / "cells" / digest) for digest in ("1a", "2b")]
+    files = [cell.with_suffix(suffix) for cell in cells for suffix in (".lock", ".log")]
+    for file in files:
+        file.write_text("")
+    assert main([command, *map(str, sorted(cells + files))]) == EXIT_DONE
+    assert capsys.readouterr().err == "4 file(s) beside the folders passed over: 1a.lock, 1a.log, 2b.lock, ...\n"
+    assert main([command, *map(str, files[:1])]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith(f"error: {files[0]}: no such folder")
+
+
+def test_a_page_replaces_a_page_and_no_other_file(
+    tmp_path: Path, several: list[Path], capsys: pytest.CaptureFixture[str]
+):
+    assert page_of(tmp_path, several).tables
+    assert page_of(tmp_path, several[:2]).tables
+    metrics = several[0] / "metrics.jsonl"
+    before = metrics.read_bytes()
+    assert main(["report", str(several[0]), "--output", str(metrics)]) == EXIT_USER_ERROR
+    assert f"--output {metrics}: is there, and no page: choose another" in capsys.readouterr().err
+    assert metrics.read_bytes() == before
+
+
+def test_without_bokeh_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    assert main(["report", str(write_run(tmp_path / "run"))]) == EXIT_USER_ERROR
+    told = capsys.readouterr().err
+    assert told == "error: toolkit report needs Bokeh, which is missing: pip install 'moe-toolkit[report]'.\n"
+
+
+def test_accuracies_and_f1_are_in_percent():
+    cells = [metric_cell(name, 0.9173) for name in ("test_accuracy", "test_macro_f1", "test_loss")]
+    assert cells == ["91.73 %", "91.73 %", "0.9173"]
+
+
+def test_compare_prints_tables_and_json(several: list[Path], capsys: pytest.CaptureFixture[str]):
+    assert main(["compare", *map(str, several)]) == EXIT_DONE
+    runs, final = capsys.readouterr().out.split("\n\nFinished runs")[0:2]
+    assert re.search(r"\| second +\| 0\.1 +\|", runs)
+    assert "| first, second | 2      | 91.00 % (sd 1.41) |" in final
+    assert len({len(line) for line in runs.splitlines()}) == 1, "columns stand below each other"
+    assert main(["compare", "--json", *map(str, several)]) == EXIT_DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][1]["settings"]["seed"] == 1
+    assert "optimizer.beta1" not in found["runs"][1]["settings"]
+    assert {row["runs"]: row["test_accuracy mean"] for row in found["final"]}[2] == pytest.approx(0.91)
+
+
+def test_a_run_as_the_trainer_leaves_it_can_be_read(tmp_path: Path):
+    with small_trainer(small_config(tmp_path / "real")) as trainer:
+        trainer.run.finish(trainer.fit())
+    page = page_of(tmp_path, [tmp_path / "real"])
+    runs, final, _, events = page.tables
+    assert runs[1][:3] == ["real", "finished", "20"]
+    assert "1 x cpu, " in runs[1][-1]
+    assert "GiB" in runs[1][-1]
+    assert [row[2] for row in events[1:]] == ["start"]
+    assert final[0][:2] == ["runs", "number"]
+    assert page.data["viewer"][0]["layers"][0]["experts"] == 4

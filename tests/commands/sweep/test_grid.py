@@ -1,0 +1,139 @@
+"""Axes, cells and digests."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+
+import toolkit as tk
+from tests.commands.sweep.toy import RECIPE
+from tests.support.helpers import ROOT
+from toolkit.commands.sweep.grid import config_digest, grid_cells, load_recipe, parse_axes
+from toolkit.errors import UserError
+
+
+def test_a_grid_has_every_combination_seed_by_seed(toy):
+    axes = parse_axes(["labels=100,600", "rate=0,0.2"])
+    cells = grid_cells(load_recipe(toy, ["full"]), axes, range(3, 5))
+    assert [str(cell) for cell in cells] == [
+        f"labels={labels} rate={rate} seed={seed}" for seed in (3, 4) for labels in (100, 600) for rate in ("0", "0.2")
+    ]
+    assert len({cell.digest for cell in cells}) == 8
+    assert cells[0].flags == ["--labels", "100", "--rate", "0", "--seed", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["labels"], "write a flag and its values"),
+        (["labels=1,,2"], "write a flag and its values"),
+        (["=1"], "write a flag and its values"),
+        (["seed=1,2"], "use --num-seeds"),
+        (["labels=1", "labels=2"], "labels is an axis already"),
+        (["run-dir=a,b"], "use --out instead"),
+    ],
+)
+def test_what_is_no_axis_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        parse_axes(words)
+
+
+def test_every_cell_is_checked_before_the_first_one_runs(toy):
+    with pytest.raises(UserError, match="--labels 0: take one or more"):
+        grid_cells(load_recipe(toy, []), parse_axes(["labels=100,0"]), [0])
+    with pytest.raises(UserError, match=r"--grid lables=100: .*toy.py has no flag --lables: did you mean --labels\?"):
+        grid_cells(load_recipe(toy, []), parse_axes(["lables=100"]), [0])
+
+
+@pytest.mark.parametrize(
+    ("axis", "first", "second"),
+    [
+        ("num-workers=0,1", "num-workers=0 seed=3", "num-workers=1 seed=3"),
+        ("lr=1e-3,2e-3,0.001", "lr=1e-3 seed=3", "lr=0.001 seed=3"),
+        ("labels=8,08", "labels=8 seed=3", "labels=08 seed=3"),
+    ],
+)
+def test_cells_that_learn_the_same_are_refused(toy, axis, first, second):
+    with pytest.raises(UserError, match=f"--grid: {first} and {second} learn the same: leave one out"):
+        grid_cells(load_recipe(toy, []), parse_axes([axis]), [3])
+
+
+def test_what_is_no_recipe_is_refused(toy, tmp_path):
+    with pytest.raises(UserError, match="no such script"):
+        load_recipe(tmp_path / "nothing.py", [])
+    with pytest.raises(UserError, match="use --out instead"):
+        grid_cells(load_recipe(toy, ["full", "--run-dir", "somewhere"]), {}, [0])
+    toy.write_text("print")
+    with pytest.raises(UserError, match="has no PRESETS"):
+        load_recipe(toy, [])
+
+
+def test_a_recipe_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "neighbour_of_toy.py").write_text("PRESET = 'full'\n")
+    script = tmp_path / "toy.py"
+    script.write_text(f"from neighbour_of_toy import PRESET\n{RECIPE}")
+    assert "full" in load_recipe(script, []).presets
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import no_such_module", "cannot be imported (No module named 'no_such_module'): `python "),
+        ("def main(:", "cannot be imported (invalid syntax (toy.py, line 1)): `python "),
+    ],
+)
+def test_a_recipe_that_cannot_be_imported_is_one_line(toy, text, says):
+    toy.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        load_recipe(toy, [])
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
+    guide = (ROOT / "docs" / "train" / "recipes.md").read_text(encoding="utf-8")
+    scripts = [block for block in re.findall(r"```python run\n(.*?)```", guide, re.DOTALL) if "run_recipe(" in block]
+    assert len(scripts) > 1
+    for number, text in enumerate([*scripts, (ROOT / "docs/examples/text_classification.py").read_text()]):
+        script = tmp_path / f"guide_{number}.py"
+        script.write_text(text)
+        assert "full" in load_recipe(script, []).presets
+
+
+def test_a_digest_is_of_what_decides_the_result(toy):
+    recipe = load_recipe(toy, [])
+    base = config_digest("toy", recipe.config([]))
+    assert config_digest("toy", recipe.config(["--num-workers", "4", "--tracker", "none", "--cpu"])) == base
+    assert config_digest("toy", recipe.config(["--labels", "100"])) == base, "100 is the default"
+    assert config_digest("toy", recipe.config(["--labels", "600"])) != base
+    assert config_digest("other", recipe.config([])) != base
+
+
+def test_a_field_that_is_added_later_changes_no_digest():
+    @dataclass(frozen=True, kw_only=True)
+    class Later(tk.RunConfig):
+        more: int = 3
+
+    before, after = tk.RunConfig(lr=0.5), Later(lr=0.5)
+    assert config_digest("toy", before) == config_digest("toy", after)
+    assert config_digest("toy", after) != config_digest("toy", replace(after, more=4))
+
+
+def test_a_digest_knows_settings_that_are_masked_and_fields_without_default():
+    @dataclass(frozen=True, kw_only=True)
+    class Own(tk.RunConfig):
+        width: int
+        label_key: str = "label"
+        password: str = ""
+
+    usual = Own(width=1)
+    digests = {
+        config_digest("toy", config) for config in (usual, replace(usual, width=2), replace(usual, label_key="b"))
+    }
+    assert len(digests) == 3
+    first, second = (config_digest("toy", replace(usual, password=password)) for password in ("one", "two"))
+    assert first == second, "which nobody can guess from the name of a folder"

@@ -1,0 +1,179 @@
+"""What is found in a transformers model, and losses that see all ranks' tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.experts.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
+from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.experts.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
+from toolkit.experts.hosts.transformers.saving import write_pretrained
+from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    return awaken(causal_lm(config(family)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_and_routers_are_found_in_every_family(family: str):
+    model = model_of(family)
+    layers = [1] if family == "deepseek_v3" else [0, 1]
+    assert list(experts_modules(model)) == [f"model.layers.{layer}.mlp.experts" for layer in layers]
+    assert {type(router).__name__.lower() for router in routers(model).values()} == {
+        family.replace("_", "") + "topkrouter"
+    }
+
+
+def test_a_dense_model_has_no_experts_and_nothing_to_balance():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = causal_lm(LlamaConfig(vocab_size=64, **sizes))
+    assert experts_modules(model) == {}
+    with pytest.raises(UserError, match="has no experts to balance"):
+        watch_routers(model)
+
+
+def test_with_one_layer_the_balance_loss_is_transformers_own():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    settings = config("mixtral")
+    settings.num_hidden_layers = 1
+    torch.manual_seed(0)
+    model: Any = awaken(causal_lm(settings))
+    penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
+    logits = model(input_ids=tokens(0, 4), output_router_logits=True).router_logits
+    # Theirs counts each of the two choices of a token as a whole, so it is twice ours, which is 1 when balanced.
+    assert 2 * penalty().item() == pytest.approx(load_balancing_loss_func(logits, EXPERTS, 2).item(), rel=1e-6)
+
+
+def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
+    model = model_of("deepseek_v3")
+    penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
+    model(input_ids=tokens(0, 4))
+    (watch,) = penalty.layers
+    assert watch.routing is not None
+    scores = watch.routing.logits_TE.sigmoid()
+    share = scores / scores.sum(1, keepdim=True)
+    expected = load_balancing_share(share, watch.last_load_E / watch.last_load_E.sum(), 48)
+    assert penalty().item() == pytest.approx(expected.item())
+
+
+def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
+    """By the name that transformers has for it since 5.23, or the older one."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_changes_neither_gradients_nor_what_was_routed(family: str):
+    found = []
+    for checkpointing in (False, True):
+        model = model_of(family).train()
+        penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
+        if checkpointing:
+            enable_checkpointing(model, use_reentrant=False)
+        ids = tokens(0, 4)
+        loss = model(input_ids=ids, labels=ids).loss + penalty()
+        routed = [watch.routing for watch in penalty.layers]
+        loss.backward()
+        assert all(watch.routing is routing for watch, routing in zip(penalty.layers, routed, strict=True))
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((gradients, [watch.last_load_E.tolist() for watch in penalty.layers]))
+    (plain, load), (again, load_again) = found
+    assert load_again == load
+    assert again.keys() == plain.keys()
+    assert all(torch.allclose(again[name], gradient, rtol=1e-5, atol=1e-9) for name, gradient in plain.items())
+
+
+def test_a_penalty_that_reentrant_checkpointing_would_leave_without_gradients_is_refused():
+    model = model_of("mixtral").train()
+    watch_routers(model)
+    enable_checkpointing(model, use_reentrant=True)
+    model.enable_input_require_grads()
+    with pytest.raises(UserError, match=r"balance nothing: .*use_reentrant.*False"):
+        model(input_ids=tokens(0, 4))
+
+
+def share_of_ranks(samples: int) -> tuple[float, float, list[int]]:
+    model = model_of("qwen3_moe")
+    penalty = RouterPenalty(watch_routers(model), balance_weight=1.0, z_weight=0.5)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model(input_ids=tokens(0, samples)[rank * samples // world : (rank + 1) * samples // world])
+    share = penalty()
+    share.backward()
+    weight = next(iter(routers(model).values())).weight
+    return share.item(), weight.grad.norm().item(), global_load(penalty.layers).sum(1).tolist()
+
+
+def test_the_shares_of_ranks_add_up_to_the_loss_of_the_whole_batch():
+    whole, _, load = share_of_ranks(4)
+    ranks = run_distributed(share_of_ranks, 2, 4)
+    assert sum(share for share, _, _ in ranks) == pytest.approx(whole, rel=1e-6)
+    assert all(rank[2] == load for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no/such-model-anywhere", "neither a folder nor in the Hub's cache"),
+        ("not a name at all", "neither a folder nor a Hub name"),
+        ("{empty}", "has no config.json"),
+    ],
+)
+def test_weights_that_cannot_be_found_are_refused_at_once(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=words):
+        causal_lm(name.format(empty=tmp_path))
+
+
+def test_an_unknown_experts_implementation_is_refused_in_one_sentence():
+    with pytest.raises(UserError, match="MixtralConfig cannot be built") as refused:
+        causal_lm(config("mixtral"), experts_implementation="no_such_thing")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        save_pretrained(model_of("mixtral"), tmp_path / "file" / "folder")
+
+
+class Unsavable:
+    """Cannot be written, for a reason that is not the disk's."""
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        raise ValueError("a setting that cannot be saved")
+
+
+def error_of_saving() -> str:
+    try:
+        write_pretrained(Unsavable(), "nowhere", {})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def test_a_model_that_rank_0_cannot_write_ends_all_ranks():
+    assert run_distributed(error_of_saving, 2) == ["RuntimeError: a setting that cannot be saved on rank 0"] * 2
+
+
+def test_a_transformers_model_has_the_scopes_of_our_own_layers():
+    model = model_of("mixtral")
+    watches = watch_routers(model)
+    model(input_ids=tokens(0, 4))
+    shares = [RouterPenalty(watches, balance_weight=1.0, balance_scope=scope)() for scope in ("global", "local")]
+    assert shares[0].item() == shares[1].item(), "one process has all tokens"
+    with pytest.raises(UserError, match="--balance-scope sequence"):
+        RouterPenalty(watches, balance_weight=1.0, balance_scope="sequence")()

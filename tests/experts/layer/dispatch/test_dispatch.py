@@ -1,0 +1,203 @@
+"""Dispatch and combine, first on lists drawn by hand, then between ranks against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.helpers import run_distributed
+from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.experts.layer.dispatch.order import order_of_arrivals, sort_by_slot
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+
+DIM, EXPERTS, TOP_K = 5, 8, 2
+
+
+def test_assignments_are_sorted_by_slot_and_stay_in_token_order_within_one() -> None:
+    """
+    token          t0      t1      t2      t3
+    slots          2 0     0 1     2 1     0 2
+    assignment     0 1     2 3     4 5     6 7
+
+    slot order     slot 0: t0 t1 t3    slot 1: t1 t2    slot 2: t0 t2 t3
+    assignment             1  2  6             3  5             0  4  7
+    place                  0  1  2             3  4             5  6  7
+    """
+    order = sort_by_slot(torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]]), 3)
+    assert order.rows_per_slot.tolist() == [3, 2, 3]
+    assert order.assignment_N.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
+    assert order.token_N.tolist() == [0, 1, 3, 1, 2, 0, 2, 3]
+    assert order.place_TK.tolist() == [[5, 0], [1, 3], [6, 4], [2, 7]]
+
+
+@pytest.mark.parametrize(
+    ("slots_TK", "rows_per_slot", "assignment_N", "place_TK"),
+    [
+        pytest.param(torch.empty(0, 2, dtype=torch.int64), [0, 0], [], [], id="no tokens"),
+        pytest.param(torch.tensor([[1], [1], [1]]), [0, 3], [0, 1, 2], [[0], [1], [2]], id="all to one slot"),
+        pytest.param(torch.tensor([[1], [0], [1]]), [1, 2], [1, 0, 2], [[1], [0], [2]], id="top 1"),
+    ],
+)
+def test_edges_of_the_order(
+    slots_TK: Tensor, rows_per_slot: list[int], assignment_N: list[int], place_TK: list[list[int]]
+) -> None:
+    order = sort_by_slot(slots_TK, 2)
+    assert order.rows_per_slot.tolist() == rows_per_slot
+    assert order.assignment_N.tolist() == assignment_N
+    assert order.place_TK.tolist() == place_TK
+    assert order.token_N.tolist() == [assignment // slots_TK.shape[1] for assignment in assignment_N]
+
+
+@pytest.mark.parametrize("rows_PS", [[[2, 0, 1], [0, 3, 1]], [[0, 0, 0], [0, 4, 0]], [[1], [2], [0]], [[0, 0]]])
+def test_rows_that_arrive_sorted_from_each_peer_are_in_the_order_of_a_stable_sort(rows_PS: list[list[int]]) -> None:
+    slots = len(rows_PS[0])
+    slot_R = torch.tensor([slot for row in rows_PS for slot, rows in enumerate(row) for _ in range(rows)]).long()
+    found, sorted_ = order_of_arrivals(torch.tensor(rows_PS), len(slot_R)), sort_by_slot(slot_R.unsqueeze(1), slots)
+    assert found.rows_per_slot.tolist() == sorted_.rows_per_slot.tolist()
+    assert found.assignment_N.tolist() == found.token_N.tolist() == sorted_.assignment_N.tolist()
+    assert found.place_TK.tolist() == sorted_.place_TK.tolist()
+
+
+def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
+    """t0 -> experts 2, 0; t1 -> experts 0, 1. Rows: t0 t1 | t1 | t0. Expert e multiplies by e + 1."""
+    x_TD = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    dispatcher = LocalDispatcher(contiguous(3, 1))
+    rows, plan = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]))
+    assert rows.tolist() == [[1, 2], [10, 20], [10, 20], [1, 2]]
+    assert plan.rows_per_slot.tolist() == plan.load_E.tolist() == [2, 1, 1]
+    rows = rows * torch.tensor([[1.0], [1.0], [2.0], [3.0]])
+    y_TD = dispatcher.combine(rows, plan, torch.tensor([[0.5, 0.5], [0.75, 0.25]]))
+    # t0: 0.5 * 3 + 0.5 * 1 = 2; t1: 0.75 * 1 + 0.25 * 2 = 1.25.
+    assert y_TD.tolist() == [[2, 4], [12.5, 25]]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_gradients_of_tokens_rows_and_weights_are_exact(tokens: int, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(tokens + top_k)
+    x_TD = torch.randn(tokens, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    weights_TK = torch.rand(tokens, top_k, dtype=torch.float64, generator=generator, requires_grad=True)
+    ids_TK = torch.rand(tokens, 6, generator=generator).topk(top_k).indices
+    factor_N1 = torch.rand(tokens * top_k, 1, dtype=torch.float64, generator=generator, requires_grad=True)
+    dispatcher = LocalDispatcher(contiguous(6, 1))
+
+    def trip(x_TD: Tensor, weights_TK: Tensor, factor_N1: Tensor) -> Tensor:
+        rows, plan = dispatcher.dispatch(x_TD, ids_TK)
+        return dispatcher.combine(rows * factor_N1, plan, weights_TK)
+
+    if tokens:
+        assert torch.autograd.gradcheck(trip, (x_TD, weights_TK, factor_N1))
+    else:
+        trip(x_TD, weights_TK, factor_N1).sum().backward()
+        assert x_TD.grad is not None
+        assert x_TD.grad.shape == (0, 4)
+
+
+def test_an_expanded_output_gradient_is_taken() -> None:
+    x_TD = torch.randn(3, 4, requires_grad=True)
+    dispatcher = LocalDispatcher(contiguous(2, 1))
+    rows, plan = dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 0], [0, 1]]))
+    dispatcher.combine(rows, plan, torch.full((3, 2), 0.5)).sum().backward()
+    torch.testing.assert_close(x_TD.grad, torch.ones(3, 4))
+    x_TD.grad = None
+    dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 0], [0, 1]]))[0].sum().backward()
+    torch.testing.assert_close(x_TD.grad, torch.full((3, 4), 2.0))
+
+
+def test_rows_in_bfloat16_are_weighted_by_float32_weights_that_get_a_float32_gradient() -> None:
+    rows = torch.randn(4, 8).bfloat16().requires_grad_()
+    weights_TK = torch.tensor([[0.3, 0.7], [0.6, 0.4]], requires_grad=True)
+    dispatcher = LocalDispatcher(contiguous(2, 1))
+    _, plan = dispatcher.dispatch(torch.randn(2, 8), torch.tensor([[0, 1], [1, 0]]))
+    y_TD = dispatcher.combine(rows, plan, weights_TK)
+    y_TD.float().sum().backward()
+    assert y_TD.dtype == torch.bfloat16
+    assert rows.grad is not None
+    assert rows.grad.dtype == torch.bfloat16
+    assert weights_TK.grad is not None
+    # Rows: t0 t1 of expert 0, then t0 t1 of expert 1.
+    sums = rows.detach().double().sum(1)
+    torch.testing.assert_close(weights_TK.grad, torch.stack([sums[[0, 2]], sums[[3, 1]]]).float(), atol=1e-5, rtol=1e-5)
+
+
+# --- between ranks -----------------------------------------------------------------------------------------------
+
+
+def draw(case: str, rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, expert ids, weights and output gradient of one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = {"ragged": 3 + 5 * rank, "no tokens on rank 0": 6 if rank else 0, "no tokens anywhere": 0}.get(case, 6)
+    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
+    if case == "all to the last rank":
+        per_rank = EXPERTS // world
+        ids_TK = EXPERTS - per_rank + ids_TK % per_rank
+    draws = (torch.randn(tokens, n, dtype=torch.float64, generator=generator) for n in (DIM, TOP_K, DIM))
+    x_TD, weights_TK, grad_TD = (draw.to(dtype) for draw in draws)
+    return x_TD, ids_TK, weights_TK, grad_TD
+
+
+def expert_weights(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(99)
+    return torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def train(
+    dispatcher: TokenDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TD: Tensor, experts: Tensor
+) -> dict[str, Tensor]:
+    """Output and gradients of sum_k w_k * x @ M_k, computed slot by slot."""
+    leaves = [tensor.requires_grad_() for tensor in (x_TD, weights_TK, experts)]
+    rows, plan = dispatcher.dispatch(x_TD, ids_TK)
+    parts = rows.split(plan.rows_per_slot.tolist())
+    rows = torch.cat([part @ matrix for part, matrix in zip(parts, experts.unbind(), strict=True)])
+    y_TD = dispatcher.combine(rows, plan, weights_TK)
+    y_TD.backward(grad_TD)
+    x_grad, weights_grad, experts_grad = (leaf.grad for leaf in leaves)
+    assert x_grad is not None
+    assert weights_grad is not None
+    assert experts_grad is not None
+    return {"y": y_TD.detach(), "x": x_grad, "weights": weights_grad, "experts": experts_grad, "load": plan.load_E}
+
+
+CASES = ("even", "ragged", "no tokens on rank 0", "all to the last rank", "no tokens anywhere")
+SLOT_OF_EXPERT = [3, 0, 6, 1, 7, 2, 4, 5]
+
+
+def every_case_on_one_rank() -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dispatcher = AllToAllDispatcher(
+        ExpertPlacement.from_slot_of_expert(SLOT_OF_EXPERT, world), make_expert_groups(world)
+    )
+    slots = EXPERTS // world
+    mine = [SLOT_OF_EXPERT.index(slot) for slot in range(rank * slots, (rank + 1) * slots)]
+    return {
+        (case, dtype): train(dispatcher, *draw(case, rank, world, dtype), expert_weights(dtype)[mine])
+        for case in CASES
+        for dtype in (torch.float64, torch.float32)
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_compute_what_one_process_computes(world: int) -> None:
+    results = run_distributed(every_case_on_one_rank, world)
+    for case, dtype in results[0]:
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+        ranks = [result[case, dtype] for result in results]
+        inputs = zip(*(draw(case, rank, world, dtype) for rank in range(world)), strict=True)
+        expected = train(LocalDispatcher(contiguous(EXPERTS, 1)), *map(torch.cat, inputs), expert_weights(dtype))
+        by_slot = torch.cat([rank["experts"] for rank in ranks])
+        actual = {name: torch.cat([rank[name] for rank in ranks]) for name in ("y", "x", "weights")}
+        actual["experts"] = by_slot[SLOT_OF_EXPERT]
+        for name, tensor in actual.items():
+            error = (tensor - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
+            assert error <= tolerance, f"{name} of case {case!r} in {dtype} is off by {error:.1e}"
+        assert torch.equal(sum(rank["load"] for rank in ranks), expected["load"])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_negative_ids_do_not_count_from_the_end(order: tuple[int, ...]):
+    dispatcher = LocalDispatcher(ExpertPlacement((order,)))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        dispatcher.dispatch(torch.randn(2, 4), torch.tensor([[0, 1], [2, -1]]))

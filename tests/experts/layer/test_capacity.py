@@ -1,0 +1,202 @@
+"""Which assignments a capacity drops, compared with loops; dropped ones are not sent and have weight 0."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.experts.layer.capacity import Capacity, DropPolicy
+from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.router import ExpertChoiceRouter
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.run.config.router import RouterOptions
+
+EXPERTS, TOP_K, DIM = 4, 2, 8
+
+
+def draw_assignments(tokens: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Expert ids in favour of the first experts, and weights of which many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    favour = torch.tensor([6.0, 3.0, 1.0, 0.2]).expand(tokens, EXPERTS)
+    ids_TK = favour.multinomial(TOP_K, generator=generator)
+    return ids_TK, torch.randint(1, 6, ids_TK.shape, generator=generator) / 6
+
+
+def oracle(ids_TK: Tensor, weights_TK: Tensor, factor: float, policy: str) -> list[list[bool]]:
+    limit = math.ceil(factor * ids_TK.numel() / EXPERTS)
+    kept = torch.zeros_like(ids_TK, dtype=torch.bool)
+    for expert in range(EXPERTS):
+        assignments = [(t, k) for t, k in (ids_TK == expert).nonzero().tolist()]
+        if policy == "probs":
+            assignments.sort(key=lambda pair: -weights_TK[pair].item())
+        for pair in assignments[:limit]:
+            kept[pair] = True
+    return kept.tolist()
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.1, 0.75, 1.0, 1.5, 100.0])
+def test_assignments_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: float) -> None:
+    ids_TK, weights_TK = draw_assignments()
+    kept_TK = Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS)
+    assert kept_TK.tolist() == oracle(ids_TK, weights_TK, factor, policy)
+    assert bool(kept_TK.all()) == (factor == 100.0)
+    assert Capacity(factor, policy).kept(ids_TK[:0], weights_TK[:0], EXPERTS).shape == (0, TOP_K)
+
+
+def replicas_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Uneven shares of the assignments; rank 1 has none."""
+    ids_TK, weights_TK = draw_assignments()
+    first = [0, 9, 9, 23] if world == 3 else [0, 15, 23]
+    return ids_TK[first[rank] : first[rank + 1]], weights_TK[first[rank] : first[rank + 1]]
+
+
+def kept_on_one_rank() -> dict[tuple[DropPolicy, float], list[list[bool]]]:
+    ids_TK, weights_TK = replicas_of_rank(dist.get_rank(), dist.get_world_size())
+    return {
+        (policy, factor): Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS).tolist()
+        for policy in ("probs", "position")
+        for factor in (0.5, 1.0)
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_together_drop_what_one_process_drops(world: int) -> None:
+    ranks = run_distributed(kept_on_one_rank, world)
+    for policy, factor in ranks[0]:
+        together = [token for rank in ranks for token in rank[policy, factor]]
+        assert together == oracle(*draw_assignments(), factor, policy)
+
+
+def layer_on(world: int, **options: Any) -> MoE:
+    torch.manual_seed(1)
+    layer = make_moe(DIM, 12, EXPERTS, TOP_K, groups=make_expert_groups(world), **options)
+    torch.nn.init.normal_(layer.router.weight)
+    return layer
+
+
+def every_replica_computed(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
+    """The layer's result with each expert applied to each token, and weight 0 for dropped assignments."""
+    routing = layer.router(x_TD)
+    up_SFD, down_SFD = layer.experts.up, layer.experts.down
+    all_TED = torch.einsum("tef,efd->ted", torch.einsum("td,efd->tef", x_TD, up_SFD).relu(), down_SFD)
+    chosen_TKD = all_TED[torch.arange(len(x_TD)).unsqueeze(1), routing.expert_ids_TK]
+    return ((routing.weights_TK * kept_TK).unsqueeze(-1) * chosen_TKD).sum(1)
+
+
+def gradients(layer: MoE, y_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
+    wanted = [x_TD, layer.router.weight, layer.experts.up, layer.experts.down]
+    return list(torch.autograd.grad(y_TD.square().sum(), wanted))
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_layer_with_dropped_assignments_computes_the_rest_exactly(policy: DropPolicy) -> None:
+    layer = layer_on(1, capacity_factor=0.75, drop_policy=policy).double()
+    x_TD = torch.randn(30, DIM, dtype=torch.float64, requires_grad=True)
+    routing = layer.router(x_TD)
+    kept_TK = torch.tensor(oracle(routing.expert_ids_TK, routing.weights_TK, 0.75, policy))
+    expected = every_replica_computed(layer, x_TD, kept_TK)
+    y_TD = layer(x_TD)
+    torch.testing.assert_close(y_TD, expected)
+    torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
+    routed_E = routing.expert_ids_TK.flatten().bincount(minlength=EXPERTS)
+    assert layer.load_E.tolist() == layer.last_load_E.tolist() == routed_E.tolist()
+    assert layer.dropped_E.tolist() == (routed_E - 12).clamp(min=0).tolist()  # ceil(0.75 * 60 / 4) = 12
+    assert 0 < layer.dropped_E.sum() == (~kept_TK).sum()
+
+
+def test_nothing_is_dropped_or_counted_in_evaluation() -> None:
+    layer, x_TD = layer_on(1, capacity_factor=0.5).eval(), torch.randn(30, DIM)
+    torch.testing.assert_close(layer(x_TD), layer_on(1)(x_TD))
+    assert layer.dropped_E.tolist() == [0] * EXPERTS
+
+
+REPLICATED = ExpertPlacement(((0, 1, 2), (3, 1)))
+"""Expert 1 has a replica on both ranks."""
+
+
+def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
+    rank, found = dist.get_rank(), {}
+    for policy in ("probs", "position"):
+        for placement in ("contiguous", REPLICATED):
+            layer = layer_on(2, capacity_factor=0.6, drop_policy=policy, placement=placement)
+            y_TD = layer(batch().split([13, 27])[rank])
+            y_TD.square().sum().backward()
+            found[policy, placement is REPLICATED] = {
+                "y": y_TD.detach(),
+                "router": layer.router.weight.grad,
+                "up": layer.experts.up.grad,
+                "dropped": layer.dropped_E,
+                "load": layer.load_E,
+            }
+    return found
+
+
+def batch() -> Tensor:
+    return torch.randn(40, DIM, generator=torch.Generator().manual_seed(5))
+
+
+def test_ranks_together_compute_what_one_process_computes() -> None:
+    ranks = run_distributed(layers_on_one_rank, 2)
+    for policy, replicated in ranks[0]:
+        found = {name: [rank[policy, replicated][name] for rank in ranks] for name in ranks[0][policy, replicated]}
+        layer = layer_on(1, capacity_factor=0.6, drop_policy=policy)
+        y_TD = layer(batch())
+        y_TD.square().sum().backward()
+        up_grad = layer.experts.up.grad
+        assert up_grad is not None
+        torch.testing.assert_close(torch.cat(found["y"]), y_TD.detach())
+        torch.testing.assert_close(sum(found["router"]), layer.router.weight.grad)
+        if replicated:
+            torch.testing.assert_close(found["up"][0][:1], up_grad[:1])
+            torch.testing.assert_close(found["up"][0][1] + found["up"][1][1], up_grad[1])
+        else:
+            torch.testing.assert_close(torch.cat(found["up"]), up_grad)
+        assert torch.equal(sum(found["dropped"]), layer.dropped_E)
+        assert torch.equal(sum(found["load"]), layer.load_E)
+
+
+def test_a_rank_all_of_whose_assignments_are_dropped_takes_part() -> None:
+    """Position and a tiny capacity: one assignment per expert is kept, all of them of rank 0."""
+    ranks = run_distributed(tiny_capacity_on_one_rank, 2)
+    assert ranks[0]["sent"] == EXPERTS
+    assert ranks[1] == {"sent": 0, "y": 0.0, "grad": 0.0}
+
+
+def tiny_capacity_on_one_rank() -> dict[str, float]:
+    options = RouterOptions(force_balanced=True)
+    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", router=options)
+    x_TD = torch.randn(8, DIM, requires_grad=True)
+    y_TD = layer(x_TD)
+    y_TD.sum().backward()
+    assert x_TD.grad is not None
+    sent = int((layer.load_E - layer.dropped_E).sum())
+    return {"sent": sent, "y": float(y_TD.abs().sum()), "grad": float(x_TD.grad.abs().sum())}
+
+
+def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
+    layer = layer_on(1, router_type=ExpertChoiceRouter).double()
+    x_TD = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
+    kept_TE = layer.router(x_TD).kept_TK
+    expected, y_TD = every_replica_computed(layer, x_TD, kept_TE), layer(x_TD)
+    torch.testing.assert_close(y_TD, expected)
+    torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
+    assert layer.load_E.tolist() == [5] * EXPERTS  # ceil(9 * 2 / 4)
+
+
+def test_expert_choice_takes_no_capacity() -> None:
+    with pytest.raises(ValueError, match="leave out the capacity"):
+        layer_on(1, router_type=ExpertChoiceRouter, capacity_factor=1.0)
+
+
+def test_a_capacity_for_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"capacity_factor=0\.0: take a number above 0"):
+        Capacity(0.0)

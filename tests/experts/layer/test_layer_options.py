@@ -1,0 +1,64 @@
+"""The flags of router, losses, capacity and recomputation in whole runs, equal on one process and on two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.mnist_moe import Config, debug, main
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.run.config.router import RouterOptions
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.expert_setup import moe_from_config
+
+CASES: dict[str, dict[str, Any]] = {
+    "sigmoid scores in groups": {
+        "router_score": "sigmoid",
+        "router_groups": 2,
+        "routed_scaling": 2.0,
+        "balance": "bias",
+        "gradient_accumulation_steps": 2,
+    },
+    "lowest weights dropped": {"capacity_factor": 0.9, "z_weight": 0.01},
+    "latest tokens dropped": {"capacity_factor": 0.8, "drop_policy": "position", "gradient_accumulation_steps": 2},
+}
+COMPARED = ("train/loss", "train/penalty", "train/grad_norm", "moe/dropped_fraction", "eval/loss")
+
+
+def curves(folder: Path, recompute: str) -> dict[str, list[float]]:
+    """What each case logs at every step; checks that drops are logged where there is a capacity."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    for name, settings in CASES.items():
+        run_dir = folder / name
+        common: dict[str, Any] = {"tracker": "none", "cpu": True, "max_steps": 8, "log_every": 1, "run_dir": run_dir}
+        with in_float64():
+            main(replace(debug(), **common, **settings, recompute=recompute))
+        lines = list(read_metrics(run_dir / "metrics.jsonl"))
+        found[name] = [line[key] for line in lines for key in COMPARED if key in line]
+        assert any("moe/dropped_fraction" in line for line in lines) == ("capacity_factor" in settings)
+    return found
+
+
+def test_expert_parallel_and_recomputed_runs_equal_one_process(tmp_path: Path) -> None:
+    (alone,) = run_distributed(curves, 1, tmp_path / "alone", "none")
+    spread, _ = run_distributed(curves, 2, tmp_path / "spread", "full")
+    for name in CASES:
+        assert spread[name] == pytest.approx(alone[name], rel=IN_FLOAT64), name
+    assert len({tuple(losses) for losses in alone.values()}) == len(CASES), "the flags make a difference"
+
+
+def test_a_layer_has_the_options_of_the_flags() -> None:
+    config = Config(router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1, capacity_factor=1.25)
+    layer = moe_from_config(config, 8, groups=make_expert_groups(1))
+    assert layer.router.options == RouterOptions(
+        router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1
+    )
+    assert layer.capacity is not None
+    assert layer.capacity.factor == 1.25

@@ -1,0 +1,261 @@
+"""Routers: scores, choices and weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
+from toolkit.run.config.router import Balance, RouterOptions
+
+
+def router_with(weight: list[list[float]], top_k: int, bias: list[float] | None = None) -> TopKRouter:
+    router = TopKRouter(len(weight[0]), len(weight), top_k, RouterOptions(balance="loss" if bias is None else "bias"))
+    router.weight.data.copy_(torch.tensor(weight))
+    if bias is not None:
+        assert router.bias is not None
+        router.bias.copy_(torch.tensor(bias))
+    return router
+
+
+def test_the_best_experts_are_kept_and_their_probabilities_add_up_to_one() -> None:
+    # Logits log 1, log 2, log 5 give probabilities 1/8, 2/8, 5/8; the two best are renormalised to 5/7 and 2/7.
+    router = router_with(torch.tensor([[1.0], [2.0], [5.0]]).log().tolist(), top_k=2)
+    routing = router(torch.ones(1, 1))
+    assert routing.expert_ids_TK.tolist() == [[2, 1]]
+    torch.testing.assert_close(routing.probs_TE, torch.tensor([[1 / 8, 2 / 8, 5 / 8]]))
+    torch.testing.assert_close(routing.weights_TK, torch.tensor([[5 / 7, 2 / 7]]))
+
+
+def test_a_bias_chooses_experts_and_leaves_their_weights_alone() -> None:
+    weight = torch.tensor([[1.0], [2.0], [5.0]]).log().tolist()
+    routing = router_with(weight, top_k=2, bias=[10.0, 0.0, 0.0])(torch.ones(1, 1))
+    assert routing.expert_ids_TK.tolist() == [[0, 2]]
+    torch.testing.assert_close(routing.weights_TK, torch.tensor([[1 / 6, 5 / 6]]))
+
+
+def test_a_bias_of_zero_changes_nothing() -> None:
+    x_TD, plain = torch.randn(16, 4), TopKRouter(4, 6, 2)
+    biased = router_with(plain.weight.tolist(), top_k=2, bias=[0.0] * 6)
+    one, other = plain(x_TD), biased(x_TD)
+    assert torch.equal(one.expert_ids_TK, other.expert_ids_TK)
+    torch.testing.assert_close(one.weights_TK, other.weights_TK)
+
+
+@pytest.mark.parametrize("balance", ["loss", "bias"])
+def test_gradients_reach_the_tokens_and_the_router_through_the_weights(balance: Balance) -> None:
+    router = TopKRouter(4, 6, 2, RouterOptions(balance=balance)).double()
+    x_TD = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    # Steps of the numerical check are 1e-6: no token of this seed lies that close to another choice.
+    assert torch.autograd.gradcheck(
+        lambda x, w: torch.func.functional_call(router, {"weight": w}, (x,)).weights_TK, (x_TD, router.weight)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_are_float32_under_autocast_and_for_tokens_of_half_precision(dtype: torch.dtype) -> None:
+    router, x_TD = TopKRouter(16, 8, 2), torch.randn(32, 16).to(dtype)
+    expected = x_TD.float() @ router.weight.T
+    with torch.autocast("cpu", dtype):
+        routing = router(x_TD)
+    assert {routing.logits_TE.dtype, routing.probs_TE.dtype, routing.weights_TK.dtype} == {torch.float32}
+    torch.testing.assert_close(routing.logits_TE, expected)
+
+
+def test_no_tokens_are_routed_nowhere() -> None:
+    routing = TopKRouter(4, 6, 2)(torch.empty(0, 4))
+    assert routing.expert_ids_TK.shape == routing.weights_TK.shape == (0, 2)
+    assert routing.probs_TE.shape == (0, 6)
+
+
+def test_with_one_expert_per_token_the_weight_is_one() -> None:
+    routing = TopKRouter(4, 6, 1)(torch.randn(8, 4))
+    assert torch.equal(routing.weights_TK, torch.ones(8, 1))
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_more_choices_than_experts_or_none_are_refused(top_k: int) -> None:
+    with pytest.raises(UserError, match=f"--top-k {top_k}: take 1 to 6, the number of --experts"):
+        TopKRouter(4, 6, top_k)
+
+
+def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """Experts and weights by loops over tokens and experts, in the words of the papers."""
+    options, ids, weights = router.options, [], []
+    for logits in (x_TD.double() @ router.weight.double().T).tolist():
+        if options.router_score == "softmax":
+            total = sum(math.exp(logit) for logit in logits)
+            scores = [math.exp(logit) / total for logit in logits]
+        else:
+            scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+        bias = [0.0] * len(scores) if router.bias is None else router.bias.tolist()
+        ranked = [score + b for score, b in zip(scores, bias, strict=True)]
+        size = len(scores) // options.router_groups
+        groups = [range(first, first + size) for first in range(0, len(scores), size)]
+
+        def worth(group: range, ranked: list[float] = ranked) -> float:
+            best = sorted((ranked[e] for e in group), reverse=True)
+            return sum(best[:2]) if options.router_group_score == "top2" else best[0]
+
+        allowed = [e for group in sorted(groups, key=worth, reverse=True)[: options.top_k_groups] for e in group]
+        chosen = sorted(allowed, key=lambda e: ranked[e], reverse=True)[: router.top_k]
+        total = sum(scores[e] for e in chosen) if options.router_normalize else 1.0
+        ids.append(chosen)
+        weights.append([options.routed_scaling * scores[e] / total for e in chosen])
+    return ids, weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"router_normalize": False, "routed_scaling": 16.0},
+        {"router_score": "sigmoid", "routed_scaling": 2.5},
+        {"router_score": "sigmoid", "router_normalize": False, "balance": "bias"},
+        {"router_groups": 4, "top_k_groups": 2, "router_group_score": "max", "router_normalize": False},
+        {"router_groups": 4, "top_k_groups": 2, "router_score": "sigmoid", "routed_scaling": 2.5, "balance": "bias"},
+        {"router_groups": 12, "top_k_groups": 5, "router_group_score": "max"},
+        {"router_groups": 3, "top_k_groups": 3, "balance": "bias"},
+    ],
+)
+def test_choices_and_weights_are_those_of_a_loop_over_tokens(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    router, x_TD = TopKRouter(6, 12, 3, RouterOptions(**options)), torch.randn(40, 6)
+    router.weight.data.normal_()
+    if router.bias is not None:
+        router.bias.normal_(std=0.3)
+    ids, weights = plain_reference(router, x_TD)
+    routing = router(x_TD)
+    assert routing.expert_ids_TK.tolist() == ids
+    torch.testing.assert_close(routing.weights_TK, torch.tensor(weights), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(routing.probs_TE.sum(-1), torch.ones(40))
+
+
+def sorted_by_expert(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids_TK.argsort(-1)
+    return ids_TK.gather(-1, order), weights_TK.gather(-1, order)
+
+
+def assert_same_routing(routing: Routing, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    ours, theirs = (
+        sorted_by_expert(*pair) for pair in [(routing.expert_ids_TK, routing.weights_TK), (ids_TK, weights_TK)]
+    )
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
+def test_it_routes_as_the_deepseek_v3_of_transformers_does() -> None:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    config = theirs.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=32, num_experts_per_tok=4, n_group=8, topk_group=3, routed_scaling_factor=2.5
+    )
+    router = theirs.DeepseekV3TopkRouter(config)
+    router.weight.data.normal_()
+    router.e_score_correction_bias.normal_(std=0.2)
+    options = {
+        "router_score": "sigmoid",
+        "router_groups": 8,
+        "top_k_groups": 3,
+        "routed_scaling": 2.5,
+        "balance": "bias",
+    }
+    ours, x_TD = TopKRouter(16, 32, 4, RouterOptions(**options)), torch.randn(64, 16)
+    ours.weight.data, ours.bias = router.weight.data, router.e_score_correction_bias
+    _, weights_TK, ids_TK = router(x_TD)
+    assert_same_routing(ours(x_TD), ids_TK, weights_TK)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, not normalised"])
+def test_it_routes_as_the_softmax_families_of_transformers_do(family: str) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    normalize = not family.endswith("not normalised")
+    if family == "mixtral":
+        config = modeling_mixtral.MixtralConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=2)
+        router = modeling_mixtral.MixtralTopKRouter(config)
+    else:
+        config = modeling_qwen3_moe.Qwen3MoeConfig(
+            hidden_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=normalize
+        )
+        router = modeling_qwen3_moe.Qwen3MoeTopKRouter(config)
+    router.weight.data.normal_()
+    ours, x_TD = TopKRouter(16, 8, 2, RouterOptions(router_normalize=normalize)), torch.randn(64, 16)
+    ours.weight.data = router.weight.data
+    _, weights_TK, ids_TK = router(x_TD)
+    assert_same_routing(ours(x_TD), ids_TK, weights_TK)
+
+
+def test_jitter_moves_scores_in_training_only_and_is_drawn_where_the_trainer_seeds() -> None:
+    router, x_TD = TopKRouter(8, 4, 2, RouterOptions(router_jitter=0.1)), torch.randn(16, 8)
+    router.weight.data.normal_()
+    plain = x_TD @ router.weight.T
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return router(x_TD).logits_TE
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+    # Each of 8 inputs moves by a tenth at most, so a logit by a tenth of the sum of its terms' sizes.
+    assert ((logits(1) - plain).abs() <= 0.1 * (x_TD.abs() @ router.weight.abs().T) + 1e-6).all()
+    router.eval()
+    torch.testing.assert_close(logits(1), plain)
+
+
+def test_forced_balance_gives_experts_turns_and_weights_by_scores() -> None:
+    router, x_TD = TopKRouter(8, 6, 4, RouterOptions(force_balanced=True)), torch.randn(9, 8)
+    routing = router(x_TD)
+    assert routing.expert_ids_TK[:2].tolist() == [[0, 1, 2, 3], [4, 5, 0, 1]]
+    assert routing.expert_ids_TK.flatten().bincount().tolist() == [6] * 6
+    chosen_TK = routing.probs_TE.gather(1, routing.expert_ids_TK)
+    torch.testing.assert_close(routing.weights_TK, chosen_TK / chosen_TK.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("tokens", "each"), [(10, 5), (3, 2), (0, 0), (1, 1)])
+def test_in_expert_choice_each_expert_takes_its_best_tokens(tokens: int, each: int) -> None:
+    """2 of 4 experts a token: half of the tokens, rounded up, for each expert."""
+    router, x_TD = ExpertChoiceRouter(8, 4, 2), torch.randn(tokens, 8)
+    router.weight.data.normal_()
+    routing = router(x_TD)
+    assert routing.kept_TK is not None
+    assert routing.kept_TK.sum(0).tolist() == [each] * 4
+    for scores_T, kept_T in zip(routing.probs_TE.T, routing.kept_TK.T, strict=True):
+        assert set(scores_T.topk(each).values.tolist()) == set(scores_T[kept_T].tolist())
+    assert torch.equal(routing.weights_TK, routing.probs_TE)
+    assert routing.expert_ids_TK.tolist() == [[0, 1, 2, 3]] * tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router_groups": 5}, "--router-groups 5: take one or more that divide --experts 12"),
+        ({"router_groups": 4, "top_k_groups": 5}, "--top-k-groups 5: take 1 to 4"),
+        ({"router_groups": 12, "top_k_groups": 2, "router_group_score": "max"}, "--top-k-groups 2: take 3 to 12"),
+        ({"router_groups": 12, "top_k_groups": 5}, "--router-groups 12: leave two experts or more in a group"),
+        ({"router_jitter": 1.0}, "--router-jitter 1.0: take a fraction below 1"),
+    ],
+)
+def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TopKRouter(6, 12, 3, RouterOptions(**options))
+
+
+def test_a_misspelt_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="router_scor"):
+        RouterOptions(router_scor="sigmoid")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="score"):
+        make_moe(6, 8, 4, 2, score="sigmoid")  # type: ignore[call-arg]
+
+
+def test_expert_choice_refuses_options_that_it_would_ignore() -> None:
+    assert ExpertChoiceRouter(8, 4, 2, RouterOptions(router_score="sigmoid")).options.router_score == "sigmoid"
+    with pytest.raises(UserError, match="router_score and router_jitter only"):
+        ExpertChoiceRouter(8, 4, 2, RouterOptions(balance="bias"))

@@ -1,0 +1,190 @@
+"""What planners are told in training: counted over ranks and windows, across a stop."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.moving.replan import Replan, Replanner, wanted_statistics
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.placement.cost_model import CostModel
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.planners.registry import PLANNERS, register_planner
+
+EXPERTS, DIM, TOKENS = 4, 5, 12
+
+
+def a_layer(ep_size: int, stride: int = 1) -> MoE:
+    torch.manual_seed(0)
+    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size, stride=stride))
+    layer.router.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    return layer
+
+
+def step(layer: MoE, number: int) -> torch.Tensor:
+    """One training forward of this rank's tokens; returns what all ranks chose, rank by rank (W, T, K)."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    x_WTD = torch.randn(world, TOKENS, DIM, generator=torch.Generator().manual_seed(number))
+    layer(x_WTD[rank])
+    with torch.no_grad():
+        return torch.stack([layer.router(x_TD).expert_ids_TK for x_TD in x_WTD])
+
+
+def told(stop: bool, ep_size: int, stride: int) -> tuple[list[Any], list[Any]]:
+    """What a planner heard in the second window of two steps, and what it should have; with a stop in between."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    heard: list[dict[str, Any]] = []
+
+    def listen(
+        load_E: Any, current: ExpertPlacement, *, together_EE: Any, source_load_RE: Any, node_of_rank: Any
+    ) -> ExpertPlacement:
+        heard.append({"load": load_E, "together": together_EE, "sources": source_load_RE, "nodes": node_of_rank})
+        return current
+
+    PLANNERS.pop("listen", None)
+    register_planner("listen")(listen)
+    layer, optimizer = a_layer(ep_size, stride), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
+    chosen = []
+    for number in range(4):
+        chosen.append(step(layer, number))
+        replanner.after_step(number + 1, optimizer)
+        if stop and number == 2:
+            state = replanner.state_dict()
+            layer = a_layer(ep_size, stride)
+            replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
+            replanner.load_state_dict(state)
+    ids_NTK = torch.cat(chosen[2:], dim=1)  # (W, steps * T, K)
+    choices = torch.nn.functional.one_hot(ids_NTK, EXPERTS).sum(2).double()  # (W, N, E)
+    flat = choices.flatten(0, 1)
+    place = torch.arange(len(choices)) // stride % ep_size
+    sources = torch.stack([choices[place == rank].sum((0, 1)) for rank in range(ep_size)])
+    groups = len(choices) // ep_size
+    load = heard[-1]["load"]
+    got = [load, heard[-1]["together"], heard[-1]["sources"], heard[-1]["nodes"]]
+    want = [flat.sum(0) / (2 * groups), flat.T @ flat, sources, [stride * rank // 2 for rank in range(ep_size)]]
+    return [np.asarray(value) for value in got], [np.asarray(value) for value in want]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize(("world", "ep_size", "stride"), [(1, 1, 1), (2, 2, 1), (4, 2, 1), (4, 2, 2)])
+def test_planners_hear_who_sent_what_and_which_experts_were_chosen_together(
+    world: int, ep_size: int, stride: int, stop: bool
+) -> None:
+    for got, want in run_distributed(told, world, stop, ep_size, stride):
+        for mine, expected in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, expected)
+
+
+def guard_after_two_steps(**assumptions: Any) -> CostModel:
+    layer, clock = a_layer(1), iter([0.0, 3.0])
+    optimizer = torch.optim.SGD(layer.parameters())
+    replanner = Replanner(expert_stacks(layer), planner="lpt", every=2, **assumptions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.experts.moving.replan.time.perf_counter", lambda: next(clock, 4.0))
+        for number in (1, 2):
+            step(layer, number)
+            replanner.after_step(number, optimizer)
+    (guard,) = replanner.guards.values()
+    return guard.cost_model
+
+
+def test_what_the_guard_assumes_can_be_given() -> None:
+    assumed = guard_after_two_steps()
+    rows = TOKENS * 2
+    assert (assumed.bytes_per_second, assumed.seconds_per_row) == (10e9, 0.5 * 3.0 / rows)
+    given = guard_after_two_steps(link_gbytes_per_second=2.5, expert_time_share=0.8)
+    assert (given.bytes_per_second, given.seconds_per_row) == (2.5e9, pytest.approx(0.8 * 3.0 / rows))
+
+
+def test_without_a_guard_no_step_times_are_kept() -> None:
+    replanner = Replanner(expert_stacks(a_layer(1)), planner="lpt", every=100, guarded=False)
+    for number in (1, 2):
+        replanner.after_step(number, torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    assert replanner._ends == []
+
+
+def link_speed_of_the_guard() -> tuple[float, float]:
+    layer = a_layer(2)
+    replanner = Replanner(expert_stacks(layer), planner="lpt", every=1, link_gbytes_per_second=None)
+    step(layer, 1)
+    replanner.after_step(1, torch.optim.SGD(layer.parameters()))
+    (guard,) = replanner.guards.values()
+    return guard.cost_model.bytes_per_second, replanner.link_gbytes_per_second or 0.0
+
+
+def test_the_link_is_measured_where_that_is_asked_for() -> None:
+    (measured, noted), other = run_distributed(link_speed_of_the_guard, 2)
+    assert (measured, noted) == other
+    assert measured == pytest.approx(noted * 1e9)
+    assert measured not in (0, 10e9)
+
+
+@pytest.mark.parametrize("wrong", [{"link_gbytes_per_second": 0.0}, {"expert_time_share": 1.5}, {"every": 0}])
+def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{'replan_every' if 'every' in wrong else next(iter(wrong))}="):
+        Replanner({}, **({"planner": "lpt", "every": 2} | wrong))
+
+
+def test_every_planner_that_we_ship_can_be_told_what_it_wants() -> None:
+    for name in [name for name in PLANNERS if name != "listen"]:
+        wanted_statistics(name, {})
+
+
+def test_a_planner_that_wants_what_nobody_counts_is_refused_in_one_sentence() -> None:
+    def wishful(_load_E: Any, _current: ExpertPlacement, *, weather: str) -> ExpertPlacement:
+        raise AssertionError(weather)
+
+    PLANNERS["wishful"] = wishful
+    try:
+        with pytest.raises(UserError, match="wants weather, which training does not count"):
+            wanted_statistics("wishful", {})
+        assert wanted_statistics("wishful", {"weather": "fine"}) == set()
+    finally:
+        del PLANNERS["wishful"]
+
+
+def test_an_option_that_a_planner_lacks_is_refused_before_the_first_plan() -> None:
+    with pytest.raises(UserError, match="planner 'swap' has no option nope: use target, tolerance, max_moves"):
+        Replanner({}, planner="swap", every=2, options={"nope": 1, "target": 1.1})
+    with pytest.raises(UserError, match="planner 'contiguous' has no option nope: it takes none"):
+        Replanner({}, planner="contiguous", every=2, options={"nope": 1})
+
+
+def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
+    """`moe/plans_refused` at each log step, and the results, where a plan costs hours and each window has one."""
+    layer, optimizer = a_layer(1), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    swapped = ExpertPlacement.from_slot_of_expert((1, 0, 2, 3), 1)
+
+    def swap(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
+        return swapped
+
+    replan = Replan(layer, planner=swap, every=every, link_gbytes_per_second=1e-15)
+    lines: list[Any] = []
+    trainer: Any = SimpleNamespace(optimizer=optimizer, results={}, state=SimpleNamespace(step=0))
+    trainer.record = lambda name, value: lines.append(value) if name == "moe/plans_refused" else None
+    for number in range(1, 9):
+        step(layer, number)
+        trainer.state.step, trainer.at_log_step = number, number % 4 == 0
+        replan.on_step_end(trainer)
+    return lines, trainer.results
+
+
+def test_plans_that_the_guard_refuses_are_counted_and_the_first_is_explained(capsys: pytest.CaptureFixture[str]):
+    lines, results = plans_that_do_not_pay(2)
+    assert lines == [2, 2]
+    assert results["plans_refused"] == 4
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2: the guard refuses a plan for ")
+    assert "a gain is judged by 3 windows of loads or more" in first
+    assert second.startswith("step 6: the guard refuses a plan for ")

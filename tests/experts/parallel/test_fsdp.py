@@ -1,0 +1,142 @@
+"""FSDP2 over sets of ranks (HSDP), piece by piece; that it learns the same is shown in `tests/test_parity.py`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.equality import replicas_agree
+from tests.support.helpers import run_distributed
+from toolkit.compat import timeout_of
+from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
+from toolkit.experts.parallel import groups
+from toolkit.experts.parallel.fsdp import fully_shard_dense
+from toolkit.experts.parallel.gradients import clip_grad_norm_
+
+
+def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    """Two blocks and a head, which each rank begins with other weights."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    torch.manual_seed(dist.get_rank())
+    blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fully_shard_dense(model, [optimizer], accelerator, fsdp_size=fsdp_size, ignored=[])
+    return accelerator, model, optimizer
+
+
+class Skipping(nn.Module):
+    """Two blocks, of which the second may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.depth = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return x
+
+
+def skip_a_block_in_the_last_micro_batch() -> str:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Skipping()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fully_shard_dense(model, [optimizer], accelerator, fsdp_size=2, ignored=[])
+    for depth in (2, 2, 1, 2, 2, 1):
+        model.depth = depth
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(4, 3)).square().sum())
+        if accelerator.sync_gradients:
+            try:
+                optimizer.step()
+            except UserError as error:
+                return f"with depth {depth}: {error}"
+            optimizer.zero_grad()
+    return "not refused"
+
+
+def test_a_block_that_only_the_last_micro_batch_skips_is_refused():
+    for refusal in run_distributed(skip_a_block_in_the_last_micro_batch, 4):
+        assert refusal.startswith(
+            "with depth 1: blocks.1 was used by a micro-batch of this step and not by the last one"
+        )
+
+
+def two_sets() -> dict[str, Any]:
+    with mock.patch.object(groups, "timeout_of", return_value=timedelta(seconds=77)):
+        accelerator, model, optimizer = sharded(accumulation=3, fsdp_size=2)
+    found: dict[str, Any] = {"agrees at first": replicas_agree(model)}
+    head = model[1].weight
+    assert isinstance(head, DTensor)
+    mesh = head.device_mesh
+    found["shape"] = tuple(head.to_local().shape)
+    found["groups"] = [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in range(2)]
+    found["time-outs"] = [timeout_of(mesh.get_group(dim)).total_seconds() for dim in range(2)]
+
+    reductions = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        if group is mesh.get_group(0):
+            reductions.append(tensor.numel())
+        return all_reduce(tensor, *args, group=group, **options)
+
+    check = ReplicaCheck(model)
+    with mock.patch.object(dist, "all_reduce", counting):
+        for micro in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((4, 3), 1.0 + dist.get_rank() + micro)).square().sum())
+            if accelerator.sync_gradients:
+                found.setdefault("reductions", []).append(len(reductions))
+                clip_grad_norm_(list(model.parameters()), 0.1)
+                check()
+                optimizer.step()
+                optimizer.zero_grad()
+                reductions.clear()
+    found["agrees at last"] = replicas_agree(model)
+    # An average of weights, and a gradient that one rank has changed.
+    average = nn.Parameter(head.detach().clone())
+    with torch.no_grad():
+        average.lerp_(head, 0.5)
+    found["average"] = torch.equal(average.to_local(), head.to_local())
+    model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 3:
+        head.grad.to_local().mul_(2)
+    with pytest.raises(UserError) as drift:
+        check.check()
+    found["drift"] = str(drift.value)
+    for size in (3, 1):
+        with pytest.raises(UserError) as refusal:
+            sharded(1, size)
+        found[size] = str(refusal.value)
+    return found
+
+
+def test_two_sets_of_two_ranks_hold_the_shards_and_meet_once_a_step():
+    for rank, found in enumerate(run_distributed(two_sets, 4)):
+        assert found["agrees at first"], "sets began with other weights"
+        assert found["agrees at last"]
+        assert found["shape"] == (1, 3)
+        assert found["groups"] == [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]]
+        assert found["time-outs"] == [77, 77], "not those of the world's group"
+        assert found["reductions"] == [1, 1], "one for each step, not for each micro-batch"
+        assert found["average"]
+        assert "the gradients of 1 replicated parameter(s), first '1.weight', differ between ranks" in found["drift"]
+        assert found[3] == (
+            "--fsdp-size 3 does not divide the 4 process(es) of this launch: use one of 2, 4, or --dense-parallel ddp, "
+            "which replicates all parameters."
+        )
+        assert found[1].startswith("--fsdp-size 1 does not divide")

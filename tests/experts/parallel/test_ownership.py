@@ -1,0 +1,207 @@
+"""The seam for owned parameters, piece by piece. What it is for stands in `tests/traps/`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from tests.support.equality import replicas_agree
+from tests.support.helpers import run_distributed
+from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import mark_owned, owned, ownership_of
+from toolkit.experts.parallel.prepare import prepare, refuse_late_parameters
+
+ALONE = ExpertGroups()
+
+
+def parameter(*values: float) -> nn.Parameter:
+    p = nn.Parameter(torch.zeros(len(values)))
+    p.grad = torch.tensor(values)
+    return p
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def outlive_groups(times: int) -> int:
+    """Models that outlive their process groups, whose threads are still freeing the last collective's tensors."""
+    sys.setswitchinterval(100)  # this thread gives Python's lock away only where it waits
+    model = nn.Linear(1, 1)
+    for _ in range(times):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        optimizer = torch.optim.SGD(model.parameters())
+        wrapped, _ = prepare(Accelerator(cpu=True), model, optimizer)
+        assert wrapped is not model
+        dist.all_gather([torch.zeros(1)], torch.ones(1))
+        dist.destroy_process_group()
+        del wrapped
+        gc.collect()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return times
+
+
+def test_a_model_may_outlive_its_process_group():
+    """Was a hang at the end of a run, of a process that had nothing left to do but to free its model."""
+    assert run_distributed(outlive_groups, 1, 30, timeout_s=60) == [30]
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_is_owned_where_other_ranks_hold_other_rows():
+    replicated, rows, spread = parameter(1.0), parameter(1.0, 2.0), parameter(1.0, 2.0)
+    mark_owned(rows, row_ids=[0, 1], groups=ALONE)
+    mark_owned(spread, row_ids=[2, 3], groups=ExpertGroups(ep_size=2, ep_rank=1))
+    assert owned([replicated, rows, spread]) == [spread]
+    assert ownership_of(replicated) is None
+    mark = ownership_of(rows)
+    assert mark is not None
+    assert mark.row_ids == (0, 1)
+
+
+def test_each_row_needs_an_id():
+    with pytest.raises(ValueError, match="1 row ids for a parameter with 2 rows"):
+        mark_owned(parameter(1.0, 2.0), row_ids=[0], groups=ALONE)
+
+
+def test_rows_with_replicas_are_indices_by_rank_which_are_made_once():
+    rows = parameter(1.0, 2.0, 3.0)
+    of_ranks = [(4, 0), (1, 4, 0), (1, 2)]
+    mark_owned(rows, row_ids=of_ranks[1], groups=ExpertGroups(ep_size=3, ep_rank=1), rows_of_ranks=of_ranks)
+    mark = ownership_of(rows)
+    assert mark is not None
+    borrowed, lent = mark.replicated_on(rows.device)
+    assert (borrowed.index_N.tolist(), borrowed.sizes) == ([2, 1], [2, 0, 0])  # in order of row id
+    assert (lent.index_N.tolist(), lent.sizes) == ([0], [0, 0, 1])
+    assert mark.replicated_on(rows.device) == (borrowed, lent)
+    assert mark.replicated_on(rows.device)[0].index_N is borrowed.index_N
+
+
+# --- averaging --------------------------------------------------------------------------------------------------------
+
+
+def averaged(ep_size: int) -> list[list[float]]:
+    """Two owned parameters; rank r's first gradient is (r, 10 r), its second (100 r)."""
+    rank, groups = dist.get_rank(), make_expert_groups(ep_size)
+    first, second = parameter(1.0 * rank, 10.0 * rank), parameter(100.0 * rank)
+    for p in (first, second):
+        mark_owned(p, row_ids=range(len(p)), groups=groups)
+    average_owned_gradients([first, second], dist.get_world_size())
+    return [p.grad.tolist() for p in (first, second)]
+
+
+def test_sums_of_one_group_are_divided_by_the_world():
+    assert run_distributed(averaged, 2, 2) == [[[0, 0], [0]], [[0.5, 5], [50]]]
+
+
+def test_sums_of_replicas_are_added_and_divided_by_the_world_not_by_the_replicas():
+    # Replicas {0, 2} sum to 2 and {1, 3} to 4; divided by 4 batches.
+    even, odd = [[0.5, 5], [50]], [[1, 10], [100]]
+    assert run_distributed(averaged, 4, 2) == [even, odd, even, odd]
+
+
+def averaged_with_a_missing_gradient() -> list[float] | None:
+    rank, groups = dist.get_rank(), make_expert_groups(1)
+    unused, used = parameter(1.0), parameter(2.0 * rank)
+    for p in (unused, used):
+        mark_owned(p, row_ids=[0], groups=groups)
+    unused.grad = None
+    average_owned_gradients([unused, used], 2)
+    return used.grad.tolist()
+
+
+def test_a_parameter_without_gradient_is_passed_over():
+    assert run_distributed(averaged_with_a_missing_gradient, 2) == [[1.0], [1.0]]
+    average_owned_gradients([], 2)
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_is_over_all_gradients_and_larger_ones_are_scaled():
+    a, b = parameter(3.0), parameter(0.0, 4.0)
+    assert clip_grad_norm_([a, b], None).item() == 5.0
+    assert (a.grad.tolist(), b.grad.tolist()) == ([3.0], [0.0, 4.0])
+    assert clip_grad_norm_([a, b], 10.0).item() == 5.0
+    assert a.grad.tolist() == [3.0]
+    assert clip_grad_norm_([a, b], 1.0).item() == 5.0
+    assert a.grad.tolist() + b.grad.tolist() == pytest.approx([0.6, 0.0, 0.8])
+
+
+def test_clipping_equals_that_of_torch():
+    torch.manual_seed(0)
+    ours = [parameter(*torch.randn(n).tolist()) for n in (3, 5)]
+    theirs = [parameter(*p.grad.tolist()) for p in ours]
+    norm = clip_grad_norm_(ours, 0.5)
+    assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, 0.5).item())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_without_gradients_the_norm_is_zero():
+    assert clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0).item() == 0.0
+
+
+def test_an_infinite_gradient_is_reported_and_not_hidden():
+    assert clip_grad_norm_([parameter(float("inf"))], 1.0).item() == float("inf")
+
+
+def clipped(owned_only: bool) -> tuple[float, list[float]]:
+    """Copied gradient (2, 1) on both ranks, owned (2) on rank 0 and (4) on rank 1: a norm of 5."""
+    groups, rank = make_expert_groups(2), dist.get_rank()
+    mine, replicated = parameter(2.0 + 2.0 * rank), parameter(2.0, 1.0)
+    mark_owned(mine, row_ids=[rank], groups=groups)
+    parameters = [mine] if owned_only else [replicated, mine]
+    norm = clip_grad_norm_(parameters, 0.5).item()
+    return norm, [value for p in parameters for value in p.grad.tolist()]
+
+
+def test_replicated_gradients_count_once_and_owned_ones_are_summed():
+    (norm, first), (same, second) = run_distributed(clipped, 2, False)
+    assert norm == same == pytest.approx(5.0)
+    assert first == pytest.approx([0.2, 0.1, 0.2], rel=1e-5)
+    assert second == pytest.approx([0.2, 0.1, 0.4], rel=1e-5)
+    (norm, first), (same, second) = run_distributed(clipped, 2, True)
+    assert norm == same == pytest.approx(20**0.5)
+    assert first[0] * 2 == pytest.approx(second[0])
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def agreement(kind: str) -> bool:
+    rank, groups = dist.get_rank(), make_expert_groups(2)
+    model = nn.Module()
+    model.replicated, model.mine = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((1,), float(rank % 2)))
+    mark_owned(model.mine, row_ids=[rank % 2], groups=groups)
+    with torch.no_grad():
+        if kind == "a copy drifted" and rank == 1:
+            model.replicated[0] = torch.nextafter(torch.ones(()), torch.tensor(2.0))
+        if kind == "a replica drifted" and rank == 3:
+            model.mine += 1
+    return replicas_agree(model)
+
+
+@pytest.mark.parametrize("kind", ["nothing drifted", "a copy drifted", "a replica drifted"])
+def test_drift_of_one_bit_on_one_rank_is_seen_by_all(kind: str):
+    assert run_distributed(agreement, 4, kind) == [kind == "nothing drifted"] * 4
+
+
+def test_late_parameters_are_named():
+    model = nn.Sequential(nn.Linear(1, 1))
+    prepared = list(model.parameters())
+    refuse_late_parameters(model, prepared)
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    model.append(frozen)
+    refuse_late_parameters(model, prepared)
+    model.append(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"parameter '2\.weight' was added after the model was prepared"):
+        refuse_late_parameters(model, prepared)

@@ -1,0 +1,150 @@
+"""Placements map experts to slots; moves are what must be sent from one to the next."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.placement.placements import placements
+from toolkit.errors import UserError
+from toolkit.experts.parallel.ownership import EMPTY_ROW
+from toolkit.experts.placement.placement import (
+    ExpertPlacement,
+    Move,
+    Place,
+    bytes_moved,
+    bytes_on_busiest_rank,
+    contiguous,
+    moves,
+    owner_moves,
+    with_spare_slots,
+)
+
+# Rank 0 has 3 slots, rank 1 has 2, rank 2 none. Expert 1 has two copies, slot 1 of rank 0 is spare.
+UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
+
+
+def test_copies_owners_and_slots_of_an_uneven_placement_with_a_replica():
+    assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride, UNEVEN.empty_slots) == (3, 3, 3, 1)
+    assert UNEVEN.replicas(1) == (Place(0, 0), Place(1, 1))
+    assert UNEVEN.owner(1) == Place(0, 0)
+    assert UNEVEN.replica_on(1, 1) == Place(1, 1)
+    assert UNEVEN.replica_on(0, 1) is None
+    assert UNEVEN.has_replicas
+    assert UNEVEN.experts_on(0) == [1, EMPTY_ROW, 0]
+    assert UNEVEN.experts_on(2) == []
+
+
+def test_tables_for_a_dispatcher_count_slots_in_strides_and_are_padded():
+    # Global slot = rank * 3 + slot.
+    assert UNEVEN.slots_of_experts().tolist() == [[2, EMPTY_ROW], [0, 4], [3, EMPTY_ROW]]
+    assert UNEVEN.num_replicas().tolist() == [1, 2, 1]
+    assert UNEVEN.slot_of_expert == (2, 0, 3)
+    assert UNEVEN.expert_of_slot().tolist() == [[1, -1, 0], [2, 1, -1], [-1, -1, -1]]
+    assert UNEVEN.slots_of_experts().dtype == UNEVEN.expert_of_slot().dtype == torch.int64
+
+
+def test_a_picture_marks_empty_slots_and_copies_whose_owner_is_elsewhere():
+    assert str(UNEVEN) == "rank 0 | 1  .  0\nrank 1 | 2  1'\nrank 2 |"
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ((), "at least one rank"),
+        (((EMPTY_ROW,), ()), "at least one expert"),
+        (((0, 1), (3,)), "expert 2 has no slot"),
+        (((0, 1, 0),), "rank 0 holds expert 0 twice"),
+        (((0, -2),), "expert id -2 is negative"),
+    ],
+)
+def test_a_map_that_makes_no_sense_is_refused(slots: tuple[tuple[int, ...], ...], message: str):
+    with pytest.raises(ValueError, match=message):
+        ExpertPlacement(slots)
+
+
+def test_contiguous_deals_blocks_and_leaves_spare_slots_where_experts_do_not_divide_ranks():
+    assert contiguous(6, 3).slots == ((0, 1), (2, 3), (4, 5))
+    assert contiguous(7, 3, slots_per_rank=3).slots == ((0, 1, 2), (3, 4, EMPTY_ROW), (5, 6, EMPTY_ROW))
+    with pytest.raises(UserError, match="--experts 7 cannot be spread equally over --ep-size 3"):
+        contiguous(7, 3)
+    with pytest.raises(UserError, match="use at least 3 slots per rank"):
+        contiguous(7, 3, slots_per_rank=2)
+
+
+def test_a_list_of_slots_per_expert_is_the_same_placement():
+    placement = ExpertPlacement.from_slot_of_expert((3, 0, 2, 1), 2)
+    assert placement.slots == ((1, 3), (2, 0))
+    assert placement.slot_of_expert == (3, 0, 2, 1)
+    for wrong in ((0, 1, 2), (0, 0, 1, 2)):
+        with pytest.raises(ValueError, match="do not fill 2"):
+            ExpertPlacement.from_slot_of_expert(wrong, 2)
+
+
+@given(placements())
+def test_a_placement_survives_json(placement: ExpertPlacement):
+    data = json.loads(json.dumps(placement.to_dict()))
+    assert ExpertPlacement.from_dict(data) == placement
+    with pytest.raises(ValueError, match="slots hold"):
+        ExpertPlacement.from_dict({**data, "num_experts": placement.num_experts + 1})
+
+
+@given(placements())
+def test_tables_agree_with_the_map(placement: ExpertPlacement):
+    expert_of_slot = placement.expert_of_slot().flatten()
+    for expert, row in enumerate(placement.slots_of_experts().tolist()):
+        slots = [slot for slot in row if slot != EMPTY_ROW]
+        assert row == slots + [EMPTY_ROW] * (len(row) - len(slots))
+        assert [Place(*divmod(slot, placement.stride)) for slot in slots] == list(placement.replicas(expert))
+        assert {int(expert_of_slot[slot]) for slot in slots} == {expert}
+        assert len(slots) == placement.num_replicas()[expert]
+
+
+def test_moves_name_what_travels_what_changes_slot_and_nothing_that_stays():
+    old = ExpertPlacement(((0, 1), (2, 3), (4, EMPTY_ROW)))
+    new = ExpertPlacement(((1, 3), (2, 0), (4, 2)))
+    # Expert 1 changes its slot, 3 and 0 swap ranks, 2 gets a second copy, 4 stays.
+    assert moves(old, new) == [Move(1, 0, 1, 0, 0), Move(3, 1, 1, 0, 1), Move(0, 0, 0, 1, 1), Move(2, 1, 0, 2, 1)]
+    assert [move.travels for move in moves(old, new)] == [False, True, True, True]
+    assert bytes_moved(moves(old, new), 10) == 30
+    # Rank 1 sends 3 and 2.
+    assert bytes_on_busiest_rank([(moves(old, new), 10)]) == 20
+    # Expert 2's owner stays on rank 1, so its optimizer rows do too.
+    assert owner_moves(old, new) == [Move(0, 0, 0, 1, 1), Move(1, 0, 1, 0, 0), Move(3, 1, 1, 0, 1)]
+
+
+def test_when_the_owners_copy_goes_the_optimizer_rows_travel_and_the_weights_do_not():
+    old, new = ExpertPlacement(((0, 1), (2, 1))), ExpertPlacement(((0, EMPTY_ROW), (2, 1)))
+    assert moves(old, new) == []
+    assert owner_moves(old, new) == [Move(1, 0, 1, 1, 1)]
+
+
+def test_a_new_expert_has_nothing_to_copy_and_ranks_must_be_the_same():
+    assert moves(ExpertPlacement(((0, EMPTY_ROW),)), ExpertPlacement(((0, 1),))) == []
+    with pytest.raises(ValueError, match=r"from 1 rank\(s\) to 2"):
+        moves(contiguous(2, 1), contiguous(2, 2))
+
+
+def test_spare_slots_move_nothing():
+    placement = contiguous(4, 2)
+    assert with_spare_slots(placement, 1).slots == ((0, 1, EMPTY_ROW), (2, 3, EMPTY_ROW))
+    assert moves(placement, with_spare_slots(placement, 1)) == []
+
+
+@given(st.data())
+def test_carrying_out_moves_turns_the_old_placement_into_the_new(data: st.DataObject):
+    old = data.draw(placements())
+    new = data.draw(placements(ranks=old.ranks))
+    rows = {(r, s): e for r, row in enumerate(old.slots) for s, e in enumerate(row)}
+    after = dict(rows)
+    for move in moves(old, new):
+        assert rows[move.source_rank, move.source_slot] == move.expert
+        assert (move.source_rank, move.source_slot) != (move.rank, move.slot)
+        assert move.travels == (move.expert not in old.slots[move.rank])
+        after[move.rank, move.slot] = move.expert
+    for rank, row in enumerate(new.slots):
+        for slot, expert in enumerate(row):
+            assert expert == EMPTY_ROW or expert >= old.num_experts or after[rank, slot] == expert
+    assert moves(old, old) == owner_moves(old, old) == []

@@ -1,0 +1,100 @@
+"""Schedules carried out on paper: what each slot and each rank's buffer holds, round by round."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.experts.placement.placements import random_placement
+from toolkit.experts.placement.placement import ExpertPlacement, Move, Place, moves, owner_moves
+from toolkit.experts.placement.rounds import Round, Transfer, schedule
+
+
+def source(transfer: Transfer) -> Place:
+    return Place(transfer.move.source_rank, transfer.move.source_slot)
+
+
+def goal(transfer: Transfer) -> Place:
+    return Place(transfer.move.rank, transfer.move.slot)
+
+
+def carry_out(rounds: list[Round], old: ExpertPlacement) -> dict[Place, int]:
+    """What the slots hold at the end; asserts what must hold on the way."""
+    held = {Place(rank, slot): e for rank, row in enumerate(old.slots) for slot, e in enumerate(row)}
+    buffers: dict[int, Place] = {}
+    parked: dict[Place, int] = {}
+    for number, now in enumerate(rounds):
+        assert now.transfers, "a round without progress"
+        for place in now.parked:
+            assert place.rank not in buffers, "two rows parked on one rank"
+            buffers[place.rank], parked[place] = place, held[place]
+        for transfer in now.transfers:
+            origin = parked if transfer.from_buffer else held
+            assert origin[source(transfer)] == transfer.move.expert, "a row was overwritten before it was sent"
+        read = {source(t) for t in now.transfers if not t.from_buffer}
+        assert read.isdisjoint(goal(t) for t in now.transfers if not t.into_buffer), "read and written at once"
+        by_buffer = [t.move.rank for t in now.transfers if t.into_buffer]
+        assert len(set(by_buffer)) == len(by_buffer), "two rows received into one buffer"
+        assert buffers.keys().isdisjoint(by_buffer), "a row received into a buffer in use"
+        held |= {goal(t): t.move.expert for t in now.transfers}
+        still_needed = {source(t) for later in rounds[number + 1 :] for t in later.transfers if t.from_buffer}
+        buffers = {rank: place for rank, place in buffers.items() if place in still_needed}
+        parked = {place: parked[place] for place in buffers.values()}
+    return held
+
+
+def check(changes: list[Move], old: ExpertPlacement) -> list[Round]:
+    rounds = schedule(changes)
+    due = [transfer.move for now in rounds for transfer in now.transfers]
+    by_goal = sorted(due, key=lambda move: (move.rank, move.slot))
+    assert by_goal == sorted(changes, key=lambda move: (move.rank, move.slot)), "each move is made once"
+    held = carry_out(rounds, old)
+    assert all(held[Place(move.rank, move.slot)] == move.expert for move in changes)
+    return rounds
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8))
+@settings(max_examples=1000)
+def test_every_change_of_placement_completes_with_one_buffer_per_rank(seed: int, ranks: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.randint(0, 6) for _ in range(ranks - 1)] + [rng.randint(1, 6)]
+    experts = rng.randint(1, sum(sizes))
+    old, new = random_placement(rng, sizes, experts), random_placement(rng, sizes, experts)
+    check(moves(old, new), old)
+    check(owner_moves(old, new), old)
+
+
+def test_experts_that_trade_places_across_ranks_need_one_round() -> None:
+    old, new = ExpertPlacement(((0, 1), (2, 3), (4, 5))), ExpertPlacement(((2, 1), (0, 5), (4, 3)))
+    assert len(check(moves(old, new), old)) == 2, "rank 1 takes part in both swaps and has one buffer"
+    new = ExpertPlacement(((2, 1), (0, 3), (4, 5)))
+    assert len(check(moves(old, new), old)) == 1
+
+
+def test_a_ring_through_all_ranks_needs_one_round() -> None:
+    old = ExpertPlacement(tuple((rank,) for rank in range(8)))
+    new = ExpertPlacement(tuple(((rank + 3) % 8,) for rank in range(8)))
+    (only,) = check(moves(old, new), old)
+    assert not only.parked
+
+
+def test_what_goes_to_free_slots_goes_at_once_and_without_a_buffer() -> None:
+    old = ExpertPlacement(((0, 1, 2, 3), (-1, -1, -1, -1)))
+    new = ExpertPlacement(((-1, -1, 2, 3), (0, 1, 3, 2)))
+    (only,) = check(moves(old, new), old)
+    assert not only.parked
+    assert not any(t.from_buffer or t.into_buffer for t in only.transfers)
+
+
+def test_experts_that_trade_places_within_a_rank_park_one() -> None:
+    old, new = ExpertPlacement(((0, 1), (2, 3))), ExpertPlacement(((1, 0), (2, 3)))
+    assert [now.parked for now in check(moves(old, new), old)] == [(Place(0, 0),), ()]
+
+
+def test_the_schedule_does_not_depend_on_the_order_of_the_moves() -> None:
+    rng = random.Random(0)
+    old, new = random_placement(rng, [5] * 6, 28), random_placement(rng, [5] * 6, 28)
+    changes = moves(old, new)
+    assert schedule(changes) == schedule(changes[::-1])

@@ -1,0 +1,387 @@
+"""Metrics from a trace, live metrics and what the all-to-alls sent are the same numbers."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.helpers import run_distributed
+from toolkit.commands.lab.traces import TraceRecorder, read_trace
+from toolkit.data.batches import TrainBatches
+from toolkit.data.table import TensorTable
+from toolkit.experts.layer.dispatch import dispatch
+from toolkit.experts.layer.dispatch import exchange as rows_exchange
+from toolkit.experts.layer.dispatch.order import sort_by_slot
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.recompute import checkpoint
+from toolkit.experts.layer.stack import crossings, visited_nodes
+from toolkit.experts.moving.replan import Replan
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import EMPTY_ROW
+from toolkit.experts.placement.imbalance import rank_imbalance
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.placement.traffic import Traffic, migration_cost, rows_between_ranks
+from toolkit.experts.routing.forwards import ModelForwards
+from toolkit.experts.routing.metrics import (
+    RowBytes,
+    Window,
+    balance_metrics,
+    count,
+    expert_metrics,
+    replica_metrics,
+    traffic_metrics,
+)
+from toolkit.run.config.experts import ExpertExchange
+from toolkit.run.config.run import RunConfig
+from toolkit.run.run import start_run
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.expert_load import ExpertLoad
+from toolkit.train.optim import build_optimizer, warmup_cosine
+from toolkit.train.tasks.classification import Classification
+from toolkit.train.trainer import Trainer
+
+DIM, EXPERTS, BATCH, STEPS, LINE, PLAN = 8, 6, 32, 9, 3, 4
+RANKS_PER_NODE = 2
+
+# (processes, ep_size, stride of its ranks, accumulation, placement, planner, recompute)
+CASES = [
+    (2, 2, 1, 1, "uneven", "lpt", False),
+    (2, 2, 1, 4, "spare", "replicate", True),
+    (4, 4, 1, 1, "replicas", "replicate", False),
+    (4, 2, 1, 4, "replicas", "replicate", True),
+    (4, 2, 2, 1, "uneven", "lpt", False),
+]
+
+
+BY_NODE = len(CASES)
+
+
+def place(name: str, ranks: int) -> ExpertPlacement:
+    """Four experts and two; contiguous with an empty slot; or that slot with a replica of expert 0."""
+    if name == "uneven":
+        return ExpertPlacement(((2, 3, 4, 5), (0, 1)))
+    rows = contiguous(EXPERTS, ranks, slots_per_rank=-(-EXPERTS // ranks)).slots
+    filler = 0 if name == "replicas" else EMPTY_ROW
+    return ExpertPlacement((*(((*row, EMPTY_ROW)) for row in rows[:1]), *((*row, filler) for row in rows[1:])))
+
+
+class TwoMixtures(nn.Module):
+    def __init__(self, groups: ExpertGroups, placement: ExpertPlacement, recompute: bool):
+        super().__init__()
+        layers = [make_moe(DIM, 4, EXPERTS, 2, groups=groups, placement=placement, seed=seed) for seed in (1, 2)]
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
+        self.layers, self.recompute = nn.ModuleList(layers), recompute
+        for layer in layers:  # some experts are hot, so that there is something to plan
+            layer.router.weight.data *= 40
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x) if self.recompute else layer(x))
+        return self.head(x)
+
+
+class Meter(Callback):
+    """Counts what is sent to others where it is sent, which rows arrive, and how many other nodes tokens visit."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.bytes = self.bytes_between_nodes = self.visits = 0
+        self.received: list[int] = []
+        self.original = original = rows_exchange._all_to_all
+        here = dist.get_rank() // ranks_per_node
+
+        def metered(rows: Tensor, sent: list[int], received: list[int], group: Any, **options: Any) -> Any:
+            if rows.shape[1] == DIM:  # no weights
+                size = rows.shape[1] * rows.element_size()
+                self.bytes += (sum(sent) - sent[dist.get_rank(group)]) * size
+                for peer, count in zip(dist.get_process_group_ranks(group), sent, strict=True):
+                    self.bytes_between_nodes += count * size * (peer // ranks_per_node != here)
+                self.received.append(sum(received))
+            return original(rows, sent, received, group, **options)
+
+        rows_exchange._all_to_all = metered
+        self.original_slots_of = slots_of = dispatch.AllToAllDispatcher.slots_of
+
+        def watched(dispatcher: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+            slots_TK = slots_of(dispatcher, ids_TK, kept_TK)
+            ranks = dist.get_process_group_ranks(dispatcher.groups.ep_group)
+            for slots in slots_TK.tolist():
+                nodes = {ranks[slot // dispatcher.stride] // ranks_per_node for slot in slots}
+                self.visits += len(nodes - {here})
+            return slots_TK
+
+        dispatch.AllToAllDispatcher.slots_of = watched  # type: ignore[method-assign]
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        rows_exchange._all_to_all = self.original
+        dispatch.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
+
+
+def train(
+    folder: Path,
+    ep_size: int,
+    stride: int,
+    accumulation: int,
+    placement: str,
+    planner: str,
+    recompute: bool,
+    *,
+    ranks_per_node: int = RANKS_PER_NODE,
+    exchange: ExpertExchange = "flat",
+    chunks: int = 1,
+) -> Any:
+    config = RunConfig(
+        run_dir=folder,
+        cpu=True,
+        batch_size=BATCH,
+        log_every=LINE,
+        gradient_accumulation_steps=accumulation,
+    )
+    with start_run("metered", config) as run:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
+            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange, chunks=chunks)
+        torch.manual_seed(0)
+        model = TwoMixtures(groups, place(placement, ep_size), recompute)
+        draws = torch.Generator().manual_seed(5)
+        table = TensorTable(
+            input=torch.randn(BATCH * STEPS, DIM, generator=draws),
+            label=torch.randint(3, (BATCH * STEPS,), generator=draws),
+        )
+        meter = Meter(ranks_per_node)
+        where = {"rank": run.rank, "world_size": run.world_size}
+        trainer = Trainer(
+            run,
+            Classification(),
+            model,
+            build_optimizer(model, lr=0.02, config=config.optimizer),
+            TrainBatches(table, batch_size=BATCH, seed=0, accumulation=accumulation, **where),
+            max_steps=STEPS,
+            schedule=warmup_cosine(max_steps=STEPS),
+            log_every=LINE,
+            callbacks=[
+                ExpertLoad(model, ranks_per_node=ranks_per_node),
+                TraceRecorder(model),
+                Replan(model, planner=planner, every=PLAN, guarded=False),
+                meter,
+            ],
+        )
+        results = trainer.fit()
+    return meter.bytes, meter.received, results, meter.visits, meter.bytes_between_nodes
+
+
+def run_cases(folder: Path) -> dict[int, Any]:
+    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes, in two
+    chunks."""
+    world = dist.get_world_size()
+    mine = [index for index, case in enumerate(CASES) if case[0] == world]
+    found = {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
+    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical", "chunks": 2}
+    return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, 1, "replicas", "replicate", False, **by_node)}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[Any]]]:
+    folder = tmp_path_factory.mktemp("metered")
+    ranks = run_distributed(run_cases, request.param, folder)
+    return folder, {index: [rank[index] for rank in ranks] for index in ranks[0]}
+
+
+def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
+    folder, by_case = runs
+    for index, ranks in list(by_case.items())[:-1]:
+        world, ep_size, stride, accumulation, *_, recompute = CASES[index]
+        # Of the EP groups one after the other: {0, 2} and {1, 3} where their ranks are two apart.
+        order = [0, 2, 1, 3] if stride == 2 else list(range(world))
+        trace = read_trace(folder / str(index) / "traces.npz")
+        forwards = STEPS * accumulation
+        assert trace.load_FLSE.shape == (forwards, 2, world, EXPERTS)
+        assert trace.load_FLSE.sum() == 2 * 2 * BATCH * STEPS
+        assert trace.step_F.tolist() == [step for step in range(STEPS) for _ in range(accumulation)]
+        changes = [*trace.placements[1:], (forwards, None)]
+        assert len(trace.placements) > 1, "nothing migrated"
+        counts = None
+        migrated = np.zeros(2, dtype=np.int64)
+        for (first, placements), (end, after) in zip(trace.placements, changes, strict=True):
+            part = count(trace.load_FLSE[first:end], placements, sources=range(world), world_size=world)
+            counts = part if counts is None else counts.then(part)
+            for layer, (old, new) in enumerate(zip(placements, after or placements, strict=True)):
+                cost = migration_cost(
+                    old,
+                    new,
+                    weight_bytes=trace.metadata["weight_bytes"][layer],
+                    optimizer_bytes=trace.metadata["optimizer_bytes"][layer],
+                )
+                migrated += [cost.experts, cost.bytes]
+        assert counts is not None
+        # Rows: dispatch, combine and their backwards, and the dispatch that is computed again, of each forward.
+        row_bytes = 4 * DIM
+        assert trace.row_bytes == [RowBytes(row_bytes, row_bytes)] * 2
+        for rank, process in enumerate(order):
+            sent, received, *_ = ranks[process]
+            mine = counts.received_FLW[:, :, rank]
+            if not recompute:
+                assert sum(received) == 2 * (mine.sum() + counts.sent_LWR[:, rank].sum())
+                first = rank // ep_size * ep_size
+                layers = [Traffic(sent_WR[first : first + ep_size]) for sent_WR in counts.sent_LWR]
+                assert sent == sum(layer.bytes_trained(row_bytes, row_bytes)[rank - first] for layer in layers)
+        # The live lines: three windows of three steps, across migrations.
+        lines = list(read_metrics(folder / str(index) / "metrics.jsonl"))
+        live = [line for line in lines if "moe/rank_imbalance" in line]
+        assert [line["step"] for line in live] == [3, 6, 9]
+        window = Window.of(counts)
+        per_line = LINE * accumulation
+        for number, line in enumerate(live):
+            part = window.imbalance_FL[number * per_line : (number + 1) * per_line]
+            assert line["moe/rank_imbalance"] == part.mean(1).mean()
+            assert line["moe/rank_imbalance_worst_layer"] == part.mean(0).max()
+        sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in order])
+        for name in ("moe/all_to_all_bytes_per_step", "moe/local_bytes_per_step"):
+            assert round(sum(line[name] for line in live) * LINE) == sums[name]
+        if not recompute:
+            assert sums["moe/all_to_all_bytes_per_step"] == sum(sent for sent, *_ in ranks)
+            assert sums["moe/cross_node_bytes_per_step"] == sum(sent for *_, sent in ranks)
+        assignments_of_line = 2 * 2 * BATCH * LINE
+        deduplicated = [line["moe/cross_node_fraction_deduplicated"] for line in live]
+        visits = sum(visits for *_, visits, _ in ranks)
+        assert sum(round(fraction * assignments_of_line) for fraction in deduplicated) == visits
+        every_assignment = [line["moe/cross_node_fraction"] for line in live]
+        assert sum(every_assignment) == pytest.approx(sums["moe/cross_node_fraction"] * len(live))
+        if ep_size * stride > RANKS_PER_NODE:
+            assert all(0 < once < each for once, each in zip(deduplicated, every_assignment, strict=True))
+        else:
+            assert deduplicated == every_assignment == [0.0] * len(live)
+        results = ranks[0][2]
+        assert sum(line["moe/migration_bytes"] for line in live) == migrated[1]
+        assert live[-1]["moe/migration_bytes_per_step"] == migrated[1] / STEPS
+        promised = []
+        for layer in range(2):
+            # The last time that this layer's placement changed, and the window of four steps that was planned for.
+            pairs = list(pairwise(trace.placements))
+            first, new = [(at, to[layer]) for (_, of), (at, to) in pairs if of[layer] != to[layer]][-1]
+            window_FSE = trace.load_FLSE[first - PLAN * accumulation : first, layer]
+            promised.append(rank_imbalance(window_FSE.sum((0, 1)), new))
+        assert live[-1]["moe/predicted_imbalance"] == pytest.approx(np.mean(promised))
+        assert results["migrated_experts"] == migrated[0] > 0
+        assert results["migration_bytes"] == migrated[1]
+
+
+def test_bytes_of_the_hierarchical_exchange_are_those_that_were_sent(runs):
+    folder, by_case = runs
+    ranks = by_case[BY_NODE]
+    live = [line for line in read_metrics(folder / str(BY_NODE) / "metrics.jsonl") if "moe/rank_imbalance" in line]
+    assert sum(line["moe/migrated_experts"] for line in live) > 0
+    total, between = (
+        round(sum(line[f"moe/{name}_bytes_per_step"] for line in live) * LINE) for name in ("all_to_all", "cross_node")
+    )
+    assert total == sum(sent for sent, *_ in ranks)
+    # Dispatch and combine, forward and backward, of each pair of a token and another node.
+    assert between == sum(sent for *_, sent in ranks) == 4 * DIM * 4 * sum(visits for *_, visits, _ in ranks) > 0
+    assert total == between if len(ranks) == 2 else total > between, "ranks that are alone on their nodes"
+    assert all(line["moe/cross_node_fraction_deduplicated"] < line["moe/cross_node_fraction"] for line in live)
+    busiest = max(line["moe/all_to_all_bytes_per_step_busiest_rank"] for line in live)
+    assert total / STEPS / len(ranks) <= busiest <= total / LINE
+
+
+def test_counts_of_sources_add_up_to_those_of_all():
+    rng = np.random.default_rng(0)
+    placements = (ExpertPlacement(((0, 2), (1, 2), (3, EMPTY_ROW))), contiguous(4, 3, slots_per_rank=2))
+    sent = rng.integers(0, 9, (5, 2, 6, 4))  # two EP groups of three
+    whole = count(sent, placements, sources=range(6), world_size=6)
+    parts = [count(sent[:, :, [s]], placements, sources=[s], world_size=6).flat() for s in range(6)]
+    assert (sum(parts) == whole.flat()).all()
+    again = whole.unflat(whole.flat())
+    assert (again.received_FLW == whole.received_FLW).all()
+    for forward, layer, group in np.ndindex(5, 2, 2):
+        ranks = slice(3 * group, 3 * group + 3)
+        expected = rows_between_ranks(sent[forward, layer, ranks], placements[layer]).sum(0)
+        assert (whole.received_FLW[forward, layer, ranks] == expected).all()
+
+
+def test_metrics_of_a_window_by_hand():
+    # Two forwards, one layer, two ranks; experts 0 and 1 are on rank 0, expert 2 on rank 1.
+    placement = ExpertPlacement(((0, 1), (2, EMPTY_ROW)))
+    sent = np.array([[[[3, 0, 1], [0, 0, 4]]], [[[0, 2, 0], [2, 2, 2]]]])
+    window = Window.of(count(sent, [placement], sources=range(2), world_size=2))
+    assert window.imbalance_FL.tolist() == [[5 / 4], [6 / 4]]
+    balance = balance_metrics(window, [placement])
+    assert balance["moe/rank_imbalance"] == 1.375
+    assert balance["moe/rank_balancedness"] == pytest.approx((4 / 5 + 4 / 6) / 2)
+    # Loads 5, 4, 7: rank 0 has 9 of 16, which is the least that one of two ranks can have.
+    assert balance["moe/rank_imbalance_of_sum"] == balance["moe/rank_imbalance_bound"] == 9 / 8
+    # Rank 0 sends 1 row away and rank 1 sends 4, and each comes back; 8 bytes there, 16 back, and again backward.
+    bytes_ = traffic_metrics(window, [RowBytes(8, 16)], steps=2, node_of_rank=[0, 1])
+    assert bytes_["moe/all_to_all_bytes_per_step"] == 2 * (5 * 8 + 5 * 16) / 2
+    assert bytes_["moe/all_to_all_bytes_per_step_busiest_rank"] == 5 * 24 / 2
+    assert bytes_["moe/local_bytes_per_step"] == 11 * 48 / 2
+    assert bytes_["moe/cross_node_fraction"] == 5 / 16
+    assert traffic_metrics(window, [RowBytes(8, 16)], steps=2, node_of_rank=[0, 0])["moe/cross_node_fraction"] == 0
+    experts = expert_metrics(window.load_LE)
+    assert experts["moe/max_load_over_mean"] == pytest.approx(7 / 16 * 3)
+    assert experts["moe/max_violation"] == pytest.approx(7 / 16 * 3 - 1)
+    assert experts["moe/dead_experts"] == 0
+
+
+def test_each_replica_beyond_the_first_costs_memory_and_traffic():
+    replicated = ExpertPlacement(((0, 2), (1, 2), (2, 0)))
+    assert replica_metrics([replicated, contiguous(3, 3)], [100, 100]) == {
+        "moe/replicas": 3,
+        "moe/replica_memory_bytes": 600,
+        "moe/replica_bytes_per_step": 600,
+    }
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 2, 3], [0, 0, 0, 0]])
+@pytest.mark.parametrize("some_are_dropped", [False, True])
+def test_a_token_that_visits_a_node_twice_crosses_once(nodes, some_are_dropped):
+    draws = torch.Generator().manual_seed(1)
+    peers, stride, here = 4, 3, 2
+    slots_TK = torch.randint(peers * stride, (50, 3), generator=draws)
+    kept_TK = torch.rand(50, 3, generator=draws) < 0.6 if some_are_dropped else torch.ones(50, 3, dtype=torch.bool)
+    order = sort_by_slot(slots_TK, peers * stride, kept_TK if some_are_dropped else None)
+    if some_are_dropped:
+        order = order.without_dropped(int(kept_TK.sum()))
+    expected = sum(
+        len({nodes[slot // stride] for slot, kept in zip(*pair, strict=True) if kept} - {nodes[here]})
+        for pair in zip(slots_TK.tolist(), kept_TK.tolist(), strict=True)
+    )
+    visits_TP = visited_nodes(order, torch.tensor(nodes))
+    assert crossings(visits_TP, torch.tensor(nodes[here])).sum() == expected
+    assert expected > 0 or len(set(nodes)) == 1
+    some_T = torch.arange(50) < 20
+    assert torch.equal(
+        crossings(visits_TP, torch.tensor(nodes[here]), some_T), crossings(visits_TP[:20], torch.tensor(nodes[here]))
+    )
+
+
+def test_no_tokens_cross_nowhere():
+    order = sort_by_slot(torch.zeros(0, 2, dtype=torch.int64), 4)
+    assert crossings(visited_nodes(order, torch.tensor([0, 1])), torch.tensor(0)).tolist() == [0, 0]
+
+
+def test_an_expert_below_a_tenth_of_its_fair_share_is_dead():
+    assert expert_metrics(np.array([[1000] * 49 + [95]]))["moe/dead_experts"] == 1
+    assert expert_metrics(np.array([[1000] * 49 + [105]]))["moe/dead_experts"] == 0
+
+
+def test_assignments_that_a_capacity_dropped_are_counted_apart_and_not_as_sent():
+    torch.manual_seed(0)
+    layer = make_moe(DIM, 4, EXPERTS, 2, capacity_factor=0.5)
+    forwards = ModelForwards(layer)
+    for _ in range(2):
+        layer(torch.randn(12, DIM))
+    ((_, sent_FLE, dropped_FLE, *_),) = forwards.take()
+    assert forwards.may_drop
+    assert (sent_FLE.sum(0)[0] + dropped_FLE.sum(0)[0]).tolist() == layer.load_E.tolist()
+    assert dropped_FLE.sum(0)[0].tolist() == layer.dropped_E.tolist()
+    assert sent_FLE.max() == 2, "a capacity of half of 24 assignments over 6 experts"
+    assert dropped_FLE.sum() >= 2 * (24 - 12)

@@ -1,0 +1,30 @@
+"""The averaged weights: how they are averaged, and who answers by them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from digits import ConvolutionalClassifier, WeightAverage
+
+
+def test_evaluation_is_by_a_running_mean_of_the_weights():
+    torch.manual_seed(0)
+    model = ConvolutionalClassifier(num_classes=3, size=8, width=2)
+    images = torch.randint(0, 256, (4, 8, 8), dtype=torch.uint8)
+    bias, mean = model.layers[-1].bias, model.average[-1].bias
+    expected = bias.detach().clone()
+    assert torch.equal(mean, expected)
+    for step, decay in ((1, 2 / 11), (2, 3 / 12), (30, 0.5)):
+        with torch.no_grad():
+            bias.add_(step)
+        WeightAverage(0.5).on_step_end(SimpleNamespace(raw_model=model, state=SimpleNamespace(step=step)))
+        expected = decay * expected + (1 - decay) * bias.detach()
+        assert torch.allclose(mean, expected)
+    assert {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {"layers"}
+    ahead = (bias - mean).mean().item()
+    by_weights, by_mean = model(images)["logits"], model(images, averaged=True)["logits"]
+    assert (by_weights - by_mean).mean().item() == pytest.approx(ahead, rel=1e-3)
+    assert torch.equal(model.eval()(images)["logits"], by_mean)

@@ -1,0 +1,114 @@
+"""Settings are checked when they are made, and become plain JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.run.config.experts import MoERunConfig
+from toolkit.run.config.run import OptimizerConfig, RunConfig, ScheduleConfig, to_dict
+from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY
+from toolkit.run.folder import DATA
+from toolkit.run.tracking.jsonl import to_json
+
+
+@pytest.mark.parametrize("field", ["lr"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_is_a_positive_finite_number(field: str, value: float):
+    with pytest.raises(UserError, match=f"--{field} {value}: take a positive number"):
+        RunConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["eps", "weight_decay", "max_grad_norm", "beta1", "beta2"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_the_optimizer_takes_finite_numbers(field: str, value: float):
+    with pytest.raises(UserError, match=f"--optimizer.{field.replace('_', '-')} "):
+        OptimizerConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["process_timeout", "step_timeout"])
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 1e308])
+def test_a_time_limit_is_at_most_a_year(field: str, value: float):
+    with pytest.raises(UserError, match=rf"--{field.replace('_', '-')} .*: take (minutes|seconds) above 0, up to "):
+        RunConfig(**{field: value})
+
+
+def test_a_batch_must_divide_and_the_message_says_into_what():
+    RunConfig(batch_size=12, num_processes=3, gradient_accumulation_steps=2)
+    with pytest.raises(UserError, match=r"divide by 3 process.* times 2 accumulation .*use 12"):
+        RunConfig(batch_size=13, num_processes=3, gradient_accumulation_steps=2)
+
+
+def test_a_scaled_rate_is_proportional_to_the_batch_and_warms_up():
+    warm = ScheduleConfig(warmup_epochs=2)
+    assert RunConfig(lr=1e-3, batch_size=128, scale_lr=32, schedule=warm).peak_lr == pytest.approx(4e-3)
+    assert RunConfig(lr=1e-3, batch_size=128).peak_lr == 1e-3
+    assert RunConfig(lr=1e-3, batch_size=16, scale_lr=32).peak_lr == 5e-4
+    with pytest.raises(UserError, match=r"--scale-lr 32: a learning rate raised to 0.004 needs a warm-up: add"):
+        RunConfig(lr=1e-3, batch_size=128, scale_lr=32)
+    with pytest.raises(UserError, match="--scale-lr 0: take a batch size"):
+        RunConfig(scale_lr=0)
+
+
+def test_a_warmup_is_in_steps_or_in_epochs_and_finite():
+    for settings in ({"warmup_epochs": 1.0, "warmup_steps": 5}, {"warmup_epochs": -1.0}, {"warmup_epochs": math.nan}):
+        with pytest.raises(UserError, match=r"--schedule.warmup-epochs .*: take zero or more, and none where"):
+            ScheduleConfig(**settings)
+
+
+@pytest.mark.parametrize(("world", "experts", "ep_size"), [(1, 8, 1), (2, 8, 2), (4, 6, 2), (3, 8, 1), (8, 4, 4)])
+def test_experts_are_spread_over_as_many_processes_as_divide_both(world: int, experts: int, ep_size: int):
+    assert MoERunConfig(experts=experts).ep_size_in(world) == ep_size
+    assert MoERunConfig(experts=experts, parallel_strategy="data_parallel").ep_size_in(world) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"router_groups": 3}, "--router-groups 3: take one or more that divide --experts 8"),
+        ({"router_groups": 8}, "--top-k-groups 1: take 2 to 8, to find --top-k 2 experts"),
+        ({"router_groups": 2, "top_k_groups": 3}, "--top-k-groups 3: take 1 to 2,"),
+        ({"router_groups": 8, "top_k_groups": 2}, "--router-groups 8: leave two experts or more in a group"),
+        ({"router_jitter": 1.0}, "--router-jitter 1.0: take a fraction below 1"),
+        ({"routed_scaling": 0.0}, "--routed-scaling 0.0: take a positive number"),
+        ({"capacity_factor": 0.0}, "--capacity-factor 0.0: take a positive number, or none"),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        MoERunConfig(**settings)
+    MoERunConfig(experts=0, top_k=1)
+
+
+def test_a_config_is_plain_json_and_frozen():
+    config = RunConfig(run_dir=Path("runs/a"))
+    assert json.loads(json.dumps(to_dict(config)))["run_dir"] == "runs/a"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 2.0
+
+
+def test_what_json_lacks_is_written_as_it_is_typed():
+    class Colour(enum.Enum):
+        BLUE = "b"
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(RunConfig):
+        clip: float = math.inf
+        colour: Colour = Colour.BLUE
+        table: tuple[Colour, ...] = (Colour.BLUE,)
+
+    written = to_dict(Own())
+    assert (written["clip"], written["colour"], written["table"]) == ("inf", "BLUE", ["BLUE"])
+    assert json.loads(to_json(written)) == written
+
+
+def test_the_fields_that_may_change_between_a_run_and_its_continuation_exist():
+    names = {field.name for field in dataclasses.fields(MoERunConfig)}
+    assert names | {DATA} >= NOT_OF_THE_TRAJECTORY

@@ -1,0 +1,21 @@
+"""Settings by dotted name, and in which of them runs differ."""
+
+from toolkit.run.config.settings import decides_what_is_learned, differing_names, leaves
+
+
+def test_nested_settings_have_dotted_names():
+    config = {"lr": 0.1, "optimizer": {"name": "adamw", "betas": [0.9, 0.99]}, "ddp": {}, "max_steps": None}
+    named = [("lr", 0.1), ("optimizer.name", "adamw"), ("optimizer.betas", [0.9, 0.99]), ("max_steps", None)]
+    assert list(leaves(config)) == named
+
+
+def test_settings_differ_where_two_runs_have_other_values_and_not_where_one_lacks_them():
+    found = [{"lr": 0.1, "seed": 0, "betas": [1, 2]}, {"lr": 0.2, "seed": 0, "betas": [1, 2], "new": 3}]
+    assert differing_names(found) == ["lr"]
+    assert differing_names([{"flag": True}, {"flag": 1}]) == ["flag"], "JSON tells true from 1"
+    assert differing_names([]) == []
+
+
+def test_folders_and_checkpoints_do_not_decide_what_is_learned():
+    assert all(map(decides_what_is_learned, ("lr", "optimizer", "optimizer.weight_decay")))
+    assert not any(map(decides_what_is_learned, ("run_dir", "checkpoint", "checkpoint.keep_last")))

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.helpers import ROOT
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.run.tracking.toy import train
+from toolkit.run.config.run import RunConfig
+train(RunConfig(run_dir=Path(sys.argv[1]), tracker="tensorboard", cpu=True, log_every=2))
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(str(Path(sys.argv[1]) / "tensorboard"))
+events.Reload()
+assert [e.step for e in events.Scalars("train/loss")] == list(range(2, 21, 2))
+assert abs(events.Scalars("moe/load/block/03")[0].value - 0.1) < 1e-6
+assert "plots/loss" in str(events.Tags()["images"]), events.Tags()
+"""
+
+
+def test_tensorboard_gets_every_line_and_the_plots(tmp_path):
+    # In a process of its own, because TensorBoard's modules warn when they are imported.
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tensorboard --logdir" in done.stdout
+    assert list((tmp_path / "run" / "tensorboard").rglob("hparams.yml"))

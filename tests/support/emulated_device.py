@@ -1,0 +1,258 @@
+"""A device emulated on the CPU, to which the rules of a GPU apply: for tests where there is no GPU.
+
+    def on_the_device() -> None:              # in a process of its own: what `emulate` changes cannot be undone
+        device = emulate()
+        with device:
+            model.to(device.device)
+            ...
+        assert device.waits == []
+
+Its tensors are computed by the CPU, so results are those of a CPU. What a GPU adds to that is checked or noted:
+
+- An operation refuses tensors of two devices, but for scalars and indices of the CPU.
+- Whatever makes the host wait for a GPU is noted, with the file that does it: reading a value, copying
+  from or to memory that is not pinned unless it is `non_blocking`, operations whose result has a size that depends on
+  values.
+
+It has no kernels, streams, memory or random numbers of its own, and autocast casts only what the toolkit casts itself.
+The interfaces of torch that it takes are experimental, as a backend written in Python is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.support.host_waits import HostWait, innermost_place, restart_process_group
+
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+}
+"""Operations whose result or its size the host reads. Those that do so for some arguments are in `_waits`."""
+COPIES = {aten._to_copy.default, aten.copy_.default}
+BY_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+class EmulatedTensor(Tensor):
+    """A tensor of the emulated device, held by the CPU."""
+
+    on_cpu: Tensor
+
+    @staticmethod
+    def __new__(cls, on_cpu: Tensor) -> EmulatedTensor:
+        wrapper: Any = Tensor._make_wrapper_subclass(
+            cls,
+            on_cpu.size(),
+            strides=on_cpu.stride(),
+            storage_offset=on_cpu.storage_offset(),
+            dtype=on_cpu.dtype,
+            device=torch.device("emulated", 0),
+        )
+        wrapper.on_cpu = on_cpu
+        return wrapper
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: EmulatedTensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.on_cpu = value.on_cpu
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.on_cpu.untyped_storage()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("a tensor of the emulated device has no array: use .cpu() first")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"EmulatedTensor({self.on_cpu!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{operation} outside of `with emulate():`")
+
+
+class EmulatedDevice(TorchDispatchMode):
+    """The device, while it is entered. `waits`: what made the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("emulated", 0)
+        self.waits: list[HostWait] = []
+        self.keep: list[torch.library.Library] = []
+        """What they registered is lost with them."""
+
+    def note(self, operation: Any) -> None:
+        place = innermost_place()
+        if not place and operation is aten.copy_.default:
+            return  # by DDP, of what gloo returned: those are tensors of the CPU
+        self.waits.append(HostWait(str(operation), place))
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
+        target = kwargs.get("device")
+        to_us = bool(ours) if target is None else torch.device(target).type == "emulated"
+        if not ours and not to_us:
+            return operation(*args, **kwargs)
+        _refuse_two_devices(operation, tensors, args)
+        if _waits(operation, args, kwargs, ours):
+            self.note(operation)
+        if to_us and target is not None:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
+        held = {id(tensor.on_cpu): tensor for tensor in ours}
+        result = operation(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+
+        def placed(value: Any) -> Any:
+            if not isinstance(value, Tensor) or (id(value) not in held and not to_us):
+                return value
+            return held[id(value)] if id(value) in held else EmulatedTensor(value)
+
+        return tree_map(placed, result)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.on_cpu if isinstance(value, EmulatedTensor) else value
+
+
+def _refuse_two_devices(operation: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
+    others = [tensor for tensor in tensors if not isinstance(tensor, EmulatedTensor)]
+    if len(others) == len(tensors) or operation in COPIES:
+        return
+    if operation in BY_INDICES and isinstance(args[0], EmulatedTensor):
+        others = [tensor for tensor in others if not any(tensor is index for index in args[1])]
+    writes_other = operation._schema.name.endswith("_") and any(args[0] is tensor for tensor in others)
+    if writes_other or any(tensor.ndim for tensor in others):
+        shapes = [tuple(tensor.shape) for tensor in others]
+        raise RuntimeError(f"{operation}: expected all tensors on one device, found {shapes} on the CPU")
+
+
+def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[Tensor]) -> bool:
+    if operation in WAITS:
+        return True
+    if operation is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if operation in BY_INDICES:  # a mask is counted first, and indices of the CPU are copied
+        given = [index for index in args[1] if index is not None]
+        return any(index.dtype == torch.bool or not isinstance(index, EmulatedTensor) for index in given)
+    if operation is aten._to_copy.default:
+        between = (not ours) or torch.device(kwargs.get("device") or "emulated").type != "emulated"
+        return between and not kwargs.get("non_blocking")
+    if operation is aten.copy_.default:
+        between = len(ours) == 1
+        return between and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    return False
+
+
+class _Backend:
+    """What torch asks the module of a device, `torch.emulated`."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def get_rng_state(self, device: Any = None) -> Tensor:  # noqa: ARG002
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+class _Event:
+    """A point in time of the host, which the device never lags behind."""
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+def emulate() -> EmulatedDevice:
+    """The emulated device, which Accelerate takes from now on. For a process of its own, once, before any backward."""
+    from accelerate.state import AcceleratorState, PartialState
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("emulated", _Backend())
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes it on the CPU and copies it
+    device = EmulatedDevice()
+    without_casts = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    without_casts.fallback(torch.library.fallthrough_kernel)
+    device.keep.append(without_casts)
+    torch_: Any = torch
+    torch_.Event = _Event
+    torch_.accelerator.synchronize = lambda *_: device.note("synchronize")
+    torch.__future__.set_swap_module_params_on_conversion(True)  # modules keep their parameters, as on a GPU
+    torch_.utils.swap_tensors = _keeping_attributes(torch.utils.swap_tensors)
+    states: list[Any] = [PartialState, AcceleratorState]
+    for state in states:
+        state.device = property(lambda _: device.device, lambda *_: None)
+        state._check_initialized = lambda *_, **__: None  # which refuses a device other than the CPU's
+    if dist.is_initialized():
+        restart_process_group("cpu:gloo,emulated:gloo")
+    return device
+
+
+def _keeping_attributes(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """`swap` that leaves the first tensor's attributes and hooks with it, as setting its `data` does."""
+
+    def swap_tensors(first: Any, second: Any) -> None:
+        kept = {name: value for name, value in vars(first).items() if name != "on_cpu"}
+        hooks = first._backward_hooks, first._post_accumulate_grad_hooks
+        swap(first, second)
+        vars(first).update(kept)
+        first._backward_hooks, first._post_accumulate_grad_hooks = hooks
+
+    return swap_tensors

@@ -1,0 +1,251 @@
+"""Python programs in forks of a process that has imported the slow libraries, for tests of what a program does.
+
+Such a program begins to train within a tenth of a second, where a new process imports for several seconds first. What a
+program imports, and how processes are started, is tested with `subprocess`.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from tests.support.helpers import ROOT, fork_context, program_environment
+
+
+class ForkedPython:
+    """`python *words`, as `subprocess.Popen` has it, with its output in files. Ranks that it starts are forks of it."""
+
+    def __init__(self, *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT):
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [Path(self._folder.name) / name for name in ("out", "err")]
+        environment = program_environment() if env is None else dict(env)
+        streams = [Path(os.devnull), *self._streams]
+        self._process = fork_context.Process(target=_main, args=(words, environment, cwd, streams))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self._process.pid or 0, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Its stdout and stderr, once it has ended. Raises `subprocess.TimeoutExpired`."""
+        self._process.join(timeout)
+        out, err = (path.read_text() if path.exists() else "" for path in self._streams)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout, out, err)
+        self._folder.cleanup()
+        return out, err
+
+
+def run_forked(
+    *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` would return of `python *words`."""
+    program = ForkedPython(*words, env=env, cwd=cwd)
+    try:
+        out, err = program.communicate(timeout_s)
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess(words, program.returncode or 0, out, err)
+
+
+CLIENT = """#!{python} -ISB
+import os, socket, sys
+client = socket.socket(socket.AF_UNIX)
+client.connect({address!r})
+words = [*{words!r}, *sys.argv[1:]]
+client.sendall(repr((os.getpid(), words, os.getcwd(), dict(os.environ))).encode())
+client.shutdown(socket.SHUT_WR)
+os._exit(int(client.recv(9)))
+"""
+"""What stands in for a command: another process does its work, on its input and output."""
+
+
+@contextmanager
+def forked_commands(folder: Path) -> Iterator[None]:
+    """Makes `folder` hold the commands `python` and `toolkit`, for the PATH of a shell: they are run in forks."""
+    address = str(folder / "socket")
+    for name, words in {"python": [], "toolkit": ["-m", "toolkit"]}.items():
+        (folder / name).write_text(CLIENT.format(python=sys.executable, address=address, words=words))
+        (folder / name).chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        thread = threading.Thread(target=_serve, args=(server,))
+        thread.start()
+        yield
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def _serve(server: socket.socket) -> None:
+    """Each command in a thread: those of a pipe wait for each other."""
+    threads = []
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:  # which was shut down
+            break
+        threads.append(threading.Thread(target=_serve_one, args=(client,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+def _serve_one(client: socket.socket) -> None:
+    with client, client.makefile("rb") as request:
+        pid, words, cwd, environment = ast.literal_eval(request.read().decode())
+        streams = [Path(f"/proc/{pid}/fd/{number}") for number in range(3)]
+        program = fork_context.Process(target=_main, args=(words, environment, Path(cwd), streams))
+        program.start()
+        program.join()
+        client.sendall(str((program.exitcode or 0) % 256).encode())
+
+
+class Fork:
+    """A fork of this process that runs `run`, with what `toolkit.run.launch.children` uses of `subprocess.Popen`."""
+
+    def __init__(self, run: Callable[[], NoReturn]):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                run()
+            finally:
+                os._exit(70)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def fork_rank(
+    run: Callable[[Sequence[str], Mapping[str, str]], int],
+    command: Sequence[str],
+    *,
+    process_group: int,
+    preexec_fn: Callable[[], object] | None,
+    env: Mapping[str, str],
+    stdin: int,
+    pass_fds: Sequence[int] = (),
+    stdout: IO[bytes] | None = None,
+    stderr: int | None = None,
+) -> Fork:
+    """In place of `subprocess.Popen` in `toolkit.run.launch.children`, for a Python program: `run` takes its words and
+    environment, and returns its exit code."""
+    assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
+
+    def begin() -> NoReturn:
+        os.setpgid(0, process_group)
+        if preexec_fn is not None:
+            preexec_fn()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if stdout is not None:
+            os.dup2(stdout.fileno(), 1)
+        if stderr == subprocess.STDOUT:
+            os.dup2(1, 2)
+        last = 2
+        for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(last + 1, kept)
+            last = kept
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):  # what a new program does not inherit
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os._exit(run(command[1:], env))
+
+    return Fork(begin)
+
+
+def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
+    """Have the ranks that this process starts be forks of it that `run`."""
+    from toolkit.run.launch import children
+
+    children.subprocess = types.SimpleNamespace(  # type: ignore
+        Popen=partial(fork_rank, run), DEVNULL=subprocess.DEVNULL
+    )
+
+
+def _main(words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
+    """In the fork: become `python *words`."""
+    for number, path in enumerate(streams):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    fork_ranks(_run)
+    os._exit(_run(words, environment))
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `python *words` in this process; returns its exit code."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.orig_argv[:] = [sys.executable, *words]
+    code = 0
+    try:
+        _run_words(list(words))
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if not isinstance(left.code, int | None):
+            sys.stderr.write(f"{left.code}\n")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
+
+
+def _run_words(words: list[str]) -> Any:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        return runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    if words[0] == "-":
+        words = ["-c", sys.stdin.read(), *words[1:]]
+    if words[0] != "-c":
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        return runpy.run_path(words[0], run_name="__main__")
+    sys.argv = ["-c", *words[2:]]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    return exec(compile(words[1], "<string>", "exec"), vars(main))

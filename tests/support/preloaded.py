@@ -1,0 +1,33 @@
+"""What a process that a test forks has imported already: the fork server imports this once.
+
+The garbage collector leaves what is here alone: else each fork would walk through it, and so copy its pages.
+"""
+
+import gc
+import importlib
+
+MODULES = (
+    "tests",
+    "pytest",
+    "torch._dynamo",  # with sympy behind it: DDP and optimizers import it when they are first used
+    "accelerate",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.trainer",
+    "peft",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "networkx",
+    "scipy.optimize",
+    "sklearn.datasets",
+    "tyro",
+    "tests.support.equality",
+    "tests.support.small_run",
+    "toolkit.train.standard_trainer",
+    "toolkit.train.callbacks.lifecycle",
+)
+
+for name in MODULES:
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()

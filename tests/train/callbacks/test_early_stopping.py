@@ -1,0 +1,111 @@
+"""Runs that no longer get better end; evaluations come every few epochs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import toolkit as tk
+from tests.support.small_run import small_config
+from toolkit.errors import UserError
+from toolkit.train.callbacks.early_stopping import EarlyStopping
+
+
+class StandIn(SimpleNamespace):
+    """As much of a trainer as the callback asks for."""
+
+    def __init__(self):
+        said: list[str] = []
+        super().__init__(
+            results={}, stopped=None, said=said, run=SimpleNamespace(print=said.append), state=SimpleNamespace(step=7)
+        )
+
+    def request_stop(self, reason):
+        self.stopped = reason
+
+
+def evaluations_until_stop(values, **settings) -> int | None:
+    stopping, trainer = EarlyStopping(**settings), StandIn()
+    for number, value in enumerate(values, 1):
+        stopping.on_evaluate_end(trainer, "eval", {"eval/loss": value, "eval/accuracy": value})
+        if trainer.stopped:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "evaluations"),
+    [
+        ([5, 4, 4, 4, 3, 2], {"patience": 2}, 4),
+        ([5, 4, 4, 3, 3, 2], {"patience": 2}, None),
+        ([5, 4.9, 4.8, 3, 2, 1], {"patience": 2, "min_delta": 0.5}, 3),
+        ([1, 2, 3, 3, 3, 3], {"patience": 3, "metric": "accuracy"}, 6),
+        ([float("nan")] * 6, {"patience": 2}, 2),
+        ([3, float("nan"), 2, 2], {"patience": 2}, None),
+        ([1, 1, 1, 1, 1, 1], {"patience": None}, None),
+    ],
+)
+def test_a_run_stops_when_it_has_waited_long_enough(values, settings, evaluations):
+    assert evaluations_until_stop(values, **settings) == evaluations
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused():
+    with pytest.raises(UserError, match=r"--early-stopping\.metric wer: an evaluation gives accuracy, loss"):
+        evaluations_until_stop([1], patience=1, metric="wer")
+
+
+def test_evaluations_of_other_data_do_not_count():
+    stopping, trainer = EarlyStopping(patience=1), StandIn()
+    for _ in range(3):
+        stopping.on_evaluate_end(trainer, "first task", {"first task/loss": 1.0})
+    assert trainer.stopped is None
+
+
+def test_a_run_that_ended_while_it_stopped_does_not_train_on():
+    stopping, again, trainer = EarlyStopping(patience=2), EarlyStopping(patience=2), StandIn()
+    for _ in range(3):
+        stopping.on_evaluate_end(StandIn(), "eval", {"eval/loss": 1.0})
+    again.load_state_dict(stopping.state_dict())
+    again.on_fit_start(trainer)
+    assert trainer.results == {"stopped_early": "loss was no better for 2 evaluations"}
+    assert trainer.said == ["stopping at step 7: loss was no better for 2 evaluations"]
+
+
+class Note(tk.Callback):
+    """Remembers after which epochs there was an evaluation, and says that each was as good as the one before."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def on_evaluate_end(self, trainer, name, metrics):  # noqa: ARG002
+        self.epochs.append(trainer.state.step // trainer.batches.steps_per_epoch)
+        metrics["eval/loss"] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "epochs"),
+    [
+        ({"eval_every": 1}, [1, 2, 3]),
+        ({"eval_every": 2}, [2, 3]),
+        ({"eval_every": 5}, [3]),
+        ({"early_stopping": tk.EarlyStoppingConfig(patience=1)}, [1, 2]),
+    ],
+    ids=["each epoch", "every other", "at the end at least", "until it stops"],
+)
+def test_evaluations_come_every_few_epochs_until_the_run_ends(settings, epochs, tmp_path):
+    note = Note()
+    with tk.start_run("small", small_config(tmp_path / "run", epochs=3, **settings)) as run:
+        table = tk.TensorTable(input=torch.randn(20, 4), label=torch.arange(20) % 2)
+        trainer = tk.standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=table, test=table, callbacks=[note])
+        results = trainer.fit()
+    assert note.epochs == epochs
+    assert results["epochs"] == epochs[-1]
+    assert ("stopped_early" in results) == (epochs[-1] < 3)
+
+
+@pytest.mark.parametrize("settings", [{"patience": 0}, {"min_delta": -1.0}])
+def test_settings_without_a_meaning_are_refused(settings):
+    with pytest.raises(UserError, match="--early-stopping"):
+        tk.EarlyStoppingConfig(**settings)

@@ -1,0 +1,199 @@
+"""Whole runs with dynamic experts: the same events on any number of ranks, and after a resumed stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.experts.dynamic.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
+from tests.support.equality import relative_difference
+from tests.support.helpers import run_distributed
+from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.callbacks.lifecycle import Lifecycle
+from toolkit.train.task import Batch
+
+Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
+
+
+def train(folder: Path, ep_size: int, settings: dict[str, Any]) -> Outcome:
+    """History, losses line by line, and results."""
+    config = dynamic_config(folder, **settings)
+    with dynamic_trainer(config, ep_size=ep_size) as (trainer, lifecycle):
+        results = trainer.fit()
+        assert_in_bounds(lifecycle, config.min_experts)
+    if dist.is_initialized():
+        dist.barrier()
+    return history_of(lifecycle), [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")], results
+
+
+def assert_in_bounds(lifecycle: Lifecycle, fewest: int) -> None:
+    for name, layer in lifecycle.layers.items():
+        roster = lifecycle.rosters[name]
+        assert fewest <= len(roster) <= roster.logical_experts
+        used = {record.logical_id for record in roster.active}
+        assert {logical_id for logical_id in range(roster.logical_experts) if layer.router.active_E[logical_id]} == used
+        for logical_id in range(roster.logical_experts):
+            place = layer.placement.owner(logical_id)
+            if place.rank == layer.expert_stack.groups.ep_rank:
+                assert bool(layer.experts.up[place.slot].any()) == (logical_id in used)
+        per_rank = [len(used & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
+        assert max(per_rank) - min(per_rank) <= 1 or lifecycle.history[-1].kind != "sleep"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """On one process, without a stop."""
+    return run_distributed(train, 1, tmp_path_factory.mktemp("alone") / "run", 1, {})[0]
+
+
+def test_the_run_has_events_of_all_kinds(alone: Outcome) -> None:
+    history, _, results = alone
+    kinds = [kind for _, kind, _ in history]
+    assert kinds.count("sleep") >= 5
+    assert {"grow", "merge", "prune", "undone"} <= set(kinds)
+    created = [uids[0] for _, kind, uids in history if kind == "grow"]
+    assert created == sorted(set(created)) == list(range(3, 3 + len(created)))
+    assert all(step >= 50 for step, kind, _ in history if kind == "grow"), "before the data shifted"
+    assert results["lifecycle_sleep"] == kinds.count("sleep")
+
+
+@pytest.mark.parametrize(("world", "ep_size", "accumulation"), [(2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1)])
+def test_any_number_of_ranks_has_the_same_events_and_losses(
+    tmp_path: Path, alone: Outcome, world: int, ep_size: int, accumulation: int
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulation}
+    for history, losses, results in run_distributed(train, world, tmp_path / "run", ep_size, settings):
+        assert history == alone[0]
+        assert relative_difference(torch.tensor(losses), torch.tensor(alone[1])) < 1e-5
+        assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
+
+
+def test_a_run_resumes_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Outcome) -> None:
+    """Ranks and EP groups change at every stop, and there is a stop after every event."""
+    folder, worlds = tmp_path / "run", [(2, 2), (1, 1), (4, 2), (4, 4), (2, 1)]
+    stops = sorted({step for step, _, _ in alone[0]} | {20, 55})
+    for turn, stop in enumerate(stops):
+        world, ep_size = worlds[turn % len(worlds)]
+        run_distributed(train_until, world, folder, ep_size, stop)
+    history, _, results = run_distributed(train, 2, folder, 2, {})[0]
+    assert history == alone[0]
+    assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
+
+
+def train_until(folder: Path, ep_size: int, stop: int) -> None:
+    with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, _):
+        trainer.max_steps = stop
+        trainer.fit()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path) -> None:
+    for world in (1, 2):
+        whole = run_distributed(train, world, tmp_path / f"whole{world}", world, {})
+        run_distributed(train_until, world, tmp_path / f"cut{world}", world, 71)
+        assert run_distributed(train, world, tmp_path / f"cut{world}", world, {})[0][:1] == whole[0][:1]
+
+
+@pytest.mark.parametrize("mechanism", ["grow", "merge", "prune", "sleep"])
+def test_each_mechanism_can_be_switched_off(tmp_path: Path, mechanism: str) -> None:
+    lifecycle = replace(EVENTFUL, **{mechanism: False})
+    history, _, _ = run_distributed(train, 1, tmp_path / "run", 1, {"lifecycle": lifecycle})[0]
+    assert mechanism not in {kind for _, kind, _ in history}
+
+
+def test_an_undone_change_restores_everything(tmp_path: Path) -> None:
+    """A harmful replay is undone: weights, moments, router and the sums of the line of metrics."""
+    lifecycle = replace(EVENTFUL, grow=False, merge=False, prune=False)
+    wrecking = replace(lifecycle, replay_lr=10.0, undo_above=0.0)
+    history, losses, results = run_distributed(train, 1, tmp_path / "wrecked", 1, {"lifecycle": wrecking})[0]
+    assert [kind for _, kind, _ in history].count("undone") >= 5
+    _, expected, without = run_distributed(
+        train, 1, tmp_path / "without", 1, {"lifecycle": replace(lifecycle, replay_steps=0)}
+    )[0]
+    assert losses == expected
+    assert results["test_loss"] == without["test_loss"]
+
+
+def test_samples_that_are_replayed_in_sleep_are_augmented_anew(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def watched(batch: Batch, visits: torch.Tensor) -> Batch:
+        seen.append(visits)
+        return batch
+
+    with dynamic_trainer(dynamic_config(tmp_path / "run"), augment=watched) as (trainer, lifecycle):
+        trainer.fit()
+    sleeps = [event for event in lifecycle.history if event.kind == "sleep"]
+    in_turn = trainer.max_steps  # those of the steps themselves
+    assert len(seen) == in_turn + len(sleeps) * EVENTFUL.replay_steps
+    assert len(torch.cat(seen).unique()) == len(torch.cat(seen)), "no visit happens twice"
+
+
+def test_new_experts_can_be_fresh(tmp_path: Path) -> None:
+    lifecycle = replace(EVENTFUL, new_expert="fresh")
+    history, _, results = run_distributed(train, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
+    assert "grow" in {kind for _, kind, _ in history}
+    assert results["test_accuracy"] > 0.5
+
+
+def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, list[int], list[int], list[int]]:
+    """An outcome; of each step, the rows of experts that the backward and the optimizer saw, and those up to the last
+    active expert."""
+    with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, lifecycle):
+        (layer,) = lifecycle.layers.values()
+        if all_rows:
+            lifecycle.experts.mark_rows_in_use = lambda: None
+        backward, seen, needed = [], [], []
+        layer.experts.up.register_post_accumulate_grad_hook(lambda up: backward.append(len(up.grad)))
+
+        def watch(*_: Any) -> None:
+            assert len(layer.experts.up) == len(layer.experts.down)
+            seen.append(len(layer.experts.up))
+            active = layer.router.active_E.nonzero().flatten().tolist()
+            here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
+            needed.append(max(slot + 1 for slot, expert in enumerate(here) if expert in active))
+
+        unwrapped(trainer.optimizer).register_step_post_hook(watch)
+        results = trainer.fit()
+        assert {len(weight) for weight in (layer.experts.up, layer.experts.down)} == {8 // ep_size}
+    losses = [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")]
+    return (history_of(lifecycle), losses, results), backward, seen, needed
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_rows_of_inactive_experts_have_no_gradients_and_are_not_stepped(tmp_path: Path, ep_size: int) -> None:
+    ours, backward, seen, needed = run_distributed(train_watched, 2, tmp_path / "run", ep_size, False)[0]
+    whole, *_ = run_distributed(train_watched, 2, tmp_path / "all", ep_size, True)[0]
+    history, losses, results = ours
+    all_history, all_losses, all_results = whole
+    assert seen[0] == backward[0] == 8 // ep_size
+    assert seen[1:] == needed[1:]
+    in_ddp = [8] * len(needed)  # whose buckets have one size
+    assert backward[1:] == (in_ddp if ep_size == 1 else needed)[1:]
+    assert min(needed) < 8 // ep_size
+    assert history == all_history
+    assert relative_difference(torch.tensor(losses), torch.tensor(all_losses)) < 1e-12
+    assert results["test_loss"] == pytest.approx(all_results["test_loss"], rel=1e-12)
+
+
+def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
+    """Growth on a schedule; each new expert is tried once, and pruned where the loss without it is hardly higher."""
+    scheduled = replace(EVENTFUL, merge=False, prune=False, grow_every=7, trial_gain=0.0)
+    alone, _, kept = run_distributed(train, 1, tmp_path / "kept", 1, {"lifecycle": scheduled})[0]
+    for history, _, _ in run_distributed(train, 2, tmp_path / "two", 2, {"lifecycle": scheduled}):
+        assert history == alone
+    tried = [uids[0] for _, kind, uids in alone if kind in ("kept", "prune")]
+    assert len(tried) == len(set(tried))
+    assert kept["lifecycle_kept"] >= 1
+    assert min(step for step, kind, _ in alone if kind == "grow") == 7
+    greedy = replace(scheduled, trial_gain=1e9)
+    _, _, pruned = run_distributed(train, 1, tmp_path / "pruned", 1, {"lifecycle": greedy})[0]
+    assert pruned["lifecycle_kept"] == 0
+    assert pruned["lifecycle_prune"] >= 2

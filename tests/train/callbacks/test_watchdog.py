@@ -1,0 +1,150 @@
+"""A run that hangs ends, names the rank that it waits for, and goes on from its checkpoint where it may."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.forked_python import run_forked
+from tests.support.helpers import program_environment
+from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, _waits, blame
+from toolkit.train.metrics import MetricSums
+from toolkit.train.tasks.classification import Classification
+
+RECIPE = '''
+"""A small run that something happens to."""
+import json, os, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+import toolkit as tk
+from tests.support.small_run import SmallConfig, Stop, small_trainer
+from toolkit.train.callbacks.watchdog import Watchdog
+from toolkit.run.launch.restarts import past_restarts
+
+class Sleeps(tk.Callback):
+    """Rank 1 is late for step 8, in its data."""
+    def on_step_end(self, trainer):
+        if trainer.state.step == 7 and trainer.run.rank == 1:
+            take = trainer.batches.steps
+            trainer.task.loss = lambda *_: time.sleep(600)
+
+def main(config):
+    first = not past_restarts()
+    stop = Stop(7, "SIGSTOP", rank=1) if first and os.environ.get("WITH") == "SIGSTOP" else None
+    more = [Sleeps()] if first and os.environ.get("WITH") == "sleep" else []
+    watchdog = Watchdog(limit_s=config.step_timeout)
+    with small_trainer(config, stop, ep_size=2, callbacks=[watchdog, *more]) as trainer:
+        trainer.run.finish(trainer.fit())
+
+if __name__ == "__main__":
+    sys.modules["__main__"].SmallConfig = SmallConfig
+    def full():
+        """The only one."""
+        return SmallConfig(batch_size=10, epochs=2, lr=0.02, log_every=3, tracker="none", cpu=True, num_processes=2)
+    tk.run_recipe(main, {"full": full}, __doc__)
+'''
+
+
+def run(folder: Path, happens: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    recipe = folder.parent / "small.py"
+    recipe.write_text(RECIPE)
+    words = [str(recipe), "--run-dir", str(folder), "--checkpoint.every-steps", "5", *flags]
+    return run_forked(*words, env=program_environment(WITH=happens), timeout_s=120)
+
+
+def trained(folder: Path) -> tuple[list[dict], bytes]:
+    """Metrics without what was said of restarts, and the last checkpoint's weights."""
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" not in line]
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return lines, b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
+
+
+def test_a_run_that_hung_starts_again_and_ends_with_the_same_bits(tmp_path: Path):
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    done = run(undisturbed, "nothing", "--step-timeout", "60")
+    assert done.returncode == 0, done.stderr
+    assert not (undisturbed / ".heartbeats").exists()
+    assert not (undisturbed / "hang").exists()
+    assert "restarts" not in json.loads((undisturbed / "results.json").read_text())
+    done = run(folder, "SIGSTOP", "--max-restarts", "1", "--step-timeout", "2")
+    assert done.returncode == 0, done.stderr
+    named = "rank 1 of 2 does not answer since step "
+    assert any(line.startswith(f"error: {named}") for line in done.stderr.splitlines()), done.stderr
+    assert "Traceback" not in done.stderr
+    (restart,) = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" in line]
+    assert restart["run/restart_reason"].startswith(named)
+    assert len(json.loads((folder / "results.json").read_text())["restarts"]) == 1
+    assert "restarts" in (folder / "summary.txt").read_text()
+    assert trained(folder) == trained(undisturbed)
+
+
+def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp_path: Path):
+    done = run(tmp_path / "run", "sleep", "--step-timeout", "2")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "holds up the others: it is in <lambda> (" in line
+    assert "small.py:" in line
+    assert "rank 1 of 2" in line
+    waits, sleeps = (tmp_path.joinpath("run", "hang", f"rank-0000{rank}.txt").read_text() for rank in range(2))
+    assert "small.py" in sleeps
+    assert "<lambda>" not in waits
+
+
+def beat(rank: int, **changes: object) -> Heartbeat:
+    same = Heartbeat(rank, f"host, process {rank}", 7, "step", 9.0, "loss (a.py:1)", waits=True, at=100.0)
+    return replace(same, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("beats", "silent", "says"),
+    [
+        ([beat(0), None], [1], "rank 1 of 2 does not answer:"),
+        ([beat(0), beat(1, at=1.0)], [1], "rank 1 of 2 does not answer since step 8 (host, process 1)"),
+        ([beat(0), beat(1), beat(2, step=6)], [], "rank 2 of 3 (host, process 2) holds up the others"),
+        ([beat(0), beat(1, waits=False, frame="read (b.py:2)")], [], "it is in read (b.py:2)"),
+        ([beat(0), beat(1)], [], "no rank is behind the others"),
+        ([beat(0, waits=False)], [], "the process hangs in loss (a.py:1)"),
+    ],
+)
+def test_the_rank_that_is_waited_for_is_named(beats: list, silent: list[int], says: str):
+    assert says in blame(beats, silent, beats[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (AllToAllDispatcher.plans, True),
+        (HierarchicalDispatcher.plans, True),
+        (MetricSums.compute, True),
+        (torch.cuda.synchronize, True),
+        (torch.accelerator.synchronize, True),
+        (dist.all_reduce, True),
+        (Classification.loss, False),
+    ],
+)
+def test_a_rank_waits_for_others_where_it_reads_what_comes_of_them(function: Callable[..., object], waits: bool):
+    code = inspect.unwrap(function).__code__
+    assert _waits([(code.co_filename, code.co_firstlineno, code.co_name), (__file__, 1, "train")]) == waits
+
+
+def test_the_limit_follows_the_runs_own_steps():
+    watchdog = Watchdog(longest_s=600)
+    assert watchdog.limit == 600
+    watchdog._seconds.extend([0.1] * LEARN_STEPS)
+    assert watchdog.limit == 120
+    watchdog._seconds.extend([10.0] * 101)
+    assert watchdog.limit == 200
+    watchdog._seconds.extend([100.0] * 101)
+    assert watchdog.limit == 600
+    assert Watchdog(limit_s=3).limit == 3

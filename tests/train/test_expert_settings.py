@@ -1,0 +1,121 @@
+"""Every setting of experts is taken up by a recipe of one's own, or refused, or named as having no effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import toolkit as tk
+from tests.support.helpers import run_distributed
+from toolkit.commands.lab.traces import TraceRecorder
+from toolkit.errors import UserError
+from toolkit.experts.moving.replan import Replan
+from toolkit.run.config.adapters import AdapterOptions
+from toolkit.train.callbacks.expert_load import ExpertLoad
+
+
+def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[type] | str:
+    """The callbacks of `standard_trainer` for an MoE recipe that gives it none; or the text of its UserError."""
+    given = {"experts": 4, "batch_size": 8, "planner": "swap", "record_traces": True, **settings}
+    config = tk.MoERunConfig(run_dir=folder, tracker="none", cpu=True, **given)
+    with tk.start_run("mine", config) as run:
+        size = config.ep_size_in(run.world_size) if groups else 1
+        model = nn.Sequential(nn.Linear(4, 8), tk.make_moe(8, 16, 4, 2, groups=tk.make_expert_groups(size)))
+        table = tk.TensorTable(input=torch.randn(16, 4), label=torch.arange(16) % 4)
+        try:
+            trainer = tk.standard_trainer(run, tk.Classification(), model, train=table, test=table)
+        except UserError as error:
+            return str(error)
+        return [type(callback) for callback in trainer.callbacks]
+
+
+def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
+    for kinds in run_distributed(trained_kinds, 2, tmp_path, True, {}):
+        assert kinds.count(Replan) == kinds.count(TraceRecorder) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "groups", "settings", "message"),
+    [
+        (2, False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
+        (2, True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
+        (2, True, {"exchange": "hierarchical"}, "--exchange hierarchical: the model was built for flat"),
+        (2, True, {"dispatch_chunks": 2}, "--dispatch-chunks 2: the model was built for 1"),
+        (4, True, {"ep_size": 2, "ep_stride": 2}, "--ep-stride 2: the model was built for the EP groups (0, 1), "),
+    ],
+)
+def test_a_model_that_was_built_otherwise_is_refused(
+    tmp_path: Path, world: int, groups: bool, settings: dict[str, Any], message: str
+):
+    for answer in run_distributed(trained_kinds, world, tmp_path, groups, settings):
+        assert answer.startswith(message)
+
+
+def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2, "dispatch_chunks": 2})
+    lines = capsys.readouterr().out
+    for notice in (
+        "--planner swap: no effect",
+        "--spare-slots 1: no effect",
+        "--dispatch-chunks 2: no effect, because every process has all experts",
+        "--dense-parallel fsdp2: no effect on one process",
+        "--fsdp-size 2: no effect on one process",
+        "--balance-weight 0.007: no effect, because the task has no tk.RouterPenalty",
+    ):
+        assert notice in lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(tk.ExpertRunConfig, AdapterOptions):
+    """Of a run that fine-tunes a mixture."""
+
+
+def summary(
+    folder: Path, top_expert: int | None, kind: type[tk.ExpertRunConfig] = tk.MoERunConfig, **settings: Any
+) -> str:
+    """The summary of an epoch whose tokens all prefer one expert, or are spread by the order of their samples."""
+    config = kind(
+        run_dir=folder, tracker="none", cpu=True, **{"experts": 4, "top_k": 1, "batch_size": 50, "lr": 1e-6, **settings}
+    )
+    with tk.start_run("mine", config) as run:
+        moe = tk.make_moe(4, 8, 4, 1)
+        rows = torch.eye(4) if top_expert is None else torch.ones(4, 4) * (torch.arange(4) == top_expert)[:, None]
+        with torch.no_grad():
+            moe.router.weight.copy_(10 * rows)
+        table = tk.TensorTable(input=torch.eye(4).repeat(125, 1), label=torch.arange(500) % 4)
+        callbacks = [ExpertLoad(moe)]
+        trainer = tk.standard_trainer(run, tk.Classification(), moe, train=table, test=table, callbacks=callbacks)
+        run.finish(trainer.fit())
+    return (folder / "summary.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "raise --balance-weight 0.007, or use --balance bias"),
+        ({"balance": "none"}, "use --balance loss"),
+        ({"max_steps": 9}, "raise --balance-weight 0.007, or use --balance bias"),
+        (
+            {"kind": AdapterConfig},
+            "routers are frozen: --no-freeze-router trains them, --planner swap moves experts between processes",
+        ),
+        ({"kind": AdapterConfig, "planner": "swap"}, "routers are frozen: --no-freeze-router trains them"),
+        ({"kind": AdapterConfig, "freeze_router": False}, "raise --balance-weight 0.007"),
+    ],
+)
+def test_an_uneven_load_is_a_line_of_the_summary_with_a_remedy(tmp_path: Path, settings: dict[str, Any], remedy: str):
+    said = "uneven in moe: the busiest expert has 4.0 times the mean load, the least busy 0.00 times"
+    assert f"expert load    {said}; {remedy}\n" in summary(tmp_path, 2, **settings)
+
+
+def test_an_even_load_is_no_line_of_the_summary(tmp_path: Path):
+    assert "expert load" not in summary(tmp_path, None)
+
+
+def test_too_few_assignments_are_not_judged(tmp_path: Path):
+    assert "expert load" not in summary(tmp_path, 2, max_steps=7)

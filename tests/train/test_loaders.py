@@ -1,0 +1,333 @@
+"""A DataLoader of one's own, and data sets without a length: any number of processes trains alike, and runs resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+)
+
+import toolkit as tk
+from tests.support.equality import IN_FLOAT64, in_float64
+from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.run.tracking.jsonl import read_metrics
+
+SAMPLES, BATCH, STEPS_PER_EPOCH = 46, 8, 6
+
+
+class Points(Dataset):
+    """Points with noise that is drawn anew at each visit."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return torch.full((4,), row / SAMPLES) + 0.01 * torch.randn(4), row % 3
+
+
+class Stream(IterableDataset):
+    """The same points in a row, and nobody knows how many."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        points = Points()
+        return (points[row] for row in range(SAMPLES))
+
+
+class OnlyOnce(IterableDataset):
+    """A stream that is empty after it was read."""
+
+    def __init__(self) -> None:
+        self.points = iter(Stream())
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return self.points
+
+
+def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    inputs, labels = zip(*samples, strict=True)
+    return {"input": torch.stack(inputs).to(torch.get_default_dtype()), "label": torch.tensor(labels)}
+
+
+def loader(kind: str) -> DataLoader[Any]:
+    settings: dict[str, Any] = {"batch_size": BATCH, "collate_fn": collate}
+    if kind == "stream":
+        return DataLoader(Stream(), **settings)
+    if kind == "own generator":
+        settings["generator"] = torch.Generator()
+    if kind == "persistent workers":
+        settings |= {"num_workers": 1, "persistent_workers": True}
+    if kind == "batch sampler":
+        sampler = BatchSampler(RandomSampler(Points(), generator=torch.Generator()), BATCH, drop_last=False)
+        return DataLoader(Points(), batch_sampler=sampler, collate_fn=collate)
+    return DataLoader(Points(), shuffle=True, **settings)
+
+
+def train(folder: Path, kind: str, stop_at: int | None = None, **settings: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Lines of metrics and the results of `max_steps` steps, which are stopped once where `stop_at` says."""
+    config = tk.RunConfig(
+        run_dir=folder, tracker="none", cpu=True, **{"batch_size": BATCH, "max_steps": 15, "log_every": 1} | settings
+    )
+
+    class Stop(tk.Callback):
+        def on_step_end(self, trainer: tk.Trainer) -> None:
+            if trainer.state.step == stop_at:
+                raise KeyboardInterrupt
+
+    data = {"train": loader(kind), "test": loader("stream")}
+    results: Any = None
+    with in_float64():
+        try:
+            with tk.start_run("loaders", config) as run:
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+                trainer = tk.standard_trainer(run, tk.Classification(), model, callbacks=[Stop()], **data)
+                results = trainer.fit()
+        except KeyboardInterrupt:
+            return train(folder, kind, **settings)
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines], results
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "batch sampler", "persistent workers", "stream"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str):
+    settings = {"epochs": 3, "checkpoint": tk.CheckpointConfig(every_steps=4)}
+    whole, results = train(tmp_path / "whole", kind, **settings)
+    stopped, again = train(tmp_path / "stopped", kind, stop_at=9, **settings)
+    assert len(whole) == 15
+    assert stopped == whole
+    # The sixth batch of an epoch is short; a stream counts on from one pass into the next.
+    assert results["samples"] == again["samples"] == 2 * SAMPLES + 3 * BATCH
+    assert results["epochs"] == (1 if kind == "stream" else 15 / STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_two_processes_learn_what_one_does(tmp_path: Path, kind: str):
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "epochs": 3, "max_steps": 7}
+    (one,) = run_distributed(train_without_noise, 1, tmp_path / "one", kind, settings)
+    two, other = run_distributed(train_without_noise, 2, tmp_path / "two", kind, settings)
+    assert two[1]["samples"] == other[1]["samples"] == one[1]["samples"]
+    for mine, theirs in zip(two[0], one[0], strict=True):
+        for loss in {"train/loss", "eval/loss"} & theirs.keys():
+            assert mine[loss] == pytest.approx(theirs[loss], rel=IN_FLOAT64)
+
+
+def train_without_noise(folder: Path, kind: str, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    nn.Dropout.forward = lambda self, x: x  # type: ignore[method-assign]  # noqa: ARG005
+    return train(folder, kind, **settings)
+
+
+def rows_of(sample: Callable[[int], Any]) -> list[Any]:
+    return [sample(row % 3) for row in range(SAMPLES)]
+
+
+def refusal(
+    folder: Path, train_data: Any, settings: dict[str, Any] | None = None, options: dict[str, Any] | None = None
+) -> str:
+    config = tk.RunConfig(run_dir=folder, tracker="none", cpu=True, **{"batch_size": BATCH} | (settings or {}))
+    with tk.start_run("loaders", config) as run:
+        model = nn.Linear(4, 3)
+        with pytest.raises(UserError) as refused:
+            tk.standard_trainer(
+                run, tk.Classification(), model, train=train_data, test=loader("stream"), **options or {}
+            ).fit()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "options", "says"),
+    [
+        (loader("shuffled"), {"batch_size": 16}, {}, "--batch-size 16: the DataLoader gives 8 samples"),
+        (loader("stream"), {}, {}, "--max-steps None: nobody knows how many batches"),
+        (loader("shuffled"), {"auto_batch_size": True}, {}, "--auto-batch-size True: a DataLoader cannot be measured"),
+        (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),
+        (DataLoader([], batch_size=BATCH), {"max_steps": 3}, {"steps_per_epoch": 3}, "give no batches"),
+        (DataLoader(Points(), batch_size=BATCH), {}, {}, "a batch is a list: let samples be dicts, such as"),
+        (
+            DataLoader(Points(), BATCH, sampler=DistributedSampler(Points(), 2, 0)),
+            {},
+            {},
+            "leave it out, each process takes its part by itself",
+        ),
+        (
+            DataLoader(Points(), BATCH, collate_fn=lambda _rows: {"input": torch.zeros(3), "label": torch.zeros(2)}),
+            {},
+            {},
+            "columns of unequal rows (input: 3, label: 2)",
+        ),
+        (
+            DataLoader(Points(), BATCH, collate_fn=lambda rows: {"input": np.zeros((len(rows), 4))}),
+            {},
+            {},
+            "gives a ndarray in the column `input`: let its collate_fn return tensors, as torch.from_numpy",
+        ),
+        (
+            rows_of(lambda y: {"input": [0.0] * 4, "label": y}),
+            {},
+            {},
+            "gives a list of 4 tensors in the column `input`",
+        ),
+        (rows_of(lambda y: {"input": torch.zeros(4), "label": y + 1}), {}, {}, "training data have the label 3 in row"),
+        (rows_of(lambda y: {"input": torch.zeros(4), "label": float(y)}), {}, {}, "is torch.float64 of shape (N)"),
+        (
+            rows_of(lambda y: {"input": torch.zeros(4), "label": torch.tensor([y])}),
+            {},
+            {},
+            "torch.int64 of shape (N, 1)",
+        ),
+        (rows_of(lambda y: {"input": torch.zeros(4), "label": str(y)}), {}, {}, "the column `label` is a list"),
+        (rows_of(lambda y: {"input": torch.zeros(4), "target": y}), {}, {}, "no column `label`, only input, target"),
+        (rows_of(lambda _y: None), {}, {}, "the samples hold a NoneType, which torch cannot put into a batch"),
+        (
+            DataLoader(rows_of(lambda _y: None), BATCH, num_workers=1),
+            {"max_steps": 2},
+            {},
+            "the samples hold a NoneType, which torch cannot put into a batch",
+        ),
+        (
+            tk.TensorTable(input=torch.zeros(4, 4), target=torch.zeros(4)),
+            {},
+            {},
+            "no column `label`, only input, target",
+        ),
+        (tk.TensorTable(input=torch.zeros(4, 4), label=torch.zeros(4)), {}, {}, "is torch.float32 of shape (N)"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path: Path, data, settings, options, says):
+    assert says in refusal(tmp_path, data, settings, options)
+
+
+INPUTS, LABELS = torch.zeros(SAMPLES, 4), torch.arange(SAMPLES) % 3
+
+
+@pytest.mark.parametrize("which", ["train", "test"])
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (pandas.DataFrame({"label": LABELS}), "data are of type DataFrame: pass columns of tensors as tk.TensorTable("),
+        ((INPUTS, LABELS), "data are of type tuple: pass columns of tensors as tk.TensorTable("),
+        (
+            {"input": INPUTS.numpy(), "label": LABELS},
+            "data are of type dict: pass columns of tensors as tk.TensorTable(",
+        ),
+        (INPUTS, "data are of type Tensor: pass columns of tensors as tk.TensorTable("),
+        ("mnist", "data are of type str: pass columns of tensors as tk.TensorTable("),
+        ({"train": loader("shuffled"), "test": []}, "data are of type dict: pass one of its values ('train', 'test')."),
+        (SAMPLES, "data are of type int: pass columns of tensors as tk.TensorTable("),
+    ],
+)
+def test_data_that_are_no_samples_are_refused_in_one_line(tmp_path: Path, which: str, columns: Any, says: str):
+    data = {"train": loader("shuffled"), "test": loader("stream")} | {which: columns}
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
+    with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
+        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith("the training " if which == "train" else "the test ")
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda rows: dict(enumerate(rows))])
+def test_samples_may_be_in_a_tuple_or_by_number_in_a_dict(tmp_path: Path, kind: Callable[[list[Any]], Any]):
+    data = kind([{"input": row, "label": label} for row, label in zip(INPUTS, LABELS, strict=True)])
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
+    with tk.start_run("loaders", config) as run:
+        results = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=data, test=data).fit()
+    assert results["samples"] == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"train": tk.TensorTable(input=torch.zeros(0, 4), label=torch.zeros(0).long())}, "the training data give no"),
+        ({"train": []}, "the training data give no batches: pass a data set with samples."),
+        ({"train": DataLoader(Subset(Points(), range(5)), BATCH, drop_last=True)}, "or leave out its drop_last"),
+        (
+            {"test": tk.TensorTable(input=torch.zeros(0, 4), label=torch.zeros(0).long())},
+            "the test data give no batches",
+        ),
+        ({"test": []}, "the test data give no batches"),
+        ({"test": (row for row in [])}, "the test data are a generator, which is empty after one evaluation"),
+        ({"test": DataLoader(OnlyOnce(), BATCH, collate_fn=collate)}, "the evaluation `eval` got no batches"),
+    ],
+)
+def test_data_that_give_no_batches_are_refused_in_one_line(tmp_path: Path, data: dict[str, Any], says: str):
+    data = {"train": loader("shuffled"), "test": loader("stream")} | data
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=2)
+    with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
+        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data).fit()
+    assert says in str(refused.value)
+
+
+def wrong_label_late_on_one_rank(folder: Path) -> str:
+    rows = [{"input": torch.zeros(4), "label": 3 if row == 29 else 0} for row in range(SAMPLES)]
+    return refusal(folder, DataLoader(rows, batch_size=BATCH))
+
+
+def test_a_label_without_a_class_is_refused_on_all_ranks_in_any_batch(tmp_path: Path):
+    for told in run_distributed(wrong_label_late_on_one_rank, 2, tmp_path):
+        assert told.startswith("the training data have the label 3 in row 5 of a batch: the model has 3 classes")
+
+
+@pytest.mark.parametrize("method", ["loss", "evaluate"])
+@pytest.mark.parametrize("result", [torch.tensor(1.0), (torch.tensor(1.0), 8), {"loss": torch.tensor(1.0)}])
+def test_a_task_that_returns_no_loss_is_refused(tmp_path: Path, method: str, result: Any):
+    task: Any = tk.Classification()
+    setattr(task, method, lambda _model, _batch: result)
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
+    with tk.start_run("loaders", config) as run:
+        trainer = tk.standard_trainer(run, task, nn.Linear(4, 3), train=loader("shuffled"), test=loader("stream"))
+        with pytest.raises(UserError, match=f"the task's method `{method}` returns"):
+            trainer.fit()
+
+
+def shard_of_each_rank(folder: Path) -> str:
+    rank = torch.distributed.get_rank()
+    rows = [Points()[row] for row in range(rank, SAMPLES, 2)]
+    return refusal(folder, DataLoader(rows, batch_size=BATCH, collate_fn=collate))
+
+
+def test_data_that_differ_between_ranks_are_refused_on_all_of_them(tmp_path: Path):
+    for told in run_distributed(shard_of_each_rank, 2, tmp_path):
+        assert told.startswith("the DataLoader gives other batches on another process")
+
+
+def test_a_data_set_without_a_loader_is_read_in_global_batches(tmp_path: Path):
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, log_every=1)
+    rows = [{"input": torch.full((4,), float(row)), "label": row % 3} for row in range(SAMPLES)]
+    with tk.start_run("loaders", config) as run:
+        trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=rows, test=rows)
+        assert trainer.fit()["samples"] == SAMPLES
+
+
+def test_what_needs_single_rows_says_so(tmp_path: Path):
+    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
+    with tk.start_run("loaders", config) as run:
+        data = {"train": loader("shuffled"), "test": loader("stream")}
+        trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
+        with pytest.raises(UserError, match=r"need training data in a tk\.TensorTable"):
+            _ = trainer.batches.order
+
+
+def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = iter([SAMPLES, SAMPLES - 1])
+
+    def shrinking(kind: str) -> DataLoader[Any]:
+        points = Points() if kind == "stream" else Subset(Points(), range(next(rows)))
+        return DataLoader(points, batch_size=BATCH, collate_fn=collate)
+
+    monkeypatch.setitem(train.__globals__, "loader", shrinking)
+    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
+        train(tmp_path / "run", "shrinking", stop_at=3)

@@ -1,0 +1,117 @@
+"""What a run prints before its first step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import toolkit as tk
+from recipes import mnist_moe
+from tests.support.helpers import ROOT, run_distributed
+from toolkit.run.config.run import EarlyStoppingConfig
+from toolkit.train.start import count_parameters, describe_start, print_idle_settings
+
+
+def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = replace(mnist_moe.debug(), run_dir=tmp_path, tracker="none", cpu=True, max_steps=2)
+    mnist_moe.main(config)
+    out = capsys.readouterr().out
+    assert f"run folder {tmp_path}\n" in out
+    assert "device      cpu, 1 process, float32\n" in out
+    assert "data        digits, 1,442 training samples\n" in out
+    # Stem 25,120, head 330, router 128, and four experts of 2 * 32 * 32 weights, two of which a token is sent to.
+    assert "parameters  33,770, of which a token uses 29,674\n" in out
+    assert "steps       2 of 64 samples, 0.08696 epoch(s)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"schedule": tk.ScheduleConfig(warmup_steps=20)},
+            "--schedule.warmup-steps 20: all of the run, of 20 steps",
+        ),
+        ({"schedule": tk.ScheduleConfig(warmup_epochs=50)}, "--schedule.warmup-epochs 50: all of the run, of 20 steps"),
+        (
+            {"schedule": tk.ScheduleConfig(name="constant", final=0.5)},
+            "--schedule.final 0.5: no effect with --schedule.name constant.",
+        ),
+        (
+            {"schedule": tk.ScheduleConfig(name="cosine", decay_steps=5)},
+            "--schedule.decay-steps 5: no effect with --schedule.name cosine.",
+        ),
+        ({"memory_fraction": 0.5}, "--memory-fraction 0.5: no effect without --auto-batch-size."),
+        (
+            {"early_stopping": EarlyStoppingConfig(metric="foo")},
+            "--early-stopping.metric foo: no effect without --early-stopping.patience.",
+        ),
+        (
+            {"early_stopping": EarlyStoppingConfig(min_delta=0.1)},
+            "--early-stopping.min-delta 0.1: no effect without --early-stopping.patience.",
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], says: str
+):
+    for given in (settings, {}):
+        with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, **given)) as run:
+            capsys.readouterr()
+            print_idle_settings(run, max_steps=20, steps_per_epoch=10)
+        assert (says in capsys.readouterr().out) == bool(given)
+        tmp_path = tmp_path / "usual"
+
+
+def counts(ep_size: int) -> tuple[int, int | None]:
+    groups = tk.make_expert_groups(ep_size)
+    moe = tk.make_moe(8, 16, 4, 2, groups=groups, spare_slots=1 if ep_size > 1 else 0)
+    return count_parameters(nn.Sequential(nn.Linear(4, 8), moe), 2)
+
+
+def test_every_expert_counts_once_however_many_ranks_and_slots_there_are():
+    whole = counts(1)
+    each = (whole[0] - whole[1]) // 2
+    assert each == sum(p[:1].numel() for p in tk.make_moe(8, 16, 4, 2).experts.parameters())
+    assert run_distributed(counts, 2, 2) == [whole, whole]
+
+
+def test_a_model_without_experts_has_no_second_number():
+    assert count_parameters(nn.Linear(4, 8), 1) == (40, None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "says"),
+    [
+        (4, None, "device      cuda, 1 process, float32 (one of 4 GPUs: --num-processes 4 uses all)"),
+        (4, 1, "device      cuda, 1 process, float32"),
+        (1, None, "device      cuda, 1 process, float32"),
+    ],
+)
+def test_one_of_several_gpus_is_named_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int | None, says: str
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, num_processes=asked)) as run:
+        run.device = torch.device("cuda")
+        assert describe_start(run, nn.Linear(4, 8), data="", steps="").splitlines()[0] == says
+
+
+def test_an_installation_says_how_long_it_takes_and_how_to_activate_it(tmp_path: Path):
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "VENV")}
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "install", f"VENV={tmp_path / 'venv'}"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "about three minutes" in done.stdout
+    assert f"source {tmp_path}/venv/bin/activate" in done.stdout

@@ -1,0 +1,63 @@
+"""`toolkit compare`: runs side by side in the terminal: settings, final numbers, and one process against several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.commands.arguments import Parser
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+
+if TYPE_CHECKING:
+    from toolkit.commands.report.records import RunRecord
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where the tables are printed, 2 for bad input, a line for each folder that holds no run."""
+    parser = Parser("toolkit compare", __doc__)
+    parser.add_argument("run", nargs="+", type=Path, help="the folder of a run, finished or not")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
+    args = parser.parse_args(argv)
+
+    from toolkit.commands.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
+    from toolkit.commands.report.processes import as_values, process_notices, process_tables
+    from toolkit.run.markdown import markdown_table
+    from toolkit.run.tracking.jsonl import to_json
+
+    runs = readable_runs(args.run)
+    if runs is None:
+        return EXIT_USER_ERROR
+    if args.json:
+        sys.stdout.write(to_json(as_json(runs) | {"processes": as_values(runs)}, indent=2) + "\n")
+        return EXIT_DONE
+    differ = [name for name in differing(runs) if is_compared(name)]
+    sys.stdout.write(markdown_table(summary_rows(runs, differ), aligned=True))
+    if any(run.finished for run in runs):
+        sys.stdout.write("\nFinished runs, those that differ in their seed alone in one row:\n\n")
+        sys.stdout.write(markdown_table(final_rows(runs), aligned=True))
+    for rows in process_tables(runs):
+        sys.stdout.write("\nThe same training on several numbers of processes:\n\n")
+        sys.stdout.write(markdown_table(rows, aligned=True))
+    notices = [f"{run.name}: {notice}\n" for run in runs for notice in run.notices]
+    notices += [f"{notice}\n" for notice in process_notices(runs)]
+    sys.stdout.write("".join(["\n", *notices]) if notices else "")
+    return EXIT_DONE
+
+
+def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
+    """The runs in `folders`; None where some hold none, each of which has a line on stderr.
+
+    Files among folders, such as the locks beside the cells of a sweep, are passed over, which one line says.
+    """
+    from toolkit.commands.report.records import problems, read_runs
+
+    files = [path for path in folders if path.is_file()]
+    if files and len(files) < len(folders):
+        folders = [path for path in folders if path not in files]
+        names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
+        sys.stderr.write(f"{len(files)} file(s) beside the folders passed over: {names}\n")
+    found = problems(folders)
+    sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
+    return None if found else read_runs(folders)

@@ -1,0 +1,122 @@
+"""Several runs in tables: the settings in which they differ, and their final numbers with the spread over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.commands.report.records import RunRecord
+from toolkit.commands.sweep.tables import Table, is_number, tabulate
+from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, ONLY_OF_THE_SPEED, differing_names, leaves
+from toolkit.run.summary import duration
+from toolkit.run.tracking.metric_names import is_share
+
+NOT_COMPARED = NOT_OF_THE_TRAJECTORY - ONLY_OF_THE_SPEED
+"""Settings that change neither what a run learns nor how fast, or for which `world_size`, `device` and the digests of
+the data stand."""
+NUMBERS = ("samples_per_second", "train_seconds")
+"""Final numbers besides `test_...`."""
+
+
+def settings(run: RunRecord) -> dict[str, Any]:
+    """All settings by dotted name, digests cut to 12 digits; `world_size` and `device` of a finished run."""
+    named = {name: value[:12] if name.endswith("sha256") else value for name, value in leaves(run.config)}
+    return named | {name: run.results[name] for name in ("world_size", "device") if name in run.results}
+
+
+def is_compared(setting: str) -> bool:
+    """Whether runs that differ in it are different experiments, rather than the same one in another folder."""
+    return setting.endswith("sha256") or setting.partition(".")[0] not in NOT_COMPARED
+
+
+def differing(runs: Sequence[RunRecord]) -> list[str]:
+    """The settings in which runs differ, without folders. One that a run lacks is no difference."""
+    return [name for name in differing_names([settings(run) for run in runs]) if name != "run_dir"]
+
+
+def final_numbers(runs: Sequence[RunRecord]) -> Table:
+    """Final numbers of the finished runs; those that differ in the seed alone are one row, with mean and spread."""
+    found = [
+        (run.name, {name: value for name, value in settings(run).items() if is_compared(name)}, dict(run.results))
+        for run in runs
+        if run.finished
+    ]
+    tests = {name for _, _, results in found for name in results if name.startswith("test_")}
+    metrics = [name for name in (*sorted(tests), *NUMBERS) if any(is_number(r.get(name)) for _, _, r in found)]
+    return tabulate(found, metrics=metrics)
+
+
+def final_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """`final_numbers` as a head and rows: names of the runs, their number, final numbers, then settings that differ."""
+    table = final_numbers(runs)
+    axes = len(table.axes)
+    head, *rows = table.cells()
+    names = [", ".join(run["digest"] for run in table.runs_of(mean)) for mean in table.means()]
+    ordered = [[name, *row[axes:], *row[:axes]] for name, row in zip(names, rows, strict=True)]
+    return [["runs", "number", *head[axes + 1 :], *head[:axes]], *ordered]
+
+
+def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[list[str]]:
+    """A head, then a row for each run: its name, the settings `axes`, state, last numbers, time and machine."""
+    metrics = [
+        name
+        for name in ("train/loss", "eval/loss", "eval/accuracy", "eval/bits_per_byte")
+        if any(run.last(name) is not None for run in runs)
+    ]
+    head = ["run", *axes, "state", "steps", *metrics, "samples/s", "time", "starts", "hardware"]
+    rows = []
+    for run in runs:
+        values = settings(run)
+        speeds = (run.results.get("samples_per_second"), run.last("perf/samples_per_second"))
+        speed = next(filter(is_number, speeds), None)
+        row = [run.name, *(_cell(values.get(axis)) for axis in axes)]
+        row += ["finished" if run.finished else "not finished", f"{run.step:,}"]
+        row += [metric_cell(name, run.last(name)) for name in metrics]
+        row += [f"{speed:,.0f}" if speed else "", _time(run), str(len(run.starts)), hardware(run)]
+        rows.append(row)
+    return [head, *rows]
+
+
+def hardware(run: RunRecord) -> str:
+    """Processes and device, and the processor or GPU as far as the run has noted it."""
+    results = run.results
+    processes = f"{results['world_size']} x {results['device']}" if {"world_size", "device"} <= set(results) else ""
+    noted = run.starts[-1].get("hardware", "") if run.starts else ""
+    return ", ".join(filter(None, [processes, noted]))
+
+
+def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """All of it as plain values: runs, the settings in which they differ, and means with spreads."""
+    differ = differing(runs)
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "folder": str(run.folder),
+                "finished": run.finished,
+                "step": run.step,
+                "settings": {name: value for name, value in settings(run).items() if name in differ},
+                "results": dict(run.results),
+                "starts": [dict(start) for start in run.starts],
+                "notices": list(run.notices),
+            }
+            for run in runs
+        ],
+        "final": final_numbers(runs).means(),
+    }
+
+
+def _time(run: RunRecord) -> str:
+    seconds = run.results.get("wall_seconds")
+    return duration(seconds) if is_number(seconds) else ""
+
+
+def metric_cell(name: str, value: float | None) -> str:
+    """A value of the metric `name`, shares in percent; empty where there is none."""
+    if not is_number(value):
+        return ""
+    return f"{100 * value:.2f} %" if is_share(name) else f"{value:.4g}"
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,102 @@
+"""Metrics of several runs as curves over steps, of a number of points that a page can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from toolkit.commands.report.records import RunRecord
+from toolkit.commands.sweep.tables import is_number
+
+POINTS_OF_A_PAGE = 120_000
+MOST_POINTS, FEWEST_POINTS = 1_000, 60
+"""Of one curve."""
+GROUPS = {
+    "train": "Training",
+    "eval": "Evaluation",
+    "moe": "Mixture of experts",
+    "lifecycle": "Dynamic experts",
+    "drift": "Drift",
+    "perf": "Performance",
+}
+"""The first part of a metric's name -> the heading that it stands under, in this order; others follow."""
+OPEN_AT_FIRST = ("Training", "Evaluation")
+"""Headings."""
+FIRST = ("loss", "accuracy", "bits_per_byte")
+"""Metrics that come first under their heading."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run."""
+
+    run: int
+    """Its place among the runs."""
+    steps: np.ndarray
+    """int32 (N)."""
+    values: np.ndarray
+    """float32 (N); NaN where the metric was no finite number."""
+    decimated_from: int | None
+    """How many points there were, if more."""
+
+
+def curves_by_metric(runs: Sequence[RunRecord]) -> dict[str, list[Curve]]:
+    """The curves of each metric that is a number on some line of some run, in the order of headings."""
+    found = {
+        (index, name): [(line["step"], line[name]) for line in run.lines if name in line]
+        for index, run in enumerate(runs)
+        for name in dict.fromkeys(name for line in run.lines for name, value in line.items() if is_number(value))
+        if name not in ("step", "train/epoch")
+    }
+    limit = max(FEWEST_POINTS, min(MOST_POINTS, POINTS_OF_A_PAGE // max(1, len(found))))
+    return {
+        name: [_curve(run, found[run, name], limit) for run in range(len(runs)) if (run, name) in found]
+        for name in sorted({name for _, name in found}, key=page_order)
+    }
+
+
+def decimate(values: np.ndarray, limit: int) -> np.ndarray:
+    """The indices of at most `limit` of `values` (N): the first, the last, and the least and greatest of even parts.
+
+    So a spike of one point stays in sight. A part whose values are all NaN has its first point.
+    """
+    count = len(values)
+    if count <= limit:
+        return np.arange(count)
+    kept = {0, count - 1}
+    for part in np.array_split(np.arange(1, count - 1), (limit - 2) // 2):
+        finite = part[np.isfinite(values[part])]
+        if len(finite):
+            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        else:
+            kept.add(int(part[0]))
+    return np.array(sorted(kept))
+
+
+def heading(metric: str) -> str:
+    """What `metric` stands under on the page."""
+    group = metric.partition("/")[0] if "/" in metric else "other"
+    return GROUPS.get(group, group.capitalize())
+
+
+def _curve(run: int, points: Sequence[tuple[int, Any]], limit: int) -> Curve:
+    wide = np.array([value if is_number(value) else math.nan for _, value in points], dtype=np.float64)
+    values = np.where(np.abs(wide) <= np.finfo(np.float32).max, wide, math.nan).astype(np.float32)
+    kept = decimate(values, limit)
+    steps = np.array([step for step, _ in points], dtype=np.int32)[kept]
+    return Curve(run, steps, values[kept], len(points) if len(kept) < len(points) else None)
+
+
+def page_order(metric: str) -> tuple[int, int, str]:
+    """Sorts metrics as the page has them: by heading, those of `FIRST` first."""
+    group, _, name = metric.partition("/")
+    groups = list(GROUPS)
+    return (
+        groups.index(group) if group in groups else len(groups),
+        FIRST.index(name) if name in FIRST else len(FIRST),
+        metric,
+    )

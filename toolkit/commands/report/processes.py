@@ -1,0 +1,187 @@
+"""The same training in one process and in several: speed-up, efficiency, and how far the losses are apart."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.commands.report.comparison import is_compared, settings
+from toolkit.commands.report.records import RunRecord
+from toolkit.commands.sweep.tables import is_number
+from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, differing_names
+
+HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_accumulation_steps", "auto_batch_size"}
+"""Settings in which runs may differ that are the same training, up to rounding."""
+NOT_HOW = {"seed", "world_size"}
+MOST_EFFICIENT = 1.1
+"""An efficiency above this is a sign of a busy machine."""
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """Runs of one training on one number of processes, compared with those on the fewest; means over seeds."""
+
+    runs: Sequence[str]
+    processes: int
+    settings: dict[str, Any]
+    """How work is shared, as far as the runs of this training differ in it: `ep_size`, `dense_parallel`, ..."""
+    samples_per_second: float | None
+    speed_up: float | None
+    """Samples per second, divided by those on the fewest processes."""
+    efficiency: float | None
+    """Speed-up divided by how many times as many processes there are."""
+    train_loss_difference: float | None
+    """The largest absolute difference of `train/loss` on a line of the same step, of runs with the same seed."""
+    test_loss_difference: float | None
+    """The largest absolute difference of `test_loss`, of runs with the same seed."""
+    hardware: str
+    """Of each process's machine, as the run has noted it."""
+
+
+def process_rows(runs: Sequence[RunRecord]) -> list[list[ProcessRow]]:
+    """For each training that finished on several numbers of processes a list of rows, the fewest processes first."""
+    return [_rows(group) for group in _same_trainings(runs) if len({_processes(run) for run in group}) > 1]
+
+
+def process_tables(runs: Sequence[RunRecord]) -> list[list[list[str]]]:
+    """`process_rows` as tables, each a head and rows."""
+    tables = []
+    for rows in process_rows(runs):
+        axes = list(rows[0].settings)
+        least = rows[0].processes
+        head = ["processes", "runs", *axes, "samples/s", f"speed-up over {least}", "efficiency"]
+        head += ["train/loss differs by", "test_loss differs by", "hardware"]
+        tables.append([head, *(_cells(row) for row in rows)])
+    return tables
+
+
+def process_notices(runs: Sequence[RunRecord]) -> list[str]:
+    """What limits the comparison: cores that processes share, other hardware, and runs that can't be compared."""
+    notices = []
+    for rows in process_rows(runs):
+        for row in rows:
+            cores = re.search(r"(\d+) cores", row.hardware)
+            name = ", ".join(row.runs)
+            if cores and "GPU" not in row.hardware and " x " not in row.hardware and row.processes > int(cores[1]):
+                notices.append(f"{name}: {row.processes} processes shared {cores[1]} cores, which limits the speed-up.")
+            elif row.hardware != rows[0].hardware:
+                notices.append(f"{name}: ran on other hardware than {', '.join(rows[0].runs)}.")
+            elif row.efficiency and row.efficiency > MOST_EFFICIENT:
+                notices.append(
+                    f"{name}: an efficiency above 100 %: {', '.join(rows[0].runs)} shared the machine with other jobs, "
+                    "or used it badly: measure again on an idle one."
+                )
+    finished = [run for run in runs if run.finished]
+    if not notices and not process_rows(runs) and len({_processes(run) for run in finished}) > 1:
+        differ = [name for name in differing_names([settings(run) for run in finished]) if _decides(name)]
+        notices.append(
+            f"numbers of processes are not compared: these runs differ in what they learn, too ({', '.join(differ)})."
+        )
+    return notices
+
+
+def as_values(runs: Sequence[RunRecord]) -> list[list[dict[str, Any]]]:
+    """`process_rows` as plain values."""
+    return [[asdict(row) for row in rows] for rows in process_rows(runs)]
+
+
+def _decides(setting: str) -> bool:
+    """Whether runs that differ in `setting` are different trainings."""
+    return setting.endswith("sha256") or setting.partition(".")[0] not in HOW_WORK_IS_SHARED
+
+
+def _processes(run: RunRecord) -> int:
+    return run.results.get("world_size", 1)
+
+
+def _same_trainings(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """The finished runs, those together that differ in nothing that decides what is learned but the seed."""
+    groups: list[tuple[dict[str, Any], list[RunRecord]]] = []
+    for run in runs:
+        if not run.finished:
+            continue
+        mine = {name: value for name, value in settings(run).items() if _decides(name)}
+        for theirs, group in groups:
+            # A setting that a later version added is missing in earlier runs, which is no difference.
+            if all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys()):
+                group.append(run)
+                break
+        else:
+            groups.append((mine, [run]))
+    return [group for _, group in groups]
+
+
+def _rows(group: Sequence[RunRecord]) -> list[ProcessRow]:
+    found = {run.name: settings(run) for run in group}
+    how = [
+        name
+        for name in differing_names(list(found.values()))
+        if is_compared(name) and not _decides(name) and name not in NOT_HOW
+    ]
+    parts: dict[str, list[RunRecord]] = {}
+    for run in sorted(group, key=_processes):
+        key = json.dumps([_processes(run), [found[run.name].get(name) for name in how]])
+        parts.setdefault(key, []).append(run)
+    base, *_ = parts.values()
+    return [_row(part, base, {name: found[part[0].name].get(name) for name in how}) for part in parts.values()]
+
+
+def _row(part: Sequence[RunRecord], base: Sequence[RunRecord], how: dict[str, Any]) -> ProcessRow:
+    speed, fewest = _speed(part), _speed(base)
+    speed_up = speed / fewest if speed and fewest else None
+    ratio = _processes(part[0]) / _processes(base[0])
+    pairs = [(run, other) for run in part for other in base if run.config.get("seed") == other.config.get("seed")]
+    return ProcessRow(
+        runs=[run.name for run in part],
+        processes=_processes(part[0]),
+        settings=how,
+        samples_per_second=speed,
+        speed_up=speed_up,
+        efficiency=speed_up / ratio if speed_up else None,
+        train_loss_difference=max((d for run, other in pairs for d in _differences(run, other)), default=None),
+        test_loss_difference=max(
+            (
+                abs(run.results["test_loss"] - other.results["test_loss"])
+                for run, other in pairs
+                if is_number(run.results.get("test_loss")) and is_number(other.results.get("test_loss"))
+            ),
+            default=None,
+        ),
+        hardware=part[0].starts[-1].get("hardware", "") if part[0].starts else "",
+    )
+
+
+def _speed(runs: Sequence[RunRecord]) -> float | None:
+    found = [run.results["samples_per_second"] for run in runs if is_number(run.results.get("samples_per_second"))]
+    return statistics.fmean(found) if found else None
+
+
+def _differences(run: RunRecord, other: RunRecord) -> list[float]:
+    """Of `train/loss`, for each step that both have a line of."""
+    theirs = {line["step"]: line["train/loss"] for line in other.lines if is_number(line.get("train/loss"))}
+    return [
+        abs(line["train/loss"] - theirs[line["step"]])
+        for line in run.lines
+        if is_number(line.get("train/loss")) and line["step"] in theirs
+    ]
+
+
+def _cells(row: ProcessRow) -> list[str]:
+    def cell(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return [
+        str(row.processes),
+        ", ".join(row.runs),
+        *map(str, row.settings.values()),
+        cell(row.samples_per_second, ",.0f"),
+        cell(row.speed_up, ".2f"),
+        cell(row.efficiency, ".0%"),
+        cell(row.train_loss_difference, ".2g"),
+        cell(row.test_loss_difference, ".2g"),
+        row.hardware,
+    ]

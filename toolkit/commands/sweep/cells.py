@@ -1,0 +1,140 @@
+"""Running the cells of a sweep. Finished cells are skipped, interrupted ones continue from their checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from filelock import FileLock, Timeout
+
+from toolkit.commands.sweep.grid import Cell, Recipe
+from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
+from toolkit.run.config.settings import decides_what_is_learned
+from toolkit.run.folder import read_json, results_of
+from toolkit.run.launch.children import POLL_S, Children
+from toolkit.run.summary import duration
+
+
+@dataclass
+class Outcome:
+    """The cells of a sweep by how they ended."""
+
+    done: list[Cell] = field(default_factory=list)
+    elsewhere: list[Cell] = field(default_factory=list)
+    """Cells that another job is running."""
+    failed: list[Cell] = field(default_factory=list)
+    stopped: bool = False
+    """By a signal: the same command continues with the rest."""
+
+
+@dataclass
+class _Job:
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    lock: FileLock
+    began: float
+
+
+class CellRunner:
+    """Runs cells of `recipe` in folders below `folder`, at most `jobs` at a time."""
+
+    def __init__(self, recipe: Recipe, folder: Path, *, jobs: int, log: Callable[[str], None]):
+        self.recipe, self.folder, self.jobs, self.log = recipe, folder, jobs, log
+
+    def results(self, cell: Cell) -> dict[str, Any] | None:
+        """The final numbers of `cell`, or None while it is not finished."""
+        return results_of(self.folder / cell.digest)
+
+    def run(self, cells: Sequence[Cell], finished: Callable[[Cell], object] = lambda _: None) -> Outcome:
+        """Run the cells without results; `finished` is called after each that succeeds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for cell in cells:
+            self._check_defaults(cell)
+        outcome = Outcome(done=[cell for cell in cells if self.results(cell) is not None])
+        waiting = [cell for cell in cells if cell not in outcome.done]
+        if outcome.done:
+            self.log(f"{len(outcome.done)} of {len(cells)} runs are done already")
+        running: list[_Job] = []
+        seconds: list[float] = []
+        # Ctrl-C asks the runs to save and leave, as SIGTERM does.
+        with Children(interrupt=signal.SIGTERM) as children:
+            while running or (waiting and not children.received):
+                while waiting and len(running) < self.jobs and not children.received:
+                    cell = waiting.pop(0)
+                    job = self._start(cell, children)
+                    if job is None:
+                        outcome.elsewhere.append(cell)
+                    else:
+                        running.append(job)
+                time.sleep(POLL_S)
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    self._end(job, outcome)
+                    if job.cell in outcome.done:
+                        seconds.append(time.monotonic() - job.began)
+                        left = len(waiting) + len(running)
+                        self.log(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
+                        finished(job.cell)
+            outcome.stopped = bool(children.received)
+        return outcome
+
+    def _check_defaults(self, cell: Cell) -> None:
+        """Raise UserError where the folder of `cell` holds a run from before a default was changed."""
+        path = self.folder / cell.digest / "config.json"
+        remedy = f"delete {path.parent}, and run the same command again to have that run anew"
+        before = read_json(path, remedy) if path.exists() else {}
+        for name, value in cell.config.items():
+            if decides_what_is_learned(name) and before.get(name, value) != value:
+                raise UserError(
+                    f"--out {self.folder.parent}: {cell} was run with {name} {before[name]}, which is {value} by now: "
+                    f"choose another folder, or delete {path.parent}."
+                )
+
+    def _start(self, cell: Cell, children: Children) -> _Job | None:
+        lock = FileLock(self.folder / f"{cell.digest}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return None
+        log = (self.folder / f"{cell.digest}.log").open("ab")
+        words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
+        sweep = self.folder.parent.name
+        tags = ",".join(filter(None, [os.environ.get("WANDB_TAGS"), f"sweep {sweep}"]))
+        labels = {"WANDB_RUN_GROUP": sweep, "WANDB_NAME": str(cell)} | os.environ | {"WANDB_TAGS": tags}
+        process = children.start(
+            [sys.executable, str(self.recipe.script), *words], stdout=log, stderr=subprocess.STDOUT, env=labels
+        )
+        return _Job(cell, process, log, lock, time.monotonic())
+
+    def _end(self, job: _Job, outcome: Outcome) -> None:
+        job.log.close()
+        job.lock.release()
+        if job.process.returncode == EXIT_DONE:
+            outcome.done.append(job.cell)
+        elif job.process.returncode == EXIT_PREEMPTED:
+            outcome.stopped = True
+        else:
+            outcome.failed.append(job.cell)
+            path = Path(job.log.name)
+            self.log(f"failed: {job.cell} ({last_line(path)}; all of it is in {path})")
+
+    def _progress(self, cell: Cell, done: int, total: int, left: int, seconds: Sequence[float]) -> str:
+        numbers = self.results(cell) or {}
+        accuracy = f": test accuracy {numbers['test_accuracy']:.2%}" if "test_accuracy" in numbers else ""
+        remaining = left / self.jobs * sum(seconds) / len(seconds)
+        more = f", about {duration(remaining)} to go" if left else ""
+        return f"{done}/{total} {cell}{accuracy} ({duration(seconds[-1])}{more})"
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that is not empty."""
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "no output").rstrip(".")

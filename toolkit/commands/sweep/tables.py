@@ -1,0 +1,142 @@
+"""What came out of a sweep: a row per run, and means with spreads over seeds, as CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from toolkit.run.config.settings import decides_what_is_learned, differing_names, leaves
+from toolkit.run.folder import read_json, write_text
+from toolkit.run.markdown import markdown_table
+from toolkit.run.tracking.metric_names import is_share
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The finished runs of a folder."""
+
+    axes: list[str]
+    """The fields in which runs differ, without the seed."""
+    metrics: list[str]
+    runs: list[Row]
+    """Axes, seed, metrics and digest of each."""
+
+    def means(self) -> list[Row]:
+        """A row per combination of the axes: runs, and mean, sd (of a sample; None of one run), least and greatest."""
+        rows = []
+        for key in dict.fromkeys(_key(run, self.axes) for run in self.runs):
+            group = [run for run in self.runs if _key(run, self.axes) == key]
+            row: Row = {axis: group[0][axis] for axis in self.axes} | {"runs": len(group)}
+            for metric in self.metrics:
+                values = [run[metric] for run in group if run[metric] is not None]
+                if values:
+                    row[f"{metric} mean"] = statistics.fmean(values)
+                    row[f"{metric} sd"] = statistics.stdev(values) if len(values) > 1 else None
+                    row[f"{metric} min"] = min(values)
+                    row[f"{metric} max"] = max(values)
+            rows.append(row)
+        return rows
+
+    def runs_of(self, mean: Row) -> list[Row]:
+        """The runs of a row of `means`."""
+        return [run for run in self.runs if _key(run, self.axes) == _key(mean, self.axes)]
+
+    def cells(self) -> list[list[str]]:
+        """A head, then means and spreads, a row per combination of the axes."""
+        rows = [
+            [*(str(row[axis]) for axis in self.axes), str(row["runs"]), *(_spread(row, name) for name in self.metrics)]
+            for row in self.means()
+        ]
+        return [[*self.axes, "runs", *self.metrics], *rows]
+
+    def markdown(self) -> str:
+        """`cells` as a Markdown table."""
+        return markdown_table(self.cells())
+
+
+def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None = None) -> Table:
+    """The finished runs below `folder`; the axes are `axes` and whatever else differs. None takes all `test_...`.
+
+    Raises UserError for a run whose files are damaged.
+    """
+    found = []
+    for path in sorted(folder.glob("*/results.json")):
+        remedy = f"delete {path.parent}, and run the same command again to have that run anew"
+        config = read_json(path.parent / "config.json", remedy)
+        settings = {name: value for name, value in leaves(config) if decides_what_is_learned(name)}
+        found.append((path.parent.name, settings, read_json(path, remedy)))
+    return tabulate(found, axes, metrics)
+
+
+def tabulate(
+    found: Sequence[tuple[str, Row, Row]], axes: Iterable[str] = (), metrics: Sequence[str] | None = None
+) -> Table:
+    """The table of runs given as (name, settings, results); the axes as `gather` has them."""
+    fields = dict.fromkeys(name for _, config, _ in found for name in config)
+    named = [axis.replace("-", "_") for axis in axes]
+    differ = [name for name in differing_names([config for _, config, _ in found]) if name != "seed"]
+    columns = list(dict.fromkeys([*(axis for axis in named if axis in fields), *differ]))
+    if metrics is None:
+        numbers = {name for _, _, results in found for name, value in results.items() if is_number(value)}
+        metrics = sorted(name for name in numbers if name.startswith("test_"))
+    runs: list[Row] = [
+        {axis: config.get(axis) for axis in columns}
+        | {"seed": config.get("seed")}
+        | {metric: results.get(metric) if is_number(results.get(metric)) else None for metric in metrics}
+        | {"digest": digest}
+        for digest, config, results in found
+    ]
+    runs.sort(key=lambda run: [_order(run[column]) for column in (*columns, "seed")])
+    return Table(columns, list(metrics), runs)
+
+
+def write_tables(table: Table, folder: Path) -> None:
+    """runs.csv, table.csv and table.md in `folder`, each of which is at every moment whole."""
+    write_text(folder / "runs.csv", _csv(table.runs))
+    write_text(folder / "table.csv", _csv(table.means()))
+    write_text(folder / "table.md", table.markdown())
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value`, of JSON, is a finite number. Python reads NaN and Infinity, and integers that no float holds."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    return (0, float(value), "") if is_number(value) else (1, 0.0, str(value))
+
+
+def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(json.dumps(row[axis]) for axis in axes)
+
+
+def _spread(row: Row, metric: str) -> str:
+    """`0.9412 (sd 0.0031)`; accuracies and their like in percent."""
+    mean = row.get(f"{metric} mean")
+    sd = row.get(f"{metric} sd")
+    if mean is None:
+        return ""
+    if is_share(metric):
+        return f"{100 * mean:.2f} %" + (f" (sd {100 * sd:.2f})" if sd is not None else "")
+    if abs(mean) >= 1000:
+        return f"{mean:,.0f}" + (f" (sd {sd:,.0f})" if sd is not None else "")
+    return f"{mean:.4g}" + (f" (sd {sd:.2g})" if sd is not None else "")

@@ -1,0 +1,346 @@
+"""Expert parallelism under a user's own Accelerate loop, with no trainer of ours.
+
+    experts = ExpertParallel(accelerator, ep_size=4, planner="swap", replan_every=200)
+    model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
+
+The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
+Accelerate would get wrong without an error is corrected here, or refused: see `docs/train/accelerate.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.errors import UserError, require_choice
+from toolkit.experts.hosts.loop.balance import describe_balance
+from toolkit.experts.hosts.loop.join import join_forwards
+from toolkit.experts.hosts.loop.prepare_arguments import fit_optimizer, model_and_optimizer, refuse_schedulers
+from toolkit.experts.hosts.loop.prepared_optimizer import load_only_own_states, train_only_with
+from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
+from toolkit.experts.hosts.loop.routes import hook_blocks
+from toolkit.experts.hosts.spreading.adapters import adapt_experts, why_no_experts
+from toolkit.experts.hosts.spreading.spread import (
+    PlacementOf,
+    find_experts,
+    num_experts,
+    refuse_spread_by_transformers,
+    spread_experts,
+)
+from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.moving.replan import Migration, Replanner
+from toolkit.experts.parallel.gradients import (
+    average_accumulated,
+    clip_grad_norm_,
+    has_averaging_hooks,
+    refresh_replicas,
+)
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import is_owned
+from toolkit.experts.parallel.prepare import Dense, prepare, refuse_meta
+from toolkit.experts.routing.load_meter import LoadMeter
+from toolkit.experts.state.state_dict import is_spread, read_names, whole_state_dict
+from toolkit.run.config.experts import InitialPlacement
+from toolkit.run.launch.world import launched_world
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class ExpertParallel:
+    """Spreads the experts of any model over ranks, trains them there, and moves them when loads change.
+
+    A model's experts are found by what they are: our `MoE` layers, and modules with an integer `num_experts` whose own
+    parameters all have that many rows, called with (hidden (T, D), expert ids (T, K), weights (T, K)), such as the
+    experts of every mixture in transformers.
+
+    `ep_size`: neighbouring ranks that share one set of experts; None takes as many as divide both the processes and the
+    experts. `groups`: other ranks that do, as `make_expert_groups` made them.
+    `planner` and `replan_every`: a name out of `toolkit.experts.placement.planners`, and optimizer steps between plans; None
+    leaves experts where they are. `guarded`, `link_gbytes_per_second`, `expert_time_share`: see `Replanner`.
+    `spare_slots`: empty slots on each rank, for replicas of experts in demand. `placement`: where experts are at first,
+    in contiguous blocks of ids, round-robin, or as a function of (layer, number of experts, `ep_size`) says.
+    `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2: over all ranks, or over each
+    `fsdp_size` neighbours (HSDP).
+
+    Raises UserError for an unknown planner, `placement` or `dense`, for settings that do not go together, and where the
+    launcher's processes are no world of Accelerate.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        ep_size: int | None = None,
+        groups: ExpertGroups | None = None,
+        planner: str | None = None,
+        replan_every: int | None = None,
+        spare_slots: int = 0,
+        placement: InitialPlacement | PlacementOf = "contiguous",
+        guarded: bool = True,
+        link_gbytes_per_second: float | None = 10.0,
+        expert_time_share: float = 0.5,
+        planner_options: Mapping[str, Any] | None = None,
+        dense: Dense = "ddp",
+        fsdp_size: int | None = None,
+    ):
+        if (planner is None) != (replan_every is None):
+            raise UserError(
+                f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
+            )
+        if groups is not None and ep_size is not None:
+            raise UserError(f"ep_size={ep_size}: groups=... says which ranks share the experts: leave one of them out.")
+        require_choice("dense", dense, Dense)
+        if isinstance(placement, str):
+            require_choice("placement", placement, InitialPlacement)
+        if fsdp_size is not None and dense != "fsdp2":
+            raise UserError(f'fsdp_size={fsdp_size}: dense={dense!r} shards nothing: add dense="fsdp2".')
+        world = launched_world()
+        if world not in (None, accelerator.num_processes):
+            raise UserError(
+                f"{world} processes were started and Accelerate made each a world of its own, as it does without GPUs: "
+                "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
+            )
+        self.accelerator, self.ep_size, self.dense, self.fsdp_size = accelerator, ep_size, dense, fsdp_size
+        self.spare_slots, self._place = spare_slots, placement
+        self.groups = groups or ExpertGroups()
+        self._makes_groups = groups is None
+        self.stacks: dict[str, ExpertStack] = {}
+        """The experts of each layer, by the layer's name; their `placement` says where each one is."""
+        self.replanner: Replanner | None = None
+        if planner is not None and replan_every is not None:
+            self.replanner = Replanner(
+                {},
+                planner=planner,
+                every=replan_every,
+                guarded=guarded,
+                link_gbytes_per_second=link_gbytes_per_second,
+                expert_time_share=expert_time_share,
+                options=planner_options,
+            )
+        self.steps = 0
+        """Optimizer steps since `prepare`."""
+        self._meter: LoadMeter | None = None
+
+    @property
+    def migrations(self) -> list[Migration]:
+        """What was moved since `prepare`, by this process."""
+        return self.replanner.migrations if self.replanner else []
+
+    def prepare(self, *objects: Any) -> tuple[Any, ...]:
+        """Spread the experts of a model, and let Accelerate prepare everything. A collective.
+
+        `objects`, in any order, which is that of the result: the model and its optimizer, the first of their kinds, and
+        what else Accelerate prepares. All ranks hold the same model; each keeps the rows of its own experts, in place,
+        so the optimizer stays valid (it must not have stepped yet). It has all experts; the rest may be in further
+        optimizers, which under FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`,
+        where `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer.
+        Raises UserError where a model or an optimizer is missing or was prepared before, a parameter is on the meta
+        device, no experts are found, ranks cannot share them, a scheduler would step once per process, or two balance
+        penalties are active. Rank 0 prints which one is.
+        """
+        if self.stacks:
+            raise UserError("prepare was called twice: make one ExpertParallel for each model.")
+        model, optimizer = model_and_optimizer(objects)
+        refuse_schedulers(self.accelerator, objects)
+        refuse_meta(model)
+        refuse_spread_by_transformers(model)
+        adapt_experts(model)
+        layers = find_experts(model)
+        if not layers:
+            raise UserError(why_no_experts(model))
+        balance = describe_balance(model)
+        if self._makes_groups:
+            self.groups = make_expert_groups(self._fitting_ep_size(layers))
+        self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
+        hook_blocks(model)
+        fit_optimizer(optimizer, self.stacks)
+        if self.groups.ep_size > 1:
+            self._average_in_backward(model)
+        if self.replanner is not None:
+            self.replanner.watch(self.stacks)
+        prepared = prepare(
+            self.accelerator,
+            model,
+            optimizer,
+            more_optimizers=[
+                each for each in objects if isinstance(each, torch.optim.Optimizer) and each is not optimizer
+            ],
+            dense=self.dense,
+            fsdp_size=self.fsdp_size,
+        )
+        self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
+        optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters()))
+        if self.accelerator.num_processes > 1:
+            optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
+        for stack in self.stacks.values():
+            stack.note_gradients(optimizer)
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        train_only_with(optimizer, self.expert_parameters())
+        load_only_own_states(optimizer, self.stacks)
+        self._correct_accelerate()
+        self.accelerator.print(balance)
+        known = {id(model): prepared[0], id(optimizer): prepared[1]}
+        return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """The stacked parameters of all layers."""
+        return [p for stack in self.stacks.values() for p in stack.parameters.values()]
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """What `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts.
+
+        None, and nothing is clipped, before the last micro-batch of a step. Raises UserError unless `norm_type` is 2.
+        """
+        if norm_type != 2:
+            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2-norm only.")
+        if not self.accelerator.sync_gradients:
+            return None
+        self.accelerator.unscale_gradients()
+        average_accumulated(self.expert_parameters())
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return clip_grad_norm_(listed, max_norm)
+
+    @contextmanager
+    def join(self, *models: nn.Module) -> Iterator[None]:
+        """For evaluation and generation without gradients, in which ranks call the model unequally often, or never.
+
+            with experts.join():
+                for batch in batches_of_this_rank:
+                    model(**batch)
+
+        `models`: all that are called, the same on each rank, where these are not the prepared model alone. A copy of it
+        (an EMA, a reference model) has to be named: `experts.join(ema)`. A rank that comes to the end computes its
+        experts for the others until all have: a collective. Raises UserError under FSDP2, whose parameters are gathered
+        by all ranks in each forward, and where a copy is called that was not named.
+        """
+        self._require_prepared("join")
+        if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
+            raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
+        wrapped = self._prepared
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.require_forward_param_sync = False  # or each forward would broadcast buffers
+        try:
+            with self.accelerator.autocast(), join_forwards(models or (self._model,), list(self.stacks.values())):
+                yield
+        finally:
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.require_forward_param_sync = True
+
+    def metrics(self) -> dict[str, float]:
+        """Balance and traffic over all ranks since the last call, by the names of `docs/experts/moe.md#read-the-metrics`.
+
+        The first call starts counting and returns an empty dict, as does one without training forwards since the last.
+        A collective.
+        """
+        self._require_prepared("metrics")
+        if self._meter is None:
+            self._meter = LoadMeter(self._model)
+            self._meter.begin(self.steps)
+        self._meter.fold()
+        return self._meter.read(self.steps)[1]
+
+    def save(self, folder: Path | str, **extra: Any) -> None:
+        """Write model, optimizer, placement, guard and `extra` (plain JSON values) as a checkpoint. A collective."""
+        self._require_prepared("save")
+        for name, value in extra.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{name}={value!r} cannot be saved: {error}: give save plain JSON values.") from None
+        replanner = self.replanner.state_dict() if self.replanner else None
+        state = {"steps": self.steps, "replanner": replanner, "extra": extra}
+        save_tensors(folder, self._model, self._optimizer, state)
+
+    def load(self, folder: Path | str) -> dict[str, Any]:
+        """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`.
+
+        On as many ranks with as many slots experts are placed where they were saved. A collective.
+        """
+        self._require_prepared("load")
+        state = load_tensors(folder, self._model, self._optimizer)
+        self.steps = state["steps"]
+        if self._meter is not None:
+            self._meter.begin(self.steps)
+        if self.replanner and state["replanner"]:
+            self.replanner.load_state_dict(state["replanner"])
+        extra: dict[str, Any] = state["extra"]
+        return extra
+
+    def _require_prepared(self, called: str) -> None:
+        if not self.stacks:
+            raise UserError(f"{called} was called before prepare: call prepare(model, optimizer) first.")
+
+    # --- before training ----------------------------------------------------------------------------------------
+
+    def _fitting_ep_size(self, layers: Mapping[str, nn.Module]) -> int:
+        if self.ep_size is not None:
+            return self.ep_size
+        world = self.accelerator.num_processes
+        return math.gcd(world, *map(num_experts, layers.values()))
+
+    def _average_in_backward(self, model: nn.Module) -> None:
+        """Have the gradient of each owned parameter averaged, exactly once."""
+        accelerator = self.accelerator  # a hook of a parameter that held `self` would keep the model for ever
+        for stack in self.stacks.values():
+            stack.average_in_backward(lambda: accelerator.sync_gradients)
+        for name, parameter in model.named_parameters():
+            if is_owned(parameter) and not has_averaging_hooks(parameter):
+                raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
+
+    def _correct_accelerate(self) -> None:
+        """Replace, on this accelerator and model, the methods that assume replicated parameters."""
+        accelerator = self.accelerator  # it keeps the function below, which with `self` would keep the model
+        accelerator.clip_grad_norm_ = self.clip_grad_norm_
+        of_accelerate = accelerator.get_state_dict
+
+        def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+            """Whole on rank 0 and empty elsewhere, for a model that is spread. A collective. `save_model` calls it."""
+            inner = accelerator.unwrap_model(model) if unwrap else model
+            return whole_state_dict(inner) if is_spread(inner) else of_accelerate(model, unwrap)
+
+        accelerator.get_state_dict = get_state_dict
+
+        def refuse(*_: Any) -> None:
+            raise UserError(
+                "accelerator.save_state and load_state keep rank 0's experts only: "
+                "use the save(folder) and load(folder) of ExpertParallel."
+            )
+
+        accelerator.register_save_state_pre_hook(refuse)
+        accelerator.register_load_state_pre_hook(refuse)
+
+        def refuse_weights(*_: Any, **__: Any) -> None:
+            raise UserError(
+                "model.save_pretrained would write the experts of one rank only: "
+                "use save_pretrained(model, folder) of toolkit.experts.hosts.transformers."
+            )
+
+        for module in self._model.modules():  # the model within PEFT's, too
+            if hasattr(type(module), "save_pretrained"):
+                module.save_pretrained = refuse_weights  # type: ignore[assignment]
+            if hasattr(type(module), "load_adapter"):
+                module.load_adapter = partial(read_names, module.load_adapter)  # type: ignore[assignment, arg-type]
+
+    # --- while training -----------------------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        # One that was frozen while it had a gradient was stepped all the same.
+        refresh_replicas(p for p in self.expert_parameters() if p.requires_grad or p.grad is not None)
+        if self._meter is not None:
+            self._meter.fold_when_many()
+        if self.replanner is not None:
+            self.replanner.after_step(self.steps, self._optimizer)

@@ -1,0 +1,81 @@
+"""Parameters of a mixture by what they belong to, router, experts or the rest: for an optimizer, and for freezing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from toolkit.errors import UserError
+from toolkit.experts.hosts.spreading.adapters import adapt_experts, why_no_experts
+from toolkit.experts.hosts.spreading.foreign import outside_wrappers
+from toolkit.experts.hosts.spreading.spread import find_experts
+from toolkit.experts.hosts.transformers.anatomy import routers
+from toolkit.experts.layer.moe_layer import MoE
+
+Part = Literal["router", "experts", "rest"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    router: Mapping[str, Any] | None = None,
+    experts: Mapping[str, Any] | None = None,
+    rest: Mapping[str, Any] | None = None,
+    freeze: Part | Collection[Part] = (),
+) -> list[dict[str, Any]]:
+    """Parameter groups for any torch optimizer, each with its own settings and its `name`.
+
+        groups = parameter_groups(
+            model, experts={"lr": 1e-4, "weight_decay": 0.0}, rest={"lr": 2e-5}, freeze="router"
+        )
+        optimizer = torch.optim.AdamW(groups)
+
+    `router`, `experts`, `rest`: settings of the optimizer for that part, such as lr and weight_decay; what is left out
+    is the optimizer's own default. Adapters belong to the part that they adapt; shared experts to the rest.
+    `freeze`: parts that are not to learn, by their names: `requires_grad` of their parameters is set to False, and they
+    are in no group. What was frozen before stays so, and is left out as well.
+
+    Call it before `prepare`, which follows the experts wherever they go. Raises UserError for a model without experts
+    that can be spread or without a router beside them, for an unknown part, for settings of a part that is frozen, and
+    where nothing is left to train.
+    """
+    settings = {"router": router, "experts": experts, "rest": rest}
+    frozen = {freeze} if isinstance(freeze, str) else set(freeze)
+    if unknown := sorted(frozen - set(PARTS)):
+        raise UserError(f"freeze={unknown[0]!r} is no part of a mixture: use {', '.join(PARTS)}, or several of them.")
+    for part in PARTS:
+        if part in frozen and settings[part]:
+            raise UserError(
+                f"{part}={dict(settings[part] or {})} has no effect, because freeze has {part!r}: drop one."
+            )
+    parameters: dict[Part, list[nn.Parameter]] = {part: [] for part in PARTS}
+    part_of = _parts(model)
+    for name, parameter in model.named_parameters():
+        own: Part = next((part_of[prefix] for prefix in part_of if name.startswith(prefix)), "rest")
+        if own in frozen:
+            parameter.requires_grad_(False)
+        elif parameter.requires_grad:
+            parameters[own].append(parameter)
+    if not any(parameters.values()):
+        raise UserError(f"freeze={sorted(frozen)} leaves no parameter to train: leave a part out.")
+    return [{"name": part, "params": found, **(settings[part] or {})} for part, found in parameters.items() if found]
+
+
+def _parts(model: nn.Module) -> dict[str, Part]:
+    """The part of parameters by the beginning of their names, those of wrappers around a module included."""
+    adapt_experts(model)
+    layers = find_experts(model)
+    if not layers:
+        raise UserError(why_no_experts(model))
+    ours = {id(module.router) for module in layers.values() if isinstance(module, MoE)}
+    holders = {id(module.experts if isinstance(module, MoE) else module) for module in layers.values()}
+    if any(not isinstance(module, MoE) for module in layers.values()):
+        ours |= {id(module) for module in routers(model).values()}
+    return {
+        f"{outside_wrappers(name)}.": "router" if id(module) in ours else "experts"
+        for name, module in model.named_modules()
+        if id(module) in ours | holders
+    }

@@ -1,0 +1,80 @@
+"""Experts are trained by the optimizer that they were prepared with, with the state of their own rows.
+
+Another optimizer that steps them, and the state of another rank's experts, are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.stack import ExpertStack
+
+_numbers = itertools.count()
+
+
+def train_only_with(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """From now on, a step of any other optimizer that has one of `parameters` raises UserError.
+
+    Trainers make optimizers of their own. A step of such a one would neither copy weights to replicas nor move
+    experts, and what it steps with was clipped by the norm of one rank's experts.
+    """
+    _watch_steps()
+    optimizer.prepared_as = next(_numbers)  # type: ignore[attr-defined]
+    for parameter in parameters:
+        parameter.prepared_as = optimizer.prepared_as  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_another)
+
+
+def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
+    number = getattr(optimizer, "prepared_as", None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if getattr(parameter, "prepared_as", number) != number:
+                raise UserError(
+                    f"optimizer {type(optimizer).__name__} has experts that ExpertParallel prepared with another "
+                    "optimizer: step that one; for a Trainer, which makes its own, call expert_trainer with a model "
+                    "that was not prepared."
+                )
+
+
+def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
+    """From now on, `optimizer.load_state_dict` raises UserError for the state of other experts than this rank's.
+
+    A checkpoint of `optimizer.state_dict()` has those of the rank that wrote it, whose shapes are the same. What this
+    rank has kept itself, to undo steps, it may load until experts move.
+    """
+
+    def say_whose(_: Optimizer, state: dict[str, Any]) -> None:
+        if (places := _places(stacks)) is not None:
+            state["experts"] = places
+
+    def compare(_: Optimizer, state: dict[str, Any]) -> None:
+        if state["state"] and state.get("experts") != _places(stacks):
+            raise UserError(
+                "this state of the optimizer is not that of the experts on this rank, because optimizer.state_dict() "
+                "has those of one rank only: use the save(folder) and load(folder) of ExpertParallel."
+            )
+
+    optimizer.register_state_dict_post_hook(say_whose)
+    optimizer.register_load_state_dict_pre_hook(compare)
+
+
+def _places(stacks: Mapping[str, ExpertStack]) -> dict[str, Any] | None:
+    """The place of this rank and the slots of all ranks by layer, in plain values; None where this rank has all
+    experts in order of their ids, as a model has them that was not prepared."""
+    slots = {name: [list(row) for row in stack.placement.slots] for name, stack in stacks.items()}
+    if all(slots[name] == [list(range(stack.num_experts))] for name, stack in stacks.items()):
+        return None
+    return {"ep_rank": next(iter(stacks.values())).groups.ep_rank, "slots": slots}

@@ -1,0 +1,94 @@
+"""Adapters added to a model of transformers: which matrices they are of, found by structure."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.parameter_groups import parameter_groups
+from toolkit.experts.hosts.transformers.anatomy import experts_modules, routers
+from toolkit.experts.hosts.transformers.kernel import projections
+from toolkit.experts.parallel.seeding import derive_seed
+from toolkit.run.config.adapters import AdapterOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int = 0) -> nn.Module:
+    """`model` as it is to be trained: in a model of PEFT with low-rank adapters, whose initial values depend on `seed`
+    alone, and everything else frozen; or as it is, with rank 0.
+
+    Adapters of experts are of their stacked matrices, those of attention of its linear layers. A router that is trained
+    is saved with the adapters. Call it before experts are spread and routers watched. Raises UserError where PEFT is
+    missing, or the model has nothing of the kind.
+    """
+    if options.lora_rank == 0:
+        if options.freeze_router:
+            parameter_groups(model, freeze="router")
+        return model
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError:
+        raise UserError(
+            f"--lora-rank {options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
+            "train all weights with --lora-rank 0."
+        ) from None
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]
+        target_modules=_attention_layers(model) if options.lora_attention else [],
+        target_parameters=_expert_matrices(model) if options.lora_experts else None,
+        modules_to_save=None if options.freeze_router else _router_modules(model),
+        task_type=TaskType.CAUSAL_LM,
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # which PEFT 0.21 asks for
+        torch.manual_seed(derive_seed(seed, "adapters"))
+        return get_peft_model(model, config)
+
+
+def _attention_layers(model: nn.Module) -> list[str]:
+    """Names, from the attention's own on, of the linear layers of attention."""
+    found = {
+        f"{_in_layer(name)}.{child}": None
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention")
+        for child, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    if not found:
+        raise UserError(
+            f"--lora-attention: model {type(model).__name__} has no attention with linear layers: leave it out."
+        )
+    return list(found)
+
+
+def _expert_matrices(model: nn.Module) -> list[str]:
+    """Names, from the layer on, of the stacked matrices of experts."""
+    found = {
+        f"{_in_layer(name)}.{matrix}": None
+        for name, module in experts_modules(model).items()
+        for matrix in projections(module)
+    }
+    if not found:
+        raise UserError(
+            f"--lora-experts: model {type(model).__name__} has no stacked experts that adapters are known for: "
+            "add --no-lora-experts."
+        )
+    return list(found)
+
+
+def _router_modules(model: nn.Module) -> list[str]:
+    found: dict[int, Any] = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(_in_layer(found[id(router)]) for router in routers(model).values()))
+
+
+def _in_layer(name: str) -> str:
+    """The part of a name behind the number of its layer: `mlp.experts` of `model.layers.3.mlp.experts`."""
+    return re.split(r"(?:^|\.)\d+\.", name)[-1]

@@ -1,0 +1,78 @@
+"""What the ranks held when adapters were saved: written beside them, for `toolkit adapter verify`."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.experts.parallel.ownership import ownership_of
+
+NAME = "adapter_record.json"
+
+
+@torch.no_grad()
+def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
+    """Of each adapter: norms of experts' rows where they are owned, scalings, and what differs between ranks.
+
+    Parameters have the names that they have once the adapter is loaded as `default`. A collective.
+    """
+    from peft import __version__
+    from peft.tuners.lora.layer import LoraLayer
+
+    found: dict[str, dict[str, Any]] = {}
+    for adapter in model.peft_config:
+        norms, checks = {}, {}
+        for name, parameter in model.named_parameters():
+            plain = name.replace(f".{adapter}.", ".default.")
+            if "lora_" not in name or f".{adapter}." not in name:
+                continue
+            if hasattr(parameter, "as_saved"):
+                norms[plain] = _norms(parameter).tolist()
+            elif not isinstance(parameter, DTensor):
+                checks[plain] = zlib.crc32(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+        found[adapter] = {
+            "peft": __version__,
+            "norms": norms,
+            "scaling": {name: layer.scaling[adapter] for name, layer in layers if adapter in layer.scaling},
+            "differ": _differing(checks),
+        }
+    return found
+
+
+def _differing(checks: dict[str, int]) -> list[str]:
+    """The names of which ranks have different values. A collective."""
+    everyones = gather_objects(checks)
+    return sorted(name for name, value in checks.items() if any(rank[name] != value for rank in everyones))
+
+
+def _norms(parameter: Tensor) -> Tensor:
+    """(E): of each expert's rows, from the rank that owns them."""
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    rows = [(row, expert) for row, expert in enumerate(ownership.row_ids) if ownership.owns[row]]
+    highest = torch.tensor(max((expert for _, expert in rows), default=-1), device=parameter.device)
+    if ownership.groups.ep_group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=ownership.groups.ep_group)
+    norms_E = parameter.new_zeros(int(highest) + 1)
+    for row, expert in rows:
+        norms_E[expert] = parameter[row].norm()
+    if ownership.groups.ep_group is not None:
+        dist.all_reduce(norms_E, group=ownership.groups.ep_group)
+    return norms_E.double()
+
+
+def write_records(folder: str | os.PathLike[str], records: dict[str, dict[str, Any]]) -> None:
+    """Beside each adapter, where PEFT saves it: `default` in `folder`, others below it."""
+    for adapter, record in records.items():
+        place = Path(folder) if adapter == "default" else Path(folder) / adapter
+        (place / NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,32 @@
+"""transformers as a host: its mixtures of experts, built, watched, placed and saved. Needs transformers to be called,
+not to be imported."""
+
+from toolkit.experts.hosts.transformers.anatomy import RouterWatch, experts_modules, routers, watch_routers
+from toolkit.experts.hosts.transformers.build import causal_lm
+from toolkit.experts.hosts.transformers.host import use_toolkit_ep
+from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
+from toolkit.experts.hosts.transformers.model_card import export_language_model
+from toolkit.experts.hosts.transformers.sampling import sample_tokens
+from toolkit.experts.hosts.transformers.saving import save_pretrained
+from toolkit.experts.hosts.transformers.shapes import describe_language_model, language_model_config
+from toolkit.experts.hosts.transformers.trainer_callback import replan_callback
+from toolkit.experts.hosts.transformers.upcycle import upcycle
+from toolkit.experts.moving.migrate import place_experts
+
+__all__ = [
+    "RouterWatch",
+    "causal_lm",
+    "describe_language_model",
+    "experts_modules",
+    "export_language_model",
+    "language_model_config",
+    "place_experts",
+    "replan_callback",
+    "routers",
+    "sample_tokens",
+    "save_pretrained",
+    "upcycle",
+    "use_toolkit_ep",
+    "use_toolkit_kernel",
+    "watch_routers",
+]

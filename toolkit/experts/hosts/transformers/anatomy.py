@@ -1,0 +1,119 @@
+"""The experts modules of a transformers model, and their routers.
+
+No model family is named: an experts module is what `toolkit.experts.hosts.spreading.foreign` describes, and its router the sibling with
+one weight row per expert, which returns (logits, weights, ids).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.experts.hosts.spreading.foreign import has_stacked_parameters, num_experts, outside_wrappers
+from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.router import Routing
+from toolkit.experts.routing.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
+from toolkit.experts.routing.routing_log import Choices
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` that hold stacked experts, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if has_stacked_parameters(module) and _router_rows(module) is None
+    }
+
+
+def _router_rows(module: nn.Module) -> int | None:
+    """How many experts `module` chooses among, if it is a router."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The router of each experts module, by the name of the experts module.
+
+    Raises UserError where a mixture has no sibling that could be its router.
+    """
+    found = {}
+    for name, experts in experts_modules(model).items():
+        block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
+        beside: list[Any] = list(block.children())
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
+        candidates = [m for m in children if _router_rows(m) == num_experts(experts)]
+        if len(candidates) != 1:
+            raise UserError(
+                f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
+                "that could be their router: use a model whose mixture has one router with a weight row per expert."
+            )
+        found[name] = candidates[0]
+    return found
+
+
+class RouterWatch:
+    """What one router decided in the last forward."""
+
+    def __init__(self, name: str, router: nn.Module):
+        self.name, self.module = name, router
+        self.num_choices = _router_rows(router) or 0
+        """Experts, over all ranks."""
+        self.sigmoid = hasattr(router, "e_score_correction_bias")
+        self.routing: Routing | None = None
+        self.sequence_length: int | None = None
+        """transformers flattens sequences before its routers see them."""
+        self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
+        """int64: assignments per expert on this rank in the last forward, in training or not, without padding."""
+        self.model_balances = False
+        """Whether the loss of the last forward has the model's own balance loss."""
+        router.register_forward_hook(self._record)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model: without the routing, whose tensors are in the graph of the last forward."""
+        return self.__dict__ | {"routing": None}
+
+    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise UserError(
+                f"the router of the experts at {self.name!r} ({type(router).__name__}) does not return logits, weights "
+                "and expert ids, so RouterPenalty cannot balance it: use the model's own balance loss."
+            )
+        if router.training and not torch.is_grad_enabled() and in_reentrant_forward():
+            raise UserError(
+                "reentrant checkpointing gives RouterPenalty a routing without gradients, so it would balance nothing: "
+                'call gradient_checkpointing_enable({"use_reentrant": False}).'
+            )
+        logits_TE, weights_TK, ids_TK = output
+        logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
+        probs_TE = logits_TE.softmax(-1)
+        if self.sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
+            scores_TE = logits_TE.sigmoid()
+            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
+            return
+        counted_T = counted_tokens(len(ids_TK))
+        self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE, counted_T=counted_T)
+        kept_TK = None if counted_T is None else counted_T[:, None].expand_as(ids_TK)
+        self.last_load_E = Choices(ids_TK, kept_TK).load(self.num_choices)
+        self.model_balances = model_adds_balance_loss()
+
+
+def watch_routers(model: nn.Module) -> list[RouterWatch]:
+    """A watch on each router of `model`, in order of layers: what `RouterPenalty` needs. Call it before wrapping.
+
+    transformers' own `output_router_logits` loss looks at this rank's tokens alone, and multiplies fractions that were
+    averaged over layers first, so an expert that is busy in one layer is excused by an idle one in another.
+
+    Raises UserError for a model without experts.
+    """
+    watch_inputs(model)
+    watches = [RouterWatch(name, router) for name, router in routers(model).items()]
+    if not watches:
+        raise UserError(
+            f"model {type(model).__name__} has no experts to balance: "
+            "use a mixture-of-experts model, or leave the penalty out."
+        )
+    return watches

@@ -1,0 +1,94 @@
+"""An experts implementation for transformers that does not sort rows which a dispatcher has sorted already.
+
+`experts_implementation="toolkit"` works for any experts module, sharded or not, in any floating type. Rows from a
+dispatcher are in order of slots and carry `rows_per_slot`, so they are multiplied as they are; others are sorted first.
+Gated SiLU experts without biases run as one autograd node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from toolkit.compat import apply_gate, has_default_gate, register_experts_function
+from toolkit.experts.hosts.spreading.foreign import LowRank, in_order_of_slots, slots_of_rows
+from toolkit.experts.layer.feed_forward import GroupedFeedForward
+from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
+
+NAME = "toolkit"
+
+
+def use_toolkit_kernel() -> str:
+    """Make `experts_implementation="toolkit"` known to transformers; returns that name."""
+    register_experts_function(NAME, experts_forward)
+    return NAME
+
+
+def experts_forward(
+    experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
+) -> Float[Tensor, "T D"]:
+    """The forward of an experts module of transformers, (T, D) to (T, D)."""
+    return in_order_of_slots(_feed_forward, experts, hidden_TD, ids_TK, weights_TK)
+
+
+def projections(experts: nn.Module) -> tuple[str, ...]:
+    """The matrices of an experts module of transformers in order of use; none for modules that are not described."""
+    if not all(hasattr(experts, name) for name in ("is_concatenated", "is_transposed", "has_bias")):
+        return ()
+    return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
+
+
+def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
+    dtype = rows_ND.dtype
+    first, last = projections(experts)
+    low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
+    if not low_rank and _is_plain(experts):
+        (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
+        if accepts(rows_ND, up) and accepts(rows_ND, down):
+            ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
+            return GroupedFeedForward.apply(rows_ND, up.transpose(1, 2), down, ends_S).to(dtype)
+    hidden = _project(experts, first, rows_ND, rows_per_slot, low_rank.get(first, []))
+    hidden = apply_gate(experts, hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
+    out = _project(experts, last, hidden, rows_per_slot, low_rank.get(last, []))
+    if getattr(experts, "has_post_expert_norm", False):
+        out = experts.post_expert_norm(out)
+    return out.to(dtype)
+
+
+def _operands(experts: Any, name: str, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows, and the (S, in, out) matrices of parameter `name`."""
+    x_ND, weight = cast_as_autocast_would(x_ND, getattr(experts, name))
+    if not experts.is_transposed:  # (S, out, in) and (S, in, out) are both in use: go on with the latter
+        weight = weight.transpose(1, 2)
+    return x_ND.to(weight.dtype), weight
+
+
+def _project(
+    experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
+) -> Tensor:
+    """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
+    x_ND, weight = _operands(experts, name, x_ND)
+    out = grouped_mm(x_ND, weight, rows_per_slot)
+    for a_SRI, b_SOR, scaling in low_rank:
+        inner_NR = grouped_mm(x_ND, a_SRI.to(x_ND.dtype).transpose(1, 2), rows_per_slot) * scaling
+        out = out + grouped_mm(inner_NR, b_SOR.to(x_ND.dtype).transpose(1, 2), rows_per_slot)
+    if experts.has_bias:
+        out = out + getattr(experts, f"{name}_bias")[slots_of_rows(rows_per_slot, len(x_ND)).squeeze(1)]
+    return out
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether the experts compute `down(silu(gate(x)) * up(x))` with the gate's rows before those of `up`."""
+    from transformers.activations import SiLUActivation
+
+    return (
+        isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
+        and experts.is_concatenated
+        and getattr(experts, "has_gate", True)
+        and not getattr(experts, "has_post_expert_norm", False)
+        and not experts.has_bias
+        and has_default_gate(experts)
+    )

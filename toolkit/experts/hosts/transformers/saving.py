@@ -1,0 +1,70 @@
+"""A model with experts on several ranks, saved as ordinary transformers weights that any `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+from toolkit.experts.hosts.peft.record import describe_adapters, write_records
+from toolkit.experts.parallel.collectives import on_main
+from toolkit.experts.state.state_dict import Gatherer, read_names
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
+    """`model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
+
+    A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers one tensor at a time and
+    writes; it alone needs main memory for all of them. Raises UserError on every rank alike where the folder cannot be
+    written.
+    """
+    inner: Any = getattr(model, "module", model)
+    gather = Gatherer(inner)
+    saves_base = not hasattr(inner, "peft_config")
+    state: dict[str, Tensor] = {}
+    for name, value in inner.state_dict(keep_vars=True).items():
+        if saves_base or "modules_to_save" in name or hasattr(value, "as_saved") or isinstance(value, DTensor):
+            gather(state, name, value)
+        else:  # PEFT leaves out the experts of the base, and takes what every rank has
+            state[name] = value.detach()
+    records = None if saves_base else describe_adapters(inner)
+    write_pretrained(inner, folder, state, records, **options)
+
+
+def write_pretrained(
+    model: Any,
+    folder: str | os.PathLike[str],
+    state: dict[str, Tensor],
+    records: dict[str, dict[str, Any]] | None = None,
+    **options: Any,
+) -> None:
+    """Have rank 0 write `state` as the type of `model` does, and `records` of adapters beside it. A collective.
+
+    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    """
+
+    def write() -> None:
+        # Not the instance's own: where the engine has spread experts, that one refuses. PEFT reads names of the
+        # state dict of what `modules_to_save` has, and takes the values of `state`.
+        read_names(type(model).save_pretrained, model, folder, state_dict=state, **options)
+        if records is not None:
+            write_records(folder, records)
+
+    write_on_main(folder, write)
+
+
+def write_on_main(folder: str | os.PathLike[str], write: Callable[[], None]) -> None:
+    """Have rank 0 `write` below the model's `folder`. A collective.
+
+    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    """
+    try:
+        on_main(write)
+    except OSError as error:
+        raise UserError(
+            f"model folder {os.fspath(folder)} cannot be written ({error}): use one that can be."
+        ) from error

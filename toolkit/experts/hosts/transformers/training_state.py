@@ -1,0 +1,143 @@
+"""Checkpoints of transformers' Trainer with experts on several ranks, and where they are: saved, and loaded again."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.errors import UserError
+from toolkit.experts.moving.replan import Replanner
+
+if TYPE_CHECKING:
+    from toolkit.experts.hosts.loop.engine import ExpertParallel
+
+FOLDER = "toolkit"
+"""Within each checkpoint of the Trainer."""
+
+
+class TrainingState:
+    """Those events of a `TrainerCallback` at which it adds what Trainer's own checkpoints lack, and restores it.
+
+    Added are parameters, optimizer, scheduler, random states, placement, and the guard of `replanner` where there is
+    one. Its checkpoints load on any number of processes. Raises UserError on resuming from a checkpoint outside
+    `output_dir` or without these.
+    """
+
+    def __init__(self, replanner: Replanner | None) -> None:
+        self.replanner = replanner
+        self._random: dict[str, Any] | None = None
+        """Of the checkpoint that training continues from, until it is restored."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        if state.global_step == 0:
+            return
+        scheduler, optimizer = trainer["lr_scheduler"], trainer["optimizer"]
+        saved = load_tensors(_checkpoint(args, state) / FOLDER, trainer["model"], optimizer)
+        if self.replanner is not None and saved["replanner"] is not None:
+            self.replanner.load_state_dict(saved["replanner"])
+        scheduler.load_state_dict(saved["scheduler"])
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        file = _random_file(args, state)
+        self._random = json.loads(file.read_text()) if file.exists() else None  # fewer ranks wrote it
+        self._mid_epoch = abs(state.epoch - round(state.epoch)) > 1e-6
+
+    # Random states are restored where Trainer restores its own: at the start of an epoch, or after the batches of
+    # a begun one were skipped, so that the data loader draws from them as it did.
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        if self._random is not None and not self._mid_epoch:
+            _restore(self._random)
+            self._random = None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._random is not None:
+            _restore(self._random)
+            self._random = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        replanner = None if self.replanner is None else self.replanner.state_dict()
+        content = {"replanner": replanner, "scheduler": trainer["lr_scheduler"].state_dict()}
+        save_tensors(_checkpoint(args, state) / FOLDER, trainer["model"], trainer["optimizer"], content)
+        _random_file(args, state).write_text(json.dumps(_random_states()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # Trainer leaves out experts that files have under other names than the model, as in most mixtures.
+            load_tensors(Path(state.best_model_checkpoint) / FOLDER, trainer["model"], trainer["optimizer"])
+
+
+class ExpertTrainingState(TrainingState):
+    """The same for a trainer whose model `experts` spreads, which counts steps from those that were resumed.
+
+    Raises UserError when training begins where the trainer, called `trainer_name` in the message, did not prepare its
+    model, and on resuming amid a rollout of TRL.
+    """
+
+    def __init__(self, experts: ExpertParallel, trainer_name: str) -> None:
+        super().__init__(experts.replanner)
+        self.experts, self.trainer_name = experts, trainer_name
+
+    def follow(self, experts: ExpertParallel) -> None:
+        """From now on, save and restore the training of `experts`, which spreads another model."""
+        self.experts, self.replanner = experts, experts.replanner
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+        if not self.experts.stacks:
+            raise UserError(
+                f"{self.trainer_name} did not prepare its model by Accelerate, as under torch.nn.DataParallel: "
+                "start one process for each GPU, with accelerate launch."
+            )
+        _refuse_amid_rollout(args, state.global_step)
+        super().on_train_begin(args, state, control, **trainer)
+        self.experts.steps = state.global_step
+        self.experts.metrics()  # begins to count
+
+
+def _refuse_amid_rollout(args: Any, step: int) -> None:
+    """Raise UserError where TRL would generate other texts for the steps left of a rollout: it does not save them."""
+    if getattr(args, "steps_per_generation", None) is None:
+        return
+    every = args.steps_per_generation * args.num_iterations
+    if step * args.gradient_accumulation_steps % every:
+        steps = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+        raise UserError(
+            f"resume_from_checkpoint: the texts that step {step} learnt from are not saved, and would be needed again: "
+            f"resume from a multiple of {steps} steps, to which save_steps can be set."
+        )
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _random_file(args: Any, state: Any) -> Path:
+    return _checkpoint(args, state) / f"random_states-{args.process_index}.json"
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of all generators of this process, as JSON values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    devices = torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": [base64.b64encode(bytes(s.tolist())).decode() for s in (torch.random.get_rng_state(), *devices)],
+    }
+
+
+def _restore(states: dict[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    cpu, *devices = [torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8) for s in states["torch"]]
+    torch.random.set_rng_state(cpu)
+    if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
+        torch.cuda.random.set_rng_state_all(devices)

@@ -1,0 +1,214 @@
+"""Router losses, over the global batch unless another scope is asked for.
+
+The balance loss is not linear in the batch: the mean of rank-local losses is another loss, which pushes each rank
+towards balance on its own few tokens. In scope "global" the fractions come from the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+from weakref import WeakSet, ref
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from toolkit.errors import UserError, require_choice
+from toolkit.experts.layer.moe_layer import moe_layers
+from toolkit.experts.layer.router import ExpertChoiceRouter, Routing
+from toolkit.experts.parallel.groups import sum_over_ranks
+
+BalanceScope = Literal["global", "local", "sequence"]
+
+TWO_BALANCE_LOSSES = (
+    "the model adds its own aux_loss to the loss (output_router_logits=True), and RouterPenalty a second balance loss: "
+    "set model.config.output_router_logits = False (in TRL router_aux_loss_coef=0.0), or leave RouterPenalty out."
+)
+
+
+class RoutingReport(Protocol):
+    """What a router did in the last forward. `MoE` is one, and so is each `RouterWatch` of a transformers model."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """None before the first forward."""
+        ...
+
+    @property
+    def last_load_E(self) -> Int[Tensor, " E"]:
+        """int64: this rank's assignments per expert."""
+        ...
+
+    @property
+    def num_choices(self) -> Tensor | int:
+        """How many experts can be chosen."""
+        ...
+
+    @property
+    def sequence_length(self) -> int | None:
+        """S where the input was (..., S, D); None where it is not known."""
+        ...
+
+
+_penalties: WeakSet[RouterPenalty] = WeakSet()
+"""All there are, for `balance_weight_of`."""
+
+
+def balance_weight_of(modules: Iterable[nn.Module]) -> float:
+    """The largest weight that a `RouterPenalty` gives the balance of a router or `MoE` among `modules`; 0 for none."""
+    ids = {id(module) for module in modules}
+    penalties = [each for each in _penalties if any(id(getattr(r, "module", r)) in ids for r in each.layers)]
+    return max((penalty.balance_weight for penalty in penalties), default=0.0)
+
+
+def load_balancing_share(
+    probs_TE: Float[Tensor, "T E"],
+    fraction_E: Float[Tensor, " E"],
+    num_tokens: Tensor | int,
+    num_experts: Tensor | int | None = None,
+) -> Float[Tensor, ""]:
+    """This rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
+
+    f_e is the fraction of all ranks' assignments that went to expert e, and P_e the mean probability of e over all
+    ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`,
+    None where all logical experts are active.
+    """
+    num_experts = probs_TE.shape[1] if num_experts is None else num_experts
+    return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
+
+
+def sequence_balancing_share(
+    routing: Routing, sequence_length: int, num_tokens: Tensor | int, num_experts: Tensor | int | None = None
+) -> Float[Tensor, ""]:
+    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, each with its own f and P
+    (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
+
+    Sequences of `sequence_length` tokens follow each other; all ranks together have `num_tokens` tokens. Padding does
+    not count, and sequences count by their tokens.
+    """
+    probs_BSE = counted(routing, routing.probs_TE).unflatten(0, (-1, sequence_length))
+    ids_BN = routing.expert_ids_TK.unflatten(0, (-1, sequence_length)).flatten(1)
+    ones_BN = torch.ones_like(ids_BN)
+    if routing.counted_T is not None:
+        ones_BN = routing.counted_T.view(len(ids_BN), -1).repeat_interleave(routing.expert_ids_TK.shape[1], 1).long()
+    load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, ones_BN)
+    fraction_BE = load_BE.to(probs_BSE.dtype) / ones_BN.sum(1, keepdim=True).clamp(min=1)
+    num_experts = probs_BSE.shape[2] if num_experts is None else num_experts
+    # A sequence's mean over its S tokens, and the mean over num_tokens / S sequences: S cancels.
+    return num_experts * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
+
+
+def counted(routing: Routing, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """`values` with zeros for the tokens that are padding."""
+    mask_T = routing.counted_T
+    return values if mask_T is None else values * mask_T.view(-1, *[1] * (values.ndim - 1))
+
+
+def z_loss_share(routing: Routing, num_tokens: Tensor | int) -> Float[Tensor, ""]:
+    """This rank's share of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
+    return counted(routing, routing.logits_TE.logsumexp(-1).square()).sum() / num_tokens
+
+
+class RouterPenalty:
+    """The router losses of all MoE layers after a forward, as one penalty for `toolkit.train.task.Loss`.
+
+    Sums over layers of `balance_weight` * balance loss + `z_weight` * z-loss, divided by the number of layers.
+    One small reduction over ranks serves all layers. A layer that the last forward skipped, on all ranks, is left out:
+    one whose routing a backward has gone through before. `routers` is a model with `MoE` layers, or the reports of a
+    model that is not ours:
+
+        penalty = RouterPenalty(watch_routers(model), balance_weight=0.01)    # of transformers, before it is wrapped
+        loss = model(**batch).loss + accelerator.num_processes * penalty()
+
+    `balance_scope`, the tokens over which the balance loss is computed:
+    - "global": those of all ranks together (and of the whole step, with `WholeStepBalance`). The same on any number
+      of ranks.
+    - "local": each rank's micro-batch separately, the mean over ranks weighted by tokens. Depends on the number of
+      ranks.
+    - "sequence": each sequence separately; the layers' input must be (B, S, D). The same on any number of ranks.
+
+    Raises UserError for another scope, and ValueError for weights of layers in which experts choose tokens.
+    """
+
+    def __init__(
+        self,
+        routers: nn.Module | Sequence[RoutingReport],
+        *,
+        balance_weight: float,
+        z_weight: float = 0.0,
+        balance_scope: BalanceScope = "global",
+    ):
+        require_choice("balance_scope", balance_scope, BalanceScope)
+        found = moe_layers(routers).values() if isinstance(routers, nn.Module) else routers
+        self.layers: list[RoutingReport] = list(found)
+        self.balance_weight, self.z_weight, self.balance_scope = balance_weight, z_weight, balance_scope
+        chosen = any(isinstance(getattr(layer, "router", None), ExpertChoiceRouter) for layer in self.layers)
+        if (balance_weight or z_weight) and chosen:
+            raise ValueError("expert choice is balanced by construction: give it no balance_weight and no z_weight")
+        _penalties.add(self)
+        self.step_load_LE: Int[Tensor, "L E"] | None = None
+        """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
+        self._spent: dict[int, ref[Tensor]] = {}
+        """By the layer's number, the probabilities that the last backward went through, whose graph is freed."""
+
+    def __call__(self) -> Float[Tensor, ""] | None:
+        """This rank's share, a scalar; a collective. None when there is nothing to add.
+
+        The shares of the ranks add up to the penalty, so a loss whose gradient is averaged over ranks needs it times
+        their number. Raises UserError where the loss of the last forward had a balance loss of the model's own.
+        """
+        if not self.layers or (self.balance_weight == 0 and self.z_weight == 0):
+            return None
+        if self.balance_weight and any(getattr(layer, "model_balances", False) for layer in self.layers):
+            raise UserError(TWO_BALANCE_LOSSES)
+        load_LE = global_load(self.layers)
+        step_LE = load_LE if self.step_load_LE is None else self.step_load_LE
+        fraction_LE = step_LE / step_LE.sum(1, keepdim=True).clamp(min=1)
+        routings = {number: layer.routing for number, layer in enumerate(self.layers) if layer.routing is not None}
+        assert routings, "the penalty is asked for after the forward"
+        new = {number: routing for number, routing in routings.items() if not self._is_spent(number, routing)}
+        total = None
+        for number, routing in (new or routings).items():
+            layer, load_E = self.layers[number], load_LE[number]
+            fraction_E = fraction_LE[number, : routing.probs_TE.shape[1]]
+            tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
+            share = self.balance_weight * self._balance_share(layer, routing, fraction_E, tokens)
+            if self.z_weight:
+                share = share + self.z_weight * z_loss_share(routing, tokens)
+            total = share if total is None else total + share
+        assert total is not None
+        if not new:  # read once more after the backward, or a forward that skipped all layers
+            total = total.detach()
+        elif total.requires_grad:
+            read = {number: ref(routing.probs_TE) for number, routing in new.items()}
+            total.register_hook(lambda _: self._spent.update(read))
+        return total / len(self.layers)
+
+    def _is_spent(self, number: int, routing: Routing) -> bool:
+        spent = self._spent.get(number)
+        return spent is not None and spent() is routing.probs_TE
+
+    def _balance_share(
+        self, layer: RoutingReport, routing: Routing, fraction_E: Float[Tensor, " E"], tokens: Tensor
+    ) -> Tensor:
+        if self.balance_scope == "sequence":
+            if layer.sequence_length is None:
+                raise UserError(
+                    "--balance-scope sequence: this model's mixtures get single tokens (T, D) and no sequences "
+                    "(B, S, D); use global or local."
+                )
+            return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.num_choices)
+        if self.balance_scope == "local":
+            fraction_E = layer.last_load_E / layer.last_load_E.sum().clamp(min=1)
+        return load_balancing_share(counted(routing, routing.probs_TE), fraction_E, tokens, layer.num_choices)
+
+
+def global_load(layers: Sequence[RoutingReport]) -> Int[Tensor, "L E"]:
+    """int64 (layers, E): assignments per expert in the last forward, over all ranks, with zeros after the experts of
+    layers that have fewer than others. A collective."""
+    loads = [layer.last_load_E for layer in layers]
+    device = next((load_E.device for load_E in loads if load_E.device.type != "cpu"), loads[0].device)
+    # Those of a layer that was never called are still on the CPU.
+    return sum_over_ranks(pad_sequence([load_E.to(device) for load_E in loads], batch_first=True))

@@ -1,0 +1,231 @@
+"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from toolkit.errors import require_choice, require_count
+from toolkit.experts.layer.capacity import Capacity, DropPolicy
+from toolkit.experts.layer.dispatch.dispatch import ComputeRows, DispatchPlan
+from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
+from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
+from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
+from toolkit.experts.routing.model_inputs import counted_tokens
+from toolkit.experts.routing.routing_log import Choices
+from toolkit.experts.state.state_dict import refuse_partial_state_dict, take_rows
+from toolkit.run.config.experts import InitialPlacement
+from toolkit.run.config.router import RouterOptions
+
+
+class MoE(nn.Module):
+    """Each token's output is the weighted sum of its K experts' outputs, plus that of a shared expert if there is one.
+
+    With expert parallelism the forward is a collective: every rank calls it equally often, with any number of tokens,
+    zero included. With a `capacity`, assignments are dropped in training, never in evaluation. With `recompute`, the
+    layer saves no activations and runs again in the backward, with the routing of the forward.
+    """
+
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: GroupedExperts,
+        expert_stack: ExpertStack,
+        shared_expert: nn.Module | None = None,
+        *,
+        capacity: Capacity | None = None,
+        recompute: bool = False,
+    ):
+        super().__init__()
+        if capacity is not None and isinstance(router, ExpertChoiceRouter):
+            raise ValueError("expert choice gives every expert equally many tokens: leave out the capacity")
+        self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
+        self.capacity, self.recompute = capacity, recompute
+        self.routing: Routing | None = None
+        """Of the last forward; the losses read it."""
+        self.sequence_length: int | None = None
+        """S, where the last forward's input was (..., S, D)."""
+        self.register_state_dict_pre_hook(refuse_partial_state_dict)
+        self.register_load_state_dict_pre_hook(take_rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the routing, whose tensors are in the graph of the last forward."""
+        return self.__dict__ | {"routing": None}
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """The logical expert in each slot of each rank."""
+        return self.expert_stack.placement
+
+    @property
+    def load_E(self) -> Int[Tensor, " E"]:
+        """Assignments per expert on this rank over all training forwards, dropped ones included."""
+        return self.expert_stack.log.load_E
+
+    @property
+    def dropped_E(self) -> Int[Tensor, " E"]:
+        """Those of `load_E` that the capacity dropped."""
+        return self.expert_stack.log.dropped_E
+
+    @property
+    def last_load_E(self) -> Int[Tensor, " E"]:
+        """The load of the last forward alone, in training or evaluation."""
+        return self.expert_stack.log.last_load_E
+
+    @property
+    def num_choices(self) -> Tensor | int:
+        """How many experts the router can choose."""
+        return self.router.num_choices
+
+    def forward(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
+        """(..., D) to (..., D)."""
+        return checkpoint(self._forward, x) if self.recompute else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        routing = self.router(x_TD)
+        kept_TK = routing.kept_TK
+        if self.capacity is not None and self.training:
+            kept_TK = self._within(self.capacity, routing)
+        shared_TD: Tensor | None = None
+        travels = self.expert_stack.groups.ep_size > 1
+        # Others than `GroupedExperts` have weights of their own.
+        later = travels and torch.is_grad_enabled() and type(self.experts) is GroupedExperts
+
+        def experts() -> ComputeRows:
+            return partial(self.experts, weights=self.experts.weights()) if later else self.experts
+
+        def meanwhile() -> None:
+            nonlocal shared_TD
+            if self.shared_expert is not None:
+                shared_TD = self.shared_expert(x_TD)
+
+        y_TD, plans = self.expert_stack.dispatcher.mix(
+            x_TD, routing.expert_ids_TK, routing.weights_TK, experts, kept_TK=kept_TK, meanwhile=meanwhile
+        )
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
+        if not replaying():
+            self.sequence_length = x.shape[-2] if x.ndim > 2 else None
+            self.record(routing, plans, kept_TK, x_TD, y_TD)
+        return y_TD.view(x.shape)
+
+    def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
+        return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
+
+    def record(
+        self,
+        routing: Routing,
+        plans: Sequence[DispatchPlan],
+        kept_TK: Bool[Tensor, "T K"] | None,
+        x_TD: Float[Tensor, "T D"],
+        y_TD: Float[Tensor, "T D"],
+    ) -> None:
+        """Keep the routing for the losses, and write it into the log."""
+        counted_T = counted_tokens(len(routing.expert_ids_TK))
+        self.routing = routing if counted_T is None else replace(routing, counted_T=counted_T)
+        dropped_E = None
+        if self.capacity is not None and kept_TK is not None:
+            dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
+            dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
+        choices = Choices(routing.expert_ids_TK, routing.kept_TK)
+        training = self.training and torch.is_grad_enabled()
+        self.expert_stack.record(plans, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)
+
+
+def make_moe(
+    dim: int,
+    hidden_dim: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    groups: ExpertGroups | None = None,
+    placement: ExpertPlacement | InitialPlacement = "contiguous",
+    spare_slots: int = 0,
+    activation: Activation = "relu",
+    shared_expert: nn.Module | None = None,
+    capacity_factor: float | None = None,
+    drop_policy: DropPolicy = "probs",
+    recompute: Recompute = "none",
+    router: RouterOptions | None = None,
+    router_type: Callable[..., TopKRouter] = TopKRouter,
+    seed: int = 0,
+) -> MoE:
+    """A layer of `num_experts` experts of hidden width `hidden_dim`, of which each token uses `top_k`: it maps
+    (..., `dim`) to (..., `dim`).
+
+    `placement` says where the ranks of `groups` hold the experts: contiguous, round-robin, or an `ExpertPlacement`.
+    The first two leave `spare_slots` slots on each rank for replicas. `capacity_factor` None drops no assignment.
+    `recompute` says what the backward computes again: nothing, the experts' hidden activations (selective), or the
+    whole layer (full). For experts that are split, merged and pruned while training:
+    `toolkit.experts.dynamic.dynamic_layer.make_dynamic_moe`.
+
+    Raises UserError for sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, router options that
+    do not fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`, and ValueError for a placement
+    of other experts.
+    """
+    for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
+        require_count(name, size)
+    require_count("spare_slots", spare_slots, least=0)
+    require_choice("activation", activation, Activation)
+    require_choice("drop_policy", drop_policy, DropPolicy)
+    require_choice("recompute", recompute, Recompute)
+    groups = groups or ExpertGroups()
+    if isinstance(placement, str):
+        placement = initial_placement(num_experts, groups.ep_size, placement, spare_slots=spare_slots)
+    if placement.num_experts != num_experts:
+        raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
+    experts = GroupedExperts(
+        dim,
+        hidden_dim,
+        expert_ids=placement.experts_on(groups.ep_rank),
+        activation=activation,
+        recompute=recompute == "selective",
+        seed=seed,
+    )
+    stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
+    return MoE(
+        router_type(dim, num_experts, top_k, router),
+        experts,
+        stack,
+        shared_expert,
+        capacity=None if capacity_factor is None else Capacity(capacity_factor, drop_policy),
+        recompute=recompute == "full",
+    )
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """The MoE layers of `model` by name, in the order of its modules."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
+    """Facts for `Run.describe`: the size of an EP group, the ranks of each where they are not neighbours, and which
+    experts each of its ranks holds, by layer.
+
+    The latter is a function, because experts move and dynamic ones are added and removed while training.
+    """
+    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+    if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):
+        facts["ep_groups"] = [list(group) for group in groups.ep_groups]
+    return facts
+
+
+def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:
+    """The logical experts on each rank by layer, without empty slots and inactive experts."""
+    ranks_of_layers = {}
+    for name, stack in expert_stacks(model).items():
+        router = getattr(model.get_submodule(name), "router", None)
+        active_E = getattr(router, "active_E", None)
+        active = range(stack.num_experts) if active_E is None else active_E.nonzero().flatten().tolist()
+        ranks_of_layers[name] = [[expert for expert in row if expert in active] for row in stack.placement.slots]
+    return ranks_of_layers

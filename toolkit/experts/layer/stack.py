@@ -1,0 +1,277 @@
+"""The experts of one layer on this rank: stacked parameters, their placement, and the log of the layer's routing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
+from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
+from toolkit.experts.layer.dispatch.order import SlotOrder
+from toolkit.experts.parallel.gradients import average_in_backward
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.ownership import EMPTY_ROW, mark_owned
+from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.routing.metrics import RowBytes
+from toolkit.experts.routing.model_inputs import counted_tokens
+from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog
+
+
+def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
+    """The dispatcher for experts on the EP group of `groups`."""
+    if groups.ep_size == 1:
+        return LocalDispatcher(placement)
+    if groups.nodes is not None:
+        return HierarchicalDispatcher(placement, groups)
+    return AllToAllDispatcher(placement, groups)
+
+
+class ExpertStack:
+    """The stacked parameters of one layer's experts (dimension 0: this rank's slots), their placement and routing log.
+
+    It is the `expert_stack` of our `MoE`, of each foreign module that `spread_experts` or `ExpertParallel` prepared,
+    and of each experts module under transformers' own expert parallelism.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
+        self._parameters = dict(parameters)
+        self.groups = groups
+        self.dispatcher = make_dispatcher(placement, groups)
+        self.log = RoutingLog(placement.num_experts, groups)
+        self.node_of_peer: Tensor | None = None
+        """The node of each rank of the EP group; None unless `count_crossings` was called."""
+        self.copies: WeakSet[ExpertStack] = WeakSet()
+        """Those of copied models, whose experts stay when these move."""
+        self.is_known_to_stay = False
+        """Of a copy: whether a warning said so."""
+        self.awaits_step = False
+        """Whether gradients came since the optimizer's last step, after `note_gradients`."""
+        self._is_synchronising: Callable[[], bool] | None = None
+        self.mark()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
+        """The experts of a copied model, on the same ranks, with an empty log."""
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for name, parameter in self.parameters.items():
+            if hasattr(parameter, "as_saved"):  # torch copies no attributes of parameters
+                other.parameters[name].as_saved = parameter.as_saved  # type: ignore[attr-defined]
+        other.is_known_to_stay = False
+        self.copies.add(other)
+        return other
+
+    def all_copies(self) -> Iterator[ExpertStack]:
+        """The copies, and copies of them."""
+        for each in self.copies:
+            yield each
+            yield from each.all_copies()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "copies"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.copies = WeakSet()
+        self.mark()  # those of copies have neither marks nor hooks
+        if self._is_synchronising is not None:
+            self.average_in_backward(self._is_synchronising)
+
+    def average_in_backward(self, is_synchronising: Callable[[], bool]) -> None:
+        """Average gradients as `toolkit.experts.parallel.gradients.average_in_backward` does; those of copies, too."""
+        self._is_synchronising = is_synchronising
+        for parameter in self.parameters.values():
+            average_in_backward(parameter, is_synchronising)
+
+    def note_gradients(self, optimizer: Optimizer) -> None:
+        """Have `awaits_step` say whether gradients came since the last step of `optimizer`."""
+
+        stack = ref(self)  # a hook of a parameter that held `self` would keep the parameter for ever
+
+        def note(awaits_step: bool) -> Callable[..., None]:
+            def call(*_: Any) -> None:
+                if (found := stack()) is not None:
+                    found.awaits_step = awaits_step
+
+            return call
+
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note(True))
+        optimizer.register_step_post_hook(note(False))
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name; dimension 0 counts this rank's slots."""
+        return self._parameters
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        return self.dispatcher.placement
+
+    @property
+    def slots(self) -> int:
+        """Rows of each parameter on this rank."""
+        return len(self.placement.slots[self.groups.ep_rank])
+
+    @property
+    def num_experts(self) -> int:
+        return self.placement.num_experts
+
+    def place(self, new: ExpertPlacement) -> None:
+        """Use the placement `new`, by which rows must already be in their slots: see `toolkit.experts.moving.migrate`."""
+        if new.slots_per_rank != self.placement.slots_per_rank:
+            raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
+        self.dispatcher.place(new)
+        self.mark()
+
+    @torch.no_grad()
+    def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
+        """Place experts where a checkpoint has them, before their rows are read, so that nothing has to migrate.
+
+        Where this run has other ranks or slots they stay where they are, and the rows are read from there.
+        """
+        saved = ExpertPlacement(tuple(tuple(row) for row in rows_of_ranks))
+        if saved == self.placement or saved.slots_per_rank != self.placement.slots_per_rank:
+            return
+        self.place(saved)
+        for slot, expert in enumerate(saved.slots[self.groups.ep_rank]):
+            if expert == EMPTY_ROW:
+                for parameter in self.parameters.values():
+                    parameter[slot].zero_()
+
+    def record(
+        self,
+        plans: Sequence[DispatchPlan],
+        choices: Choices,
+        inputs: Float[Tensor, "*batch D"],
+        outputs: Float[Tensor, "*batch D"],
+        *,
+        training: bool,
+        dropped_E: Int[Tensor, " E"] | None = None,
+    ) -> None:
+        """Write the forward that `plans` dispatched into the log; one that is not `training` only as `last_load_E`.
+
+        `inputs` (..., D) were dispatched, `outputs` (..., D) are what came of them. `dropped_E`: assignments that a
+        capacity dropped, which are in no plan's `load_E`. Assignments of padding are left out.
+        """
+        counted_T = counted_tokens(len(choices.expert_ids_TK))
+        if counted_T is None:
+            load_E = plans[0].load_E
+            for more_E in (*(plan.load_E for plan in plans[1:]), dropped_E):
+                load_E = load_E if more_E is None else load_E + more_E
+        else:
+            choices = choices._replace(kept_TK=choices.kept() & counted_T[:, None])
+            load_E = choices.load(self.num_experts)
+        self.log.last_load_E = load_E
+        if not training:
+            return
+        crossed = None
+        if self.node_of_peer is not None:
+            self.node_of_peer = self.node_of_peer.to(load_E.device)
+            visits_TM = torch.cat([self._visits_TM(plan, self.node_of_peer) for plan in plans])
+            crossed = crossings(visits_TM, self.node_of_peer[self.groups.ep_rank], counted_T)
+        row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
+        self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
+
+    @staticmethod
+    def _visits_TM(plan: DispatchPlan, node_of_peer: Tensor) -> Bool[Tensor, "T M"]:
+        return plan.visits_TM if isinstance(plan, HierarchicalPlan) else visited_nodes(plan.order, node_of_peer)
+
+    def count_crossings(self, node_of_peer: Sequence[int]) -> None:
+        """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
+        self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
+
+    @property
+    def storage_groups(self) -> ExpertGroups:
+        """The ranks among which rows are stored. Others than `groups` where FSDP shards the experts, too."""
+        return self.groups
+
+    def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
+        return placement
+
+    def mark(self) -> None:
+        """Declare which rows this rank owns, under the ids of their experts."""
+        groups = self.storage_groups
+        stored = self.stored(self.placement)
+        for parameter in self.parameters.values():
+            mark_owned(
+                parameter,
+                row_ids=stored.slots[groups.ep_rank],
+                groups=groups,
+                rows_of_ranks=stored.slots if stored.has_replicas else None,
+                holder=self,
+            )
+
+
+def visited_nodes(order: SlotOrder, node_of_peer_P: Int[Tensor, " P"]) -> Bool[Tensor, "T P"]:
+    """Whether a token has experts on a node, given the order of its assignments by slot. No host sync.
+
+    `node_of_peer_P`: int64, numbered from 0. There are as many columns as peers, the most nodes that there can be.
+    """
+    peers = len(node_of_peer_P)
+    end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
+    peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
+    node_TK = node_of_peer_P[peer_TK]
+    if order.kept_TK is not None:  # The place of a dropped assignment is past the end, or 0.
+        node_TK = node_TK.where(order.kept_TK, peers)
+    visits_TP = torch.zeros(len(node_TK), peers + 1, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
+    return visits_TP[:, :peers]
+
+
+def crossings(
+    visits_TM: Bool[Tensor, "T M"], here: Int[Tensor, ""], counted_T: Bool[Tensor, " T"] | None = None
+) -> Int[Tensor, " M"]:
+    """int64 (M): tokens that visit each node other than `here`, each once however many of its experts are there.
+
+    `counted_T`: bool, the tokens that count; None for all. No host sync.
+    """
+    if counted_T is not None:
+        visits_TM = visits_TM & counted_T[:, None]
+    return visits_TM.sum(0).index_fill_(0, here, 0)
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[-1] * rows.element_size()
+
+
+def weight_bytes(stack: ExpertStack) -> int:
+    """Bytes of the weights of one physical expert of `stack`."""
+    return sum(_bytes_of_slot(parameter) for parameter in stack.parameters.values())
+
+
+def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
+    """Bytes of the state that `optimizer` keeps of one expert of `stack`; 0 before its first step, and without one."""
+    if optimizer is None:
+        return 0
+    inner = unwrapped(optimizer)
+    return sum(
+        _bytes_of_slot(value)
+        for parameter in stack.parameters.values()
+        for value in inner.state.get(parameter, {}).values()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+    )
+
+
+def _bytes_of_slot(stacked: Tensor) -> int:
+    # Also on a rank that has no slot.
+    return stacked.shape[1:].numel() * stacked.element_size()
+
+
+def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
+    """The expert stacks of `model` by the name of their module, in the order of modules."""
+    stacks: dict[str, ExpertStack] = {}
+    for name, module in model.named_modules():
+        # Its own: wrappers such as that of torch.compile give the attributes of the module within.
+        stack = vars(module).get("expert_stack")
+        if isinstance(stack, ExpertStack):
+            stacks[name] = stack
+    return stacks

@@ -1,0 +1,313 @@
+"""Migration of experts: weights and optimizer rows are sent from one placement to another, in place.
+
+A schedule of rounds says what each rank sends, receives and copies; every rank computes the same one. In a round
+
+    park      copy a slot's rows into the row buffer that each rank has, so that the slot is free
+    exchange  send and receive the rows of all tensors of all moves at once, into slots whose rows are no longer needed
+    settle    copy rows that were received for a slot which was itself sent in this round from the buffer into the slot
+
+so a swap of two experts takes one round, and no rank ever stores more than one expert twice.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
+from toolkit.experts.parallel.optimizer_rows import rows_of_state
+from toolkit.experts.parallel.ownership import EMPTY_ROW, local_rows
+from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.experts.placement.placement import ExpertPlacement, Place, moves, owner_moves
+from toolkit.experts.placement.rounds import Round, Transfer, schedule
+from toolkit.experts.placement.traffic import MigrationCost
+
+
+@dataclass(frozen=True)
+class MigrationReport:
+    """What one migration did, counted while it was done."""
+
+    cost: MigrationCost
+    """What the ranks of this EP group sent each other; every group sends as much. `traffic.migration_cost` predicts it
+    exactly."""
+    bytes_sent: int
+    """By this rank."""
+    staging_bytes: int
+    """Memory this rank took for the time of the migration: at most the rows of one expert."""
+    rounds: int
+    seconds: float
+    """On this rank, until it knew what the others sent."""
+
+
+@torch.no_grad()
+def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | None = None) -> MigrationReport:
+    """Move the rows of `stack` to where `new` has them, and route by it. A collective of each EP group.
+
+    Call it between an optimizer step and the next backward: gradients of the stack are dropped. Every replica gets the
+    weights; optimizer rows go from owner to owner. Slots that `new` leaves empty are zeroed, as are the optimizer rows
+    of all but owners. Storages stay, so references to the parameters and the optimizer's state remain valid.
+
+    Raises ValueError, on every rank alike, where `new` has other slots or experts than the stack, or ranks disagree on
+    it, and UserError for optimizer state without a row for each expert.
+    """
+    started = time.perf_counter()
+    _check(stack.placement, new)
+    unknown = [each for each in stack.copies if not each.is_known_to_stay]
+    if unknown and stack.placement != new:
+        for each in unknown:
+            each.is_known_to_stay = True
+        warnings.warn(
+            "experts move, and those of a copy of this model (an EMA, a reference model) stay where they are, which is "
+            "right for what it computes. Before weights of the two are averaged or exchanged, call "
+            "toolkit.experts.moving.migrate.place_experts(copy, placements).",
+            stacklevel=2,
+        )
+    groups = stack.storage_groups
+    old = stack.stored(stack.placement)
+    stored = stack.stored(new)
+    weights = rows_of_weights(stack)
+    states = rows_of_states(stack, optimizer)
+    _agree(stack, new, weights | states)
+    payloads = [
+        _Payload(list(weights.values()), schedule(moves(old, stored)), groups),
+        _Payload(list(states.values()), schedule(owner_moves(old, stored)) if states else [], groups),
+    ]
+    _carry(payloads)
+    for slot, expert in enumerate(stored.slots[groups.ep_rank]):
+        here = Place(groups.ep_rank, slot)
+        if expert == EMPTY_ROW:
+            payloads[0].zero(slot)
+        if expert == EMPTY_ROW or stored.owner(expert) != here:
+            payloads[1].zero(slot)
+    for parameter in stack.parameters.values():
+        parameter.grad = None
+    stack.place(new)
+    return MigrationReport(
+        cost=_total(payloads, groups, next(iter(weights.values())).device),
+        bytes_sent=sum(payload.bytes_sent for payload in payloads),
+        staging_bytes=sum(buffer.nbytes for payload in payloads for buffer in payload.buffer),
+        rounds=max(len(payload.rounds) for payload in payloads),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def place_experts(
+    model: nn.Module,
+    placement: ExpertPlacement | Mapping[str, ExpertPlacement],
+    optimizer: Optimizer | None = None,
+) -> dict[str, MigrationReport]:
+    """Move the experts of all layers, or of those named, between a step and the next forward. A collective.
+
+    Pass the optimizer once it has stepped, so that its rows move too. Gradients of experts are dropped. Raises
+    UserError, on every rank alike, for a model or layer without experts of ours to move, for a placement with other
+    slots or experts than the layer has, and under `ExpertParallel` where there are gradients that no step has taken.
+    """
+    stacks = expert_stacks(model)
+    if not stacks:
+        raise UserError(
+            f"model {type(model).__name__} has no experts that can move: make them with make_moe, ExpertParallel, "
+            "spread_experts, or in transformers with use_toolkit_ep() and a DistributedConfig that names it."
+        )
+    wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(stacks, placement)
+    for name, new in wanted.items():
+        if name not in stacks:
+            raise UserError(f"model {type(model).__name__} has no experts at {name!r}: use one of {list(stacks)}.")
+        slots = stacks[name].placement.slots_per_rank
+        experts = stacks[name].num_experts
+        if new.slots_per_rank != slots or new.num_experts != experts:
+            raise UserError(
+                f"a placement of {new.num_experts} experts with {new.slots_per_rank} slots per rank cannot be used for "
+                f"{name!r}, which has {experts} experts and {slots} slots: move experts between the slots there are."
+            )
+    _refuse_new_gradients(stacks.values())
+    return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
+
+
+def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
+    """Raise UserError, on every rank alike, where experts have gradients that no step has taken."""
+    parameters = [p for stack in stacks if stack.awaits_step for p in stack.parameters.values()]
+    mine = any(bool((p.grad != 0).any()) for p in parameters if p.grad is not None)
+    device = next(p.device for stack in stacks for p in stack.parameters.values())
+    most, _ = extremes_over_ranks(torch.tensor(int(mine), device=device))
+    if most:
+        raise UserError(
+            "experts cannot be placed between a backward and optimizer.step(), which would lose their gradients: place "
+            "them after the step, or call optimizer.zero_grad() before."
+        )
+
+
+# --- what has rows -----------------------------------------------------------------------------------------------
+
+
+def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
+    before, after = old.slots_per_rank, new.slots_per_rank
+    if before != after:
+        raise ValueError(f"experts cannot migrate from {before} slots per rank to {after}: the slots must be the same")
+    if old.num_experts != new.num_experts:
+        raise ValueError(f"a placement of {new.num_experts} experts for a stack of {old.num_experts}")
+
+
+def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
+    """Name -> (S, ...), the rows that this rank stores."""
+    return {name: _with_contiguous_rows(name, local_rows(p)) for name, p in stack.parameters.items()}
+
+
+def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """ "<parameter>.<state>" -> (S, ...): moments, master weights, and other optimizer state with a row per slot.
+
+    Scalars, such as Adam's step, are shared by all rows. Raises UserError for tensors without a row per slot.
+    """
+    rows: dict[str, Tensor] = {}
+    if optimizer is None:
+        return rows
+    all_states = unwrapped(optimizer).state
+    for name, parameter in stack.parameters.items():
+        for key, value in all_states.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.ndim:
+                rows[f"{name}.{key}"] = _with_contiguous_rows(
+                    f"{name}.{key}", local_rows(rows_of_state(name, key, value, parameter))
+                )
+    return rows
+
+
+def _with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:
+    if len(tensor) and not tensor[0].is_contiguous():
+        raise ValueError(f"the rows of {name!r} are not contiguous, so they cannot be received in place")
+    return tensor.detach()
+
+
+def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) -> None:
+    """Raise ValueError where ranks would run different schedules, which would deadlock.
+
+    It is also the collective that NCCL needs before the first exchange in which not all ranks take part.
+    """
+    group = stack.storage_groups.ep_group
+    if group is None:
+        return
+    layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]
+    digest = zlib.crc32(repr((stack.placement.slots, new.slots, layout)).encode())
+    device = next(iter(rows.values())).device
+    largest, smallest = extremes_over_ranks(torch.tensor(digest, device=device), group)
+    if largest != smallest:
+        raise ValueError("ranks disagree on the placement to migrate to, or on which optimizer states the experts have")
+
+
+# --- the exchange -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Payload:
+    """Tensors whose rows move by the same schedule, and what was counted meanwhile."""
+
+    tensors: list[Tensor]
+    rounds: list[Round]
+    groups: ExpertGroups
+    buffer: list[Tensor] = field(default_factory=list)
+    """One row of each tensor, allocated when first needed."""
+    sends: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    receivers: set[int] = field(default_factory=set)
+
+    def park(self, now: Round) -> None:
+        for rank, slot in now.parked:
+            if rank == self.groups.ep_rank:
+                _copy(self._buffer(), self._rows(slot))
+
+    def exchange(self, now: Round) -> list[dist.P2POp]:
+        """What this rank sends and receives; both sides list the transfers between them in the same order."""
+        operations = []
+        for transfer in now.transfers:
+            move = transfer.move
+            if move.travels and move.source_rank == self.groups.ep_rank:
+                rows = self._origin(transfer)
+                operations += [self._operation(dist.isend, row, move.rank) for row in rows]
+                self.sends += 1
+                self.bytes_sent += sum(row.nbytes for row in rows)
+                self.receivers.add(move.rank)
+            elif move.travels and move.rank == self.groups.ep_rank:
+                rows = self._goal(transfer)
+                operations += [self._operation(dist.irecv, row, move.source_rank) for row in rows]
+                self.bytes_received += sum(row.nbytes for row in rows)
+        return operations
+
+    def copy_within(self, now: Round) -> None:
+        """Moves within this rank."""
+        for transfer in now.transfers:
+            if transfer.move.rank == self.groups.ep_rank and not transfer.move.travels:
+                _copy(self._goal(transfer), self._origin(transfer))
+
+    def settle(self, now: Round) -> None:
+        for transfer in now.transfers:
+            if transfer.move.rank == self.groups.ep_rank and transfer.into_buffer:
+                _copy(self._rows(transfer.move.slot), self.buffer)
+
+    def zero(self, slot: int) -> None:
+        for row in self._rows(slot):
+            row.zero_()
+
+    def _origin(self, transfer: Transfer) -> list[Tensor]:
+        return self.buffer if transfer.from_buffer else self._rows(transfer.move.source_slot)
+
+    def _goal(self, transfer: Transfer) -> list[Tensor]:
+        return self._buffer() if transfer.into_buffer else self._rows(transfer.move.slot)
+
+    def _rows(self, slot: int) -> list[Tensor]:
+        return [tensor[slot] for tensor in self.tensors]
+
+    def _buffer(self) -> list[Tensor]:
+        if not self.buffer:
+            self.buffer = [torch.empty_like(tensor[0]) for tensor in self.tensors]
+        return self.buffer
+
+    def _operation(self, op: Callable[..., Any], row: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, row, group=self.groups.ep_group, group_peer=peer)
+
+
+def _copy(goal: list[Tensor], origin: list[Tensor]) -> None:
+    for row, source in zip(goal, origin, strict=True):
+        row.copy_(source)
+
+
+def _carry(payloads: list[_Payload]) -> None:
+    """Run the rounds of all payloads side by side."""
+    nothing = Round((), ())
+    for rounds in zip_longest(*(payload.rounds for payload in payloads), fillvalue=nothing):
+        due = list(zip(payloads, rounds, strict=True))
+        for payload, now in due:
+            payload.park(now)
+        operations = [operation for payload, now in due for operation in payload.exchange(now)]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for payload, now in due:
+            payload.copy_within(now)
+        for work, operation in zip(works, operations, strict=False):  # NCCL has one work for all
+            wait_for(work, operation.tensor.device)
+        for payload, now in due:
+            payload.settle(now)
+
+
+def _total(payloads: list[_Payload], groups: ExpertGroups, device: torch.device) -> MigrationCost:
+    """What all ranks counted."""
+    weights, states = payloads
+    counts_RC = torch.zeros(groups.ep_size, 5, dtype=torch.int64, device=device)
+    received = weights.bytes_received + states.bytes_received
+    peers = len(weights.receivers | states.receivers)
+    counted = [weights.sends, weights.bytes_sent, states.bytes_sent, received, peers]
+    counts_RC[groups.ep_rank] = torch.tensor(counted, device=device)
+    if groups.ep_group is not None:
+        dist.all_reduce(counts_RC, group=groups.ep_group)
+    experts, weight_bytes, optimizer_bytes, _, pairs = counts_RC.sum(0).tolist()
+    busiest = int(torch.maximum(counts_RC[:, 1] + counts_RC[:, 2], counts_RC[:, 3]).max())
+    return MigrationCost(experts, weight_bytes, optimizer_bytes, busiest, pairs)

@@ -1,0 +1,348 @@
+"""Replanning while training: between two steps, loads are read, plans made, and experts moved."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import experts_on_ranks
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
+from toolkit.experts.moving.migrate import MigrationReport, migrate
+from toolkit.experts.parallel.collectives import is_main, world_size
+from toolkit.experts.placement.cost_model import (
+    EXPERT_SHARE,
+    LINK_BYTES_PER_SECOND,
+    CostModel,
+    link_bytes_per_second,
+    measured_cost_model,
+)
+from toolkit.experts.placement.guard import MigrationGuard
+from toolkit.experts.placement.imbalance import rank_imbalance, shares
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.plan import plan_layer
+from toolkit.experts.placement.planners.registry import Planner, planner_named
+from toolkit.experts.routing.routing_log import take_loads
+from toolkit.run.launch.node import ranks_per_node
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.run.config.experts import ExpertRunConfig
+    from toolkit.train.trainer import Trainer
+
+
+COUNTED = frozenset({"node_of_rank", "source_load_RE", "together_EE"})
+"""What training can tell planners besides the load, by the names of their arguments."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One layer's change of placement."""
+
+    step: int
+    layer: str
+    placement: ExpertPlacement
+    """Used after `step` steps."""
+    predicted_imbalance: float
+    """Busiest rank over the mean, for the last window's load under this placement."""
+    report: MigrationReport
+
+
+def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set[str]:
+    """The planner's required arguments that `options` do not give, all of which training can count.
+
+    Raises UserError for an unknown planner, for one that requires something else, and for options that it lacks.
+    """
+    choose = planner_named(planner) if isinstance(planner, str) else planner
+    arguments = inspect.signature(choose).parameters.values()
+    taken = [a.name for a in list(arguments)[2:]]  # after the load and the present placement
+    takes_any = any(a.kind is a.VAR_KEYWORD for a in arguments)
+    if wrong := [] if takes_any else sorted(set(options) - set(taken)):
+        raise UserError(
+            f"planner {planner!r} has no option {', '.join(wrong)}: "
+            f"{'use ' + ', '.join(taken) if taken else 'it takes none'}."
+        )
+    wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
+    if unknown := sorted(wanted - COUNTED):
+        raise UserError(
+            f"planner {planner!r} wants {', '.join(unknown)}, which training does not count: pass it among the "
+            "planner's options, or take another planner."
+        )
+    return wanted
+
+
+class Replanner:
+    """Every `every` optimizer steps, asks `planner` where each layer's experts should be, and moves them there.
+
+    The loads of the window are summed over all ranks, so all make the same plans. `guarded` has a guard for each layer,
+    which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement that proved
+    better; without it every plan is carried out. The first refusal for each reason is printed. `options` are the
+    planner's.
+
+    The guard measures the time of a step and counts bytes. Two of its numbers are assumptions, for you to correct:
+    `link_gbytes_per_second`, at which one rank sends and receives (10 is a 100 Gbit/s network card; None measures it at
+    the first plan), and `expert_time_share`, the fraction of a step that grows with the assignments of the busiest
+    rank. Too high a share or too fast a link has experts moved for less than they gain.
+
+    Raises UserError for an unknown planner, and for numbers that cannot be.
+    """
+
+    def __init__(
+        self,
+        stacks: Mapping[str, ExpertStack],
+        *,
+        planner: str | Planner,
+        every: int,
+        guarded: bool = True,
+        link_gbytes_per_second: float | None = LINK_BYTES_PER_SECOND / 1e9,
+        expert_time_share: float = EXPERT_SHARE,
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.options = dict(options or {})
+        self.wanted = wanted_statistics(planner, self.options)
+        if every < 1:
+            raise UserError(f"replan_every={every}: take one step or more.")
+        if link_gbytes_per_second is not None and not link_gbytes_per_second > 0:
+            raise UserError(f"link_gbytes_per_second={link_gbytes_per_second}: take a positive number, or None.")
+        if not 0 < expert_time_share <= 1:
+            raise UserError(f"expert_time_share={expert_time_share}: take a fraction above 0, up to 1.")
+        self.link_gbytes_per_second, self.expert_time_share = link_gbytes_per_second, expert_time_share
+        self.planner, self.every, self.guarded = planner, every, guarded
+        self.guards: dict[str, MigrationGuard] = {}
+        self.migrations: list[Migration] = []
+        """Those of this process."""
+        self.planner_seconds = 0.0
+        """Spent on planning by this process."""
+        self._explained: set[str] = set()
+        """Reasons of the guard that were printed, without their numbers."""
+        self.watch(stacks)
+
+    def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
+        """Plan for `stacks`, by layer, from now on."""
+        self.stacks = dict(stacks)
+        pairs = "together_EE" in self.wanted
+        self._cursors = {name: stack.log.cursor(pairs=pairs) for name, stack in stacks.items()}
+        self._ends: list[float] = []
+        """When the steps of this window ended, for the guard."""
+
+    def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
+        """Call it after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
+        if self.guarded:
+            self._ends.append(time.perf_counter())
+        if step % self.every or not self.stacks:
+            return []
+        done = []
+        statistics = self._statistics()
+        loads = self._window()
+        if self.guarded:
+            self._set_cost_model(loads, optimizer)
+        for (name, stack), load_E, known in zip(self.stacks.items(), loads, statistics, strict=True):
+            current = stack.placement
+            guard = self.guards.get(name)
+            began = time.perf_counter()
+            new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **known, **self.options)
+            self.planner_seconds += time.perf_counter() - began
+            if guard is not None and guard.refused:
+                self._explain(step, name, guard.reason)
+            if new is None:
+                continue
+            report = migrate(stack, new, optimizer)
+            done.append(Migration(step, name, new, rank_imbalance(load_E, new), report))
+        self.migrations += done
+        return done
+
+    @property
+    def plans_refused(self) -> int:
+        """Plans that the guards refused, in this process."""
+        return sum(guard.refused for guard in self.guards.values())
+
+    def _explain(self, step: int, layer: str, reason: str) -> None:
+        """Print a reason of the guard to refuse a plan, the first time that it occurs."""
+        kind = re.sub(r"[\d.e+-]+", "", reason)
+        if kind not in self._explained and is_main():
+            text = f"step {step:,}: the guard refuses a plan for {layer}: {reason} (moe/plans_refused).\n"
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        self._explained.add(kind)
+
+    def _statistics(self) -> list[dict[str, Any]]:
+        """The planner's required arguments for each layer besides its load. A collective."""
+        known: list[dict[str, Any]] = []
+        for name, stack in self.stacks.items():
+            of_layer = dict[str, Any]()
+            if "node_of_rank" in self.wanted:
+                first = stack.groups.ep_groups[0]  # all groups take the same placement
+                of_layer["node_of_rank"] = [rank // ranks_per_node(max(first) + 1) for rank in first]
+            if "source_load_RE" in self.wanted:
+                of_layer["source_load_RE"] = self._cursors[name].new_source_load_RE().cpu().numpy()
+            if "together_EE" in self.wanted:
+                of_layer["together_EE"] = self._cursors[name].new_pairs_EE().cpu().numpy()
+            known.append(of_layer)
+        return known
+
+    def _window(self) -> list[Tensor]:
+        """float64 (E) of each layer: mean assignments per step and EP group since the last plan. A collective."""
+        stacks = list(self.stacks.values())
+        groups = world_size() // stacks[0].groups.ep_size
+        return [load_E.cpu().double() / (self.every * groups) for load_E in take_loads(list(self._cursors.values()))]
+
+    def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:
+        """Give the guards the median step time of this window, that of the slowest rank. A collective."""
+        gaps = [after - before for before, after in pairwise(self._ends)]
+        self._ends = []
+        stacks = list(self.stacks.values())
+        if self.link_gbytes_per_second is None:
+            group = stacks[0].storage_groups.ep_group
+            device = stacks[0].log.load_E.device
+            self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
+        # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
+        kept = [optimizer_bytes(stack, optimizer) for stack in stacks]
+        agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
+        if dist.is_initialized():
+            agreed = agreed.to(stacks[0].log.load_E.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        seconds, *most_kept = agreed.tolist()
+        rows = sum(
+            float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
+        )
+        for (name, stack), most in zip(self.stacks.items(), most_kept, strict=True):
+            cost_model = measured_cost_model(
+                step_seconds=seconds,
+                rows=rows,
+                weight_bytes=weight_bytes(stack),
+                optimizer_bytes=int(most),
+                expert_share=self.expert_time_share,
+                bytes_per_second=self.link_gbytes_per_second * 1e9,
+            )
+            if name in self.guards:
+                self.guards[name].cost_model = cost_model
+            else:
+                self.guards[name] = MigrationGuard(cost_model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values; where experts are is in the checkpoint's manifest. A collective."""
+        return {
+            "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
+            "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
+            "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken. On other ranks or slots the guards start without a history."""
+        for name, stack in self.stacks.items():
+            if name not in state["window"]:
+                continue
+            self._cursors[name].load_state_dict(state["window"][name])
+            same_slots = state["slots_per_rank"][name] == stack.placement.slots_per_rank
+            if self.guarded and same_slots and name in state["guards"]:
+                # The cost model comes with the next window, before the guard is asked anything.
+                self.guards[name] = MigrationGuard(CostModel(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
+                self.guards[name].load_state_dict(state["guards"][name])
+
+
+class Replan(Callback):
+    """Moves experts between ranks every `every` steps, as `planner` says; None leaves them where they are.
+
+    `options` are those of `Replanner`; `from_config` takes all from a recipe's config.
+
+    Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, and
+    `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
+    `moe/predicted_imbalance`, what the current plans predicted, mean over layers that have one, to compare with
+    `moe/rank_imbalance_of_sum`; and of this rank `perf/planner_ms` and `perf/migration_ms` since the last line. The
+    run's sums are in its results. `moe/placement/<layer>`, the logical experts on each rank, is on the first line and
+    on each line after which it is another.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
+        stacks = expert_stacks(model) if planner else {}
+        self._model = model
+        self._placements: dict[str, list[list[int]]] = {}
+        """Those on the last lines of metrics that had one, by layer."""
+        self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
+        self._experts = self._bytes = self._optimizer_bytes = 0
+        self._refused = self._refused_before = 0
+        """Plans refused since the last line, and those of this process up to the last step."""
+        self._predicted: dict[str, float] = {}
+        self._seconds = (0.0, 0.0)
+        """Of planning and of migrating up to the last line, in this process."""
+
+    @classmethod
+    def from_config(cls, model: torch.nn.Module, config: ExpertRunConfig) -> Replan:
+        """As the flags `--planner`, `--replan-every`, `--no-guard` and those of the guard's assumptions say."""
+        return cls(
+            model,
+            planner=config.planner,
+            every=config.replan_every,
+            guarded=config.guard,
+            link_gbytes_per_second=config.link_gbytes_per_second,
+            expert_time_share=config.expert_time_share,
+        )
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if not self.replanner.stacks:
+            return
+        moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
+        self._refused += self.replanner.plans_refused - self._refused_before
+        self._refused_before = self.replanner.plans_refused
+        self._experts += sum(migration.report.cost.experts for migration in moved)
+        self._bytes += sum(migration.report.cost.bytes for migration in moved)
+        self._optimizer_bytes += sum(migration.report.cost.optimizer_bytes for migration in moved)
+        self._predicted |= {migration.layer: migration.predicted_imbalance for migration in moved}
+        if trainer.at_log_step:
+            trainer.record("moe/migrated_experts", self._experts)
+            trainer.record("moe/migration_bytes", self._bytes)
+            trainer.record("moe/migration_optimizer_bytes", self._optimizer_bytes)
+            trainer.record("moe/plans_refused", self._refused)
+            for layer, experts in experts_on_ranks(self._model).items():
+                if experts != self._placements.get(layer):
+                    trainer.record(f"moe/placement/{layer}", experts)
+                    self._placements[layer] = experts
+            if self._predicted:
+                trainer.record("moe/predicted_imbalance", fmean(self._predicted.values()))
+            before = self._seconds
+            self._seconds = (
+                self.replanner.planner_seconds,
+                sum(migration.report.seconds for migration in self.replanner.migrations),
+            )
+            trainer.record("perf/planner_ms", 1e3 * (self._seconds[0] - before[0]))
+            trainer.record("perf/migration_ms", 1e3 * (self._seconds[1] - before[1]))
+            sums = {"migrated_experts": self._experts, "migration_bytes": self._bytes, "plans_refused": self._refused}
+            for name, value in sums.items():
+                trainer.results[name] = trainer.results.get(name, 0) + value
+            amortised = trainer.results["migration_bytes"] / trainer.state.step
+            trainer.record("moe/migration_bytes_per_step", amortised)
+            self._experts = self._bytes = self._optimizer_bytes = self._refused = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.replanner.stacks:
+            return {}
+        return {
+            "replanner": self.replanner.state_dict(),
+            "experts": self._experts,
+            "bytes": self._bytes,
+            "optimizer_bytes": self._optimizer_bytes,
+            "refused": self._refused,
+            "predicted": self._predicted,
+            "placements": self._placements,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.replanner.load_state_dict(state["replanner"])
+        self._experts = state["experts"]
+        self._bytes = state["bytes"]
+        self._optimizer_bytes = state["optimizer_bytes"]
+        self._predicted = dict(state["predicted"])
+        self._refused = state["refused"]
+        self._placements = state.get("placements", {})  # which checkpoints of earlier versions lack

@@ -1,0 +1,158 @@
+"""FSDP2 for the parameters that would otherwise be replicated; experts are not sharded and stay with their owners.
+
+Ranks may form several sets, each of which has all shards (HSDP): gradients are scattered within a set, and averaged
+between the ranks of all sets that have the same shard, once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from toolkit.compat import awaits_all_reduce, mark_as_prepared
+from toolkit.errors import UserError
+from toolkit.experts.parallel.groups import divisors_text, new_group_of_each
+from toolkit.experts.parallel.ownership import local_rows
+
+
+def fully_shard_dense(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    accelerator: Accelerator,
+    *,
+    fsdp_size: int | None = None,
+    ignored: Iterable[Tensor],
+) -> None:
+    """Shard all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
+
+    `fsdp_size` neighbouring ranks have one set of shards, None for all. Sets begin with the weights of the first one,
+    as replicas do under DDP.
+
+    Modules that repeat in a list are gathered one at a time, the rest together. `optimizers` are given the new
+    parameters; they must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
+    DDP; so autocast is entered here. Does nothing on one process.
+
+    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately, for an optimizer that has
+    state already, for a trainable parameter in none of `optimizers`, and for an `fsdp_size` that does not divide the
+    number of processes.
+    """
+    if accelerator.num_processes == 1:
+        return
+    if accelerator.mixed_precision == "fp16":
+        raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
+    ignored = set(ignored)
+    before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
+    _refuse_unfit(optimizers, before)
+    mesh = _make_mesh(accelerator, fsdp_size)
+    # FSDP2 moves what it shards, and Accelerate nothing of a model that is marked as prepared.
+    for parameter in ignored:
+        parameter.data = parameter.data.to(accelerator.device)
+    # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
+    # resharded, too, so that between two steps the model has the parameters that the optimizer has.
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(),
+        "ignored_params": ignored,
+        "reshard_after_forward": True,
+    }
+    for block in _repeated(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    after = dict(model.named_parameters())
+    sharded = {parameter: after[name] for name, parameter in before.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
+    if mesh.ndim > 1:
+        _replicate(model, mesh, accelerator, optimizers)
+    if accelerator.mixed_precision == "bf16":
+        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
+    mark_as_prepared(model)
+
+
+def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError where an optimizer has state of parameters that are `replaced`, or none has a trainable one."""
+    held: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        held |= {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if any(optimizer.state.get(parameter) for parameter in replaced.values()):
+            raise UserError(
+                f"optimizer {type(optimizer).__name__} has state before the first step, which fully sharded parameters "
+                "would not take over: use one such as AdamW that makes it later, or dense parameters under DDP."
+            )
+    for name, parameter in replaced.items():
+        if parameter.requires_grad and parameter not in held:
+            raise UserError(
+                f"parameter {name!r} is in no optimizer that prepare was given, and sharding replaces it, so that an "
+                "optimizer made before would train nothing: give prepare all optimizers, or freeze it."
+            )
+
+
+def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:
+    """Of one dimension, or for several sets of shards of two: ranks with the same shard, and ranks of the same set."""
+    world = accelerator.num_processes
+    if fsdp_size in (None, world):
+        return init_device_mesh(accelerator.device.type, (world,))
+    if fsdp_size is None or fsdp_size < 2 or world % fsdp_size:
+        raise UserError(
+            f"--fsdp-size {fsdp_size} does not divide the {world} process(es) of this launch: use one of "
+            f"{divisors_text(world, least=2)}, or --dense-parallel ddp, which replicates all parameters."
+        )
+    ranks = torch.arange(world).view(-1, fsdp_size)
+    groups = [new_group_of_each(partition.tolist()) for partition in (ranks.T, ranks)]
+    return DeviceMesh.from_group(
+        [group for group in groups if group is not None],
+        accelerator.device.type,
+        mesh=ranks,
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _replicate(
+    model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Have all sets of shards begin with the weights of the first, and average gradients once per optimizer step."""
+    group = mesh.get_group(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                dist.broadcast(local_rows(parameter), group=group, group_src=0)
+
+    @torch.compiler.disable
+    def sum_within_sets(module: nn.Module, _: Any) -> None:
+        """Until the last micro-batch of a step, of which Accelerate tells before its forward."""
+        assert isinstance(module, FSDPModule)
+        module.set_requires_all_reduce(accelerator.sync_gradients)
+
+    model.register_forward_pre_hook(sum_within_sets)
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+    def refuse_partial_sums(*_: Any) -> None:
+        """Of a block whose last micro-batch had no backward, which would have summed them over the sets."""
+        for name, module in units:
+            if awaits_all_reduce(module):
+                raise UserError(
+                    f"{name or type(module).__name__} was used by a micro-batch of this step and not by the last one, "
+                    "so that its gradients are not averaged over the sets of shards: leave --fsdp-size out, or skip "
+                    "it in all micro-batches of a step."
+                )
+
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(refuse_partial_sums)
+
+
+def _repeated(model: nn.Module) -> Iterable[nn.Module]:
+    """The outermost modules in lists: the blocks of a transformer."""
+    for module in model.children():
+        if isinstance(module, nn.ModuleList):
+            yield from module
+        else:
+            yield from _repeated(module)

@@ -1,0 +1,262 @@
+"""Process groups of expert parallelism: which ranks share one set of experts, and which hold the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from toolkit.compat import timeout_of
+from toolkit.errors import UserError, require_choice, require_count
+from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
+from toolkit.experts.parallel.nodes import rows_of_nodes
+from toolkit.experts.parallel.waits import waits
+from toolkit.run.config.experts import ExpertExchange
+from toolkit.run.launch.node import ranks_per_node
+
+Partition = tuple[tuple[int, ...], ...]
+"""Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The nodes of an EP group, with equally many ranks on each: those of a node are consecutive EP ranks."""
+
+    count: int
+    """Nodes."""
+    size: int
+    """Ranks of the EP group on each."""
+    inside: dist.ProcessGroup
+    """Those on this node."""
+    between: dist.ProcessGroup
+    """One on each node: those with this rank's place on its node."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The world as EP groups of `ep_size` ranks, each of which holds every expert.
+
+    With 4 ranks and `ep_size` 2, {0, 1} and {2, 3} are EP groups, {0, 2} and {1, 3} expert data-parallel groups; or the
+    other way round, with a stride of 2. The experts of a rank are those of its place in its EP group.
+    """
+
+    ep_size: int = 1
+    """Ranks that together hold every expert."""
+    ep_rank: int = 0
+    """This rank's index in its EP group."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks of this EP group; None where there is only this one."""
+    expert_dp_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same experts as this one; None where there is only this one."""
+    partition: Partition | None = None
+    """The ranks of each EP group; None for neighbours. See `ep_groups`."""
+    nodes: NodeGroups | None = None
+    """None where ranks exchange rows with each other, whichever node they are on."""
+    chunks: int = 1
+    """In how many parts tokens are dispatched, so that experts compute one while the rows of others travel."""
+
+    @property
+    def expert_dp_size(self) -> int:
+        """Ranks that hold the same experts, this one included."""
+        return 1 if self.expert_dp_group is None else dist.get_world_size(self.expert_dp_group)
+
+    @property
+    def ep_groups(self) -> Partition:
+        """The ranks of every EP group. All groups have the same placement; the first one, which has rank 0, stands for
+        them in checkpoints."""
+        world = dist.get_world_size() if dist.is_initialized() else self.ep_size
+        return self.partition or strided_partition(world, self.ep_size)
+
+    @property
+    def is_in_first_group(self) -> bool:
+        """Whether this rank is in the EP group of rank 0."""
+        return not dist.is_initialized() or dist.get_rank() in self.ep_groups[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroups:
+        """Itself: a copied model is on the same ranks."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.ep_group is not None or self.expert_dp_group is not None:
+            raise UserError(
+                "experts on several ranks cannot be pickled, because each process has some of them only: "
+                "use the save(folder) of ExpertParallel, or save_tensors."
+            )
+        return ExpertGroups, (self.ep_size, self.ep_rank)
+
+
+def make_expert_groups(
+    ep_size: int | None = None,
+    *,
+    stride: int = 1,
+    ranks: Sequence[Sequence[int]] | DeviceMesh | None = None,
+    exchange: ExpertExchange = "flat",
+    chunks: int = 1,
+) -> ExpertGroups:
+    """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
+
+    `ep_size` ranks that are `stride` apart are a group: neighbours by default. `ranks` says in their place which ranks
+    are a group each, in lists of equal length that together have every rank once, or as one dimension of a mesh, such
+    as `mesh["ep"]`. In each group experts are placed on the ranks in ascending order. `exchange`: whether a token is
+    sent to each rank that has experts of it, or once to each node and spread there. `chunks`: see `ExpertGroups`; each
+    layer's experts then take as many smaller products, so it pays where rows travel for long.
+
+    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`,
+    `ranks` are no such groups, groups are on one node or have unequal parts of several and the exchange is
+    hierarchical, the exchange is neither, or there are fewer chunks than one.
+    """
+    world = world_size()
+    if (ep_size is None) == (ranks is None):
+        raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
+    for name, size in (("ep_size", ep_size), ("stride", stride), ("chunks", chunks)):
+        if size is not None:
+            require_count(name, size)
+    if ranks is not None and stride != 1:
+        raise UserError(f"stride={stride}: ranks=... says which ranks share the experts: leave one of the two out.")
+    partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
+    require_choice("exchange", exchange, ExpertExchange)
+    if exchange == "hierarchical" and len(partition[0]) == 1:
+        raise UserError("--exchange hierarchical: each process has all experts, so nothing is exchanged: use flat.")
+    if world == 1:
+        return ExpertGroups()
+    rank, size = dist.get_rank(), len(partition[0])
+    across = [[group[place] for group in partition] for place in range(size)]
+    return ExpertGroups(
+        size,
+        next(group.index(rank) for group in partition if rank in group),
+        new_group_of_each(partition),
+        new_group_of_each(across),
+        partition,
+        None if exchange == "flat" else _node_groups(partition),
+        chunks,
+    )
+
+
+def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
+    """The groups of `ep_size` ranks that are `stride` apart, out of `world`.
+
+    With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError where `world` is no
+    multiple of their product.
+    """
+    if ep_size < 1 or world % ep_size:
+        raise UserError(
+            f"--ep-size {ep_size} does not divide the {world} process(es) of this launch: "
+            f"use one of {divisors_text(world)}."
+        )
+    if stride < 1 or world // ep_size % stride:
+        raise UserError(
+            f"--ep-stride {stride} does not divide the {world // ep_size} EP group(s) of {ep_size} among {world} "
+            f"process(es): use one of {divisors_text(world // ep_size)}, or another --ep-size."
+        )
+    blocks = range(0, world, ep_size * stride)
+    firsts = (first for block in blocks for first in range(block, block + stride))
+    return tuple(tuple(range(first, first + ep_size * stride, stride)) for first in firsts)
+
+
+def divisors_text(number: int, *, least: int = 1) -> str:
+    """Such as "1, 2, 4" for 4."""
+    return ", ".join(str(n) for n in range(least, number + 1) if number % n == 0)
+
+
+def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Partition:
+    """The groups that `ranks` names, on every rank. A collective: ranks may have been given different ones."""
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            raise UserError(f'ranks={ranks} has {ranks.ndim} dimensions: give one of them, such as mesh["ep"].')
+        groups = [sorted(ranks.mesh.tolist())] if ranks.get_coordinate() is not None else []
+    else:
+        groups = [sorted(group) for group in ranks or ()]
+    listed = [each for group in groups for each in group]
+    is_listed_once = listed.count(rank()) == 1 and set(listed) <= set(range(world_size()))
+    mine = next(group for group in groups if rank() in group) if is_listed_once else []
+    return partition_of(gather_objects(mine))
+
+
+def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
+    """The groups, given that of each rank in ascending order, empty where it has none.
+
+    Raises UserError where ranks disagree, a rank is in no group, or groups differ in size.
+    """
+    partition = tuple(sorted({tuple(group) for group in group_of_rank}))
+    is_whole = sorted(rank for group in partition for rank in group) == list(range(len(group_of_rank)))
+    agrees = is_whole and all(rank in group for rank, group in enumerate(group_of_rank))
+    if not agrees or len({len(group) for group in partition}) > 1:
+        named = ", ".join(str(list(group)) for group in partition)
+        raise UserError(
+            f"ranks=... makes groups {named} of {len(group_of_rank)} process(es): give every rank the same groups, all "
+            "of one size, with each rank in one of them."
+        )
+    return partition
+
+
+def _node_groups(partition: Partition) -> NodeGroups:
+    """Of the EP groups in `partition`. A collective; raises UserError on all ranks or on none."""
+    sizes = sorted(set(gather_objects(ranks_per_node(world_size()))))
+    if len(sizes) > 1:
+        raise UserError(
+            f"--exchange hierarchical: nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
+            "on each."
+        )
+    mine = None
+    for rows in [rows_of_nodes(ep_ranks, sizes[0]) for ep_ranks in partition]:
+        of_nodes = [new_group(row) for row in rows]
+        of_places = [new_group(list(column)) for column in zip(*rows, strict=True)]
+        for inside, row in zip(of_nodes, rows, strict=True):
+            if rank() in row:
+                mine = NodeGroups(len(rows), len(row), inside, of_places[row.index(rank())])
+    assert mine is not None
+    return mine
+
+
+def new_group_of_each(partition: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A process group for each group of ranks; returns that of this rank, None where it has no other. A collective."""
+    mine = None
+    for ranks in partition:
+        if len(ranks) > 1:
+            group = new_group(list(ranks))
+            mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """`dist.new_group` with the time-out of the world's group; torch's own default is 30 minutes. A collective."""
+    return dist.new_group(ranks, timeout=timeout_of(), backend=backend)
+
+
+def wait_for(work: dist.Work, device: torch.device) -> None:
+    """Wait for a send or a receive of tensors on `device`; RuntimeError after the time-out of the world's group.
+
+    gloo's have none of their own and would wait for ever; NCCL's have, and the host does not wait for them.
+    """
+    if device.type == "cpu":
+        work.wait(timeout_of())
+    else:
+        work.wait()
+
+
+def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """`value`, summed in place over all ranks where there are several. A collective."""
+    if dist.is_initialized():
+        waits.timed("losses", value.device, dist.all_reduce, value)
+    return value
+
+
+def extremes_over_ranks(
+    value: Shaped[Tensor, "*shape"], group: dist.ProcessGroup | None = None
+) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
+    """The largest and the smallest of each element over the ranks of `group`, None for all; one collective, where there
+    are several processes.
+
+    Where they are the same, so is `value` on all ranks.
+    """
+    if not dist.is_initialized():
+        return value, value
+    extremes = torch.stack([value, -value])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return extremes[0], -extremes[1]

@@ -1,0 +1,215 @@
+"""Optimizers of owned parameters: what one does to a row may depend on that row only, as each rank has other rows.
+
+AdamW, Adagrad or SGD treat each number by itself. Adafactor, LAMB or Prodigy use statistics of a whole tensor or model,
+which would be those of one rank's rows. Optimizers are not known by name: each is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.compat import set_data_of_other_shape
+from toolkit.errors import UserError
+from toolkit.experts.parallel.ownership import in_use, is_owned, mark_rows_in_use, ownership_of
+from toolkit.experts.parallel.unwrapping import unwrapped
+
+ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
+"""Of a trial: rows of each owned parameter, its other dimensions at most, steps, the learning rate, and how many times
+larger gradients of other experts become from step to step."""
+
+
+def refuse_coupled_rows(optimizer: Optimizer) -> None:
+    """Raise UserError where what `optimizer` does depends on the rows of owned parameters that other ranks hold.
+
+    The optimizer itself is not called: another of its type, with its settings, makes steps on small tensors of random
+    numbers, twice. Between the two only the last row of owned parameters differs; nothing else may. Where that cannot
+    be tried there is a warning. Changes no weights, no state, and no random state.
+
+    On any number of ranks raises UserError for states without a row for each of the parameter's: none could be saved.
+    """
+    inner = unwrapped(optimizer)
+    name = type(inner).__name__
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if all(ownership_of(p) is None for p in parameters):
+        return
+    try:
+        (once, states), (again, _) = (_try(inner, parameters, others_differ=differ) for differ in (False, True))
+    except Exception as error:  # of any optimizer, for any reason
+        warnings.warn(
+            f"optimizer {name} could not be tried on small tensors ({type(error).__name__}: {error}): with experts on "
+            "several ranks, what it does to an expert must not depend on other experts.",
+            stacklevel=2,
+        )
+        return
+    is_same = all(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all() for a, b in zip(once, again, strict=True))
+    if not is_same and any(is_owned(p) for p in parameters):
+        raise UserError(
+            f"optimizer {name} computes with statistics of all experts of a tensor, or of the whole model, and each "
+            "rank has other experts: use one that treats each number by itself, such as AdamW, Adagrad or SGD."
+        )
+    for trial, state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                rows_of_state(name, key, value, trial)
+
+
+SetData = Callable[[Tensor, Tensor], None]
+
+
+def _set_data(parameter: Tensor, data: Tensor) -> None:
+    """Keeps the node that accumulates the parameter's gradients: DDP has its hooks there."""
+    parameter.data = data
+
+
+class RowsInUse:
+    """Lets a training step see the rows in use of `parameters` and of their states alone: from `narrow`, before its
+    forward, to the end of the step of `optimizer`, or `widen` where none is made.
+
+    What is in no use is zero: weights, gradients and moments, which a step would leave as they are, in as much time as
+    others take. An optimizer makes its states in its first step, which is on all rows. Parameters whose gradients DDP
+    averages, in buckets of a fixed size, are narrowed for the optimizer's step only: `in_ddp`, all that are not owned.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer, *, in_ddp: bool):
+        self.parameters, self.in_ddp = list(parameters), in_ddp
+        self._optimizer = unwrapped(optimizer)
+        self._weights: list[tuple[Tensor, Tensor, SetData]] = []
+        self._states: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Of the step that is running, the whole tensors."""
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(lambda *_: self._narrow(self.parameters, _set_data)),
+            self._optimizer.register_step_post_hook(lambda *_: self.widen()),
+        ]
+
+    def remove(self) -> None:
+        """Show all rows from now on, all of which are then in use."""
+        self.widen()
+        for parameter in self.parameters:
+            mark_rows_in_use(parameter, None)
+        for hook in self._hooks:
+            hook.remove()
+
+    def narrow(self) -> None:
+        """To be called before the forward of a step, without gradients."""
+        self._narrow([p for p in self.parameters if is_owned(p) or not self.in_ddp], set_data_of_other_shape)
+
+    def _narrow(self, parameters: Iterable[Tensor], set_data: SetData) -> None:
+        for parameter in parameters:
+            state = self._optimizer.state.get(parameter)
+            whole = parameter.data
+            used = in_use(parameter, whole)
+            if not state or len(used) == len(whole):
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == whole.shape:
+                    self._states.append((state, key, value))
+                    state[key] = in_use(parameter, value)
+            self._weights.append((parameter, whole, set_data))
+            grad = None if parameter.grad is None else in_use(parameter, parameter.grad)
+            set_data(parameter, used)
+            parameter.grad = grad
+
+    def widen(self) -> None:
+        for parameter, whole, set_data in self._weights:
+            parameter.grad = None
+            set_data(parameter, whole)
+        for state, key, value in self._states:
+            state[key] = value
+        self._weights, self._states = [], []
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is more state than an optimizer may have when it is made: tensors of one number, as Adagrad's."""
+    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
+
+
+def fit_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    """Give states that `optimizer` was made with the rows that `parameter` has since. It must not have stepped."""
+    state = unwrapped(optimizer).state.get(parameter, {})
+    for key, value in state.items():
+        shape = getattr(parameter, "shape_when_made", None)
+        if (
+            isinstance(value, Tensor)
+            and value.ndim
+            and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
+        ):
+            state[key] = value.flatten()[:1].expand(parameter.shape).clone()
+
+
+def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """`value`, state `key` of `parameter`, if it has a row for each of the parameter's. Else UserError says `name`."""
+    if value.shape[0] == parameter.shape[0]:
+        return value
+    raise UserError(
+        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} where the experts are "
+        f"{parameter.shape[0]} rows, so it can be neither saved nor moved with them: use an optimizer such as AdamW "
+        "whose state has a row per expert."
+    )
+
+
+def _try(
+    optimizer: Optimizer, parameters: list[nn.Parameter], *, others_differ: bool
+) -> tuple[list[Tensor], list[tuple[nn.Parameter, dict[str, Any]]]]:
+    """Steps of another optimizer like `optimizer` on small parameters: those, without the last row of owned ones; and
+    the owned ones with their states.
+
+    Where `others_differ`, the last rows have other weights, and other gradients that grow from step to step: to a
+    constant factor an optimizer that divides by the size of gradients would be blind.
+    """
+    draws, other_draws = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+    growth = 1.0
+    trials: list[nn.Parameter] = []
+    replaced: dict[int, Any] = {}  # by `copy.deepcopy`, so that nothing in the copy is the optimizer's own
+
+    def draw(like: Tensor) -> Tensor:
+        sizes = [min(size, LARGEST) for size in like.shape]
+        has_rows = ownership_of(like) is not None
+        values = torch.randn([ROWS, *sizes[1:]] if has_rows else sizes, generator=draws)
+        if has_rows and others_differ:
+            values[-1] = growth * torch.randn(values.shape[1:], generator=other_draws)
+        return values.to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+    for parameter in parameters:
+        trial = nn.Parameter(draw(parameter))
+        trials.append(trial)
+        replaced[id(parameter)] = trial
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.ndim:
+                filled = trial.new_zeros(trial.shape, dtype=torch.promote_types(value.dtype, torch.float32))
+                replaced[id(value)] = filled + value.flatten()[0]
+    # Hooks are in ordered dicts; a scheduler puts its own `step` on the instance.
+    attributes = {
+        key: OrderedDict() if isinstance(value, OrderedDict) else value
+        for key, value in vars(optimizer).items()
+        if key != "step"
+    }
+    other = object.__new__(type(optimizer))
+    other.__dict__ = copy.deepcopy(attributes, replaced)
+    for group in other.param_groups:
+        if isinstance(group.get("lr"), Tensor):
+            group["lr"].fill_(LR)
+        elif isinstance(group.get("lr"), float | int):
+            group["lr"] = LR
+    step = type(optimizer).step
+    closure = [lambda: torch.zeros(())] if len(inspect.signature(step).parameters) > 1 else []
+    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        torch.manual_seed(0)
+        for _ in range(STEPS):
+            growth *= GROWTH
+            for parameter, trial in zip(parameters, trials, strict=True):
+                trial.grad = draw(parameter)
+            step(other, *closure)  # type: ignore[arg-type]
+    has_rows = [ownership_of(parameter) is not None for parameter in parameters]
+    ends = [trial.detach()[:-1] if rows else trial.detach() for trial, rows in zip(trials, has_rows, strict=True)]
+    return ends, [(t, other.state.get(t, {})) for t, rows in zip(trials, has_rows, strict=True) if rows]

@@ -1,0 +1,189 @@
+"""Parameters that are owned by one rank instead of replicated on all, as the experts of an EP group are.
+
+Accelerate and DDP know one kind of parameter: every rank has a replica, gradients are averaged. A parameter whose rows
+differ between ranks breaks each of their assumptions without an error. This package does what has to be done instead,
+and knows nothing of experts: it sees parameters whose *rows* have owners.
+
+| what DDP or Accelerate does                         | what is done here                                            |
+|-----------------------------------------------------|--------------------------------------------------------------|
+| overwrites every rank's parameters with rank 0's    | `prepare.prepare` puts owned parameters on DDP's ignore list |
+| averages gradients over ranks                       | `gradients.average_owned_gradients`: rows already hold the   |
+|                                                     | sum over their EP group's batches                            |
+| keeps replicated parameters equal                   | `gradients.refresh_replicas`: of a row with replicas one     |
+|                                                     | rank is the owner; it gets their gradients, steps, sends it  |
+| clips by the norm of local gradients                | `gradients.clip_grad_norm_`: replicated ones count once,     |
+|                                                     | owned ones are summed                                        |
+| saves rank 0's model and optimizer                  | `toolkit.checkpoint` saves each row under its uid             |
+| forgets parameters that are added later             | `prepare.refuse_late_parameters`                             |
+
+Each line is a test in `tests/traps/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from toolkit.experts.parallel.groups import ExpertGroups
+
+EMPTY_ROW = -1
+"""The id of a row that holds nothing."""
+
+
+class RowHolder(Protocol):
+    """What decides which rows the ranks of an EP group hold."""
+
+    def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
+        """Hold the rows that a checkpoint was saved with, whose values are read next, where as many fit."""
+        ...
+
+
+class RowsOfRanks(NamedTuple):
+    """Rows here that are exchanged with each rank of an EP group."""
+
+    index_N: Int[Tensor, " N"]
+    """int64, those of all ranks in order of rank."""
+    sizes: list[int]
+    """How many of them each rank has."""
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What is attached to an owned parameter."""
+
+    row_ids: tuple[int, ...]
+    """The uid of what each row along dimension 0 holds, or `EMPTY_ROW`."""
+    groups: ExpertGroups
+    rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
+    """The row ids of every rank of the EP group, where some rows have replicas on other ranks; else None."""
+    holder: RowHolder | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without its holder, which holds the parameter, and marks it again when it is loaded."""
+        return Ownership, (self.row_ids, self.groups, self.rows_of_ranks)
+
+    @cached_property
+    def owner_of(self) -> dict[int, int]:
+        """The rank of the EP group that steps each row: the lowest that holds it. Empty where no row has replicas."""
+        owners: dict[int, int] = {}
+        for rank, ids in enumerate(self.rows_of_ranks or ()):
+            for row_id in ids:
+                owners.setdefault(row_id, rank)
+        return owners
+
+    @cached_property
+    def owns(self) -> tuple[bool, ...]:
+        """Whether each row holds something that this rank steps and saves."""
+        here = self.groups.ep_rank
+        return tuple(i != EMPTY_ROW and self.owner_of.get(i, here) == here for i in self.row_ids)
+
+    @cached_property
+    def replicated(self) -> tuple[list[list[int]], list[list[int]]]:
+        """For each rank of the EP group, in order of row id: rows here that it owns, and rows owned here that it holds
+        a replica of."""
+        ranks = self.rows_of_ranks or ()
+        here = self.groups.ep_rank
+        row_of = {row_id: row for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW}
+        borrowed: list[list[int]] = [[] for _ in ranks]
+        lent: list[list[int]] = [[] for _ in ranks]
+        for row_id in sorted(row_of):
+            owner = self.owner_of.get(row_id, here)
+            if owner != here:
+                borrowed[owner].append(row_of[row_id])
+                continue
+            for rank, ids in enumerate(ranks):
+                if rank != here and row_id in ids:
+                    lent[rank].append(row_of[row_id])
+        return borrowed, lent
+
+    def replicated_on(self, device: torch.device) -> tuple[RowsOfRanks, RowsOfRanks]:
+        """`replicated`, as indices on `device`, where they stay: steps are many, and migrations make an `Ownership`."""
+        if device not in self._indices:
+            borrowed, lent = (_rows_of_ranks(lists, device) for lists in self.replicated)
+            self._indices[device] = borrowed, lent
+        return self._indices[device]
+
+    @cached_property
+    def _indices(self) -> dict[torch.device, tuple[RowsOfRanks, RowsOfRanks]]:
+        return {}
+
+
+def _rows_of_ranks(lists: Sequence[Sequence[int]], device: torch.device) -> RowsOfRanks:
+    index_N = torch.tensor([row for each in lists for row in each], dtype=torch.int64)
+    return RowsOfRanks(index_N.to(device, non_blocking=True), [len(each) for each in lists])
+
+
+def mark_owned(
+    parameter: nn.Parameter,
+    *,
+    row_ids: Sequence[int],
+    groups: ExpertGroups,
+    rows_of_ranks: Sequence[Sequence[int]] | None = None,
+    holder: RowHolder | None = None,
+) -> None:
+    """Declare that this rank, and its expert data-parallel group, owns the rows of `parameter`; uids are `row_ids`.
+
+    `rows_of_ranks`: what every rank of the EP group holds; needed where rows have replicas there.
+    Raises ValueError where `row_ids` are not one for each row.
+    """
+    if len(row_ids) != len(local_rows(parameter)):
+        raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
+    everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
+    parameter.ownership = Ownership(tuple(row_ids), groups, everywhere, holder)  # type: ignore[attr-defined]
+
+
+def mark_rows_in_use(parameter: Tensor, rows: int | None) -> None:
+    """Declare that rows of `parameter` after the first `rows` are zero and get no gradient; None: that all are in use.
+
+    Norms, clipping and averages of gradients then read the rows in use alone, and so do steps under
+    `toolkit.experts.parallel.optimizer_rows.RowsInUse`. Whoever puts something into another row says so before the next
+    step.
+    """
+    parameter.rows_in_use = rows  # type: ignore[attr-defined]
+
+
+def in_use(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """The rows in use of `tensor`, which is `parameter`, its gradient or a state of it."""
+    rows = getattr(parameter, "rows_in_use", None)
+    return tensor if rows is None else tensor[:rows]
+
+
+def ownership_of(parameter: Tensor) -> Ownership | None:
+    """How `parameter` is owned, or None where every rank has a replica."""
+    return getattr(parameter, "ownership", None)
+
+
+def is_owned(parameter: Tensor) -> bool:
+    """Whether other ranks hold other rows, so that DDP must leave `parameter` alone."""
+    ownership = ownership_of(parameter)
+    return ownership is not None and ownership.groups.ep_size > 1
+
+
+def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of `parameters` that are owned."""
+    return [p for p in parameters if is_owned(p)]
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The rows that this rank holds: its shard of a `DTensor`, else all of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(like: Any, rows: Tensor) -> DTensor:
+    """`rows` as this rank's shard of a tensor that is sharded as the `DTensor` `like`, and of its shape."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def spread_like(like: DTensor, whole: Tensor) -> DTensor:
+    """This rank's shard of `whole`, sharded as `like`, without communication: each rank has the same `whole`."""
+    part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    assert isinstance(part, DTensor)
+    return part

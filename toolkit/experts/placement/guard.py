@@ -1,0 +1,119 @@
+"""Decides whether a plan gains more than its migration costs, and returns to an earlier placement where it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.experts.placement.cost_model import CostModel
+from toolkit.experts.placement.placement import ExpertPlacement
+
+FEWEST_WINDOWS = 3
+"""Windows that are needed to estimate how much a gain changes from one to the next."""
+
+
+class MigrationGuard:
+    """Accepts or refuses the plans of one layer. After each window of steps call `review`, which may return a placement
+    to roll back to. If it returns None, ask `accepts` about a new plan. The caller must apply what either decides.
+
+    A plan is made for the load of one window, and its gain changes from window to window. So its gain is computed for
+    each of the last `history` windows, and predicted as the larger of
+
+    - the smallest gain of the last `recent` windows, less the root mean square change of the gain from one window to
+      the next (a gain above noise);
+    - once there are `recent` windows, the smallest gain of all windows (a plan that helps wherever the load has been).
+
+    A plan must save `margin` times what it costs. It is rolled back where it was worse in `patience` windows in a row.
+    """
+
+    def __init__(
+        self, cost_model: CostModel, *, history: int = 20, recent: int = 6, patience: int = 2, margin: float = 1.5
+    ):
+        self.cost_model, self.history, self.recent, self.patience, self.margin = (
+            cost_model,
+            history,
+            recent,
+            patience,
+            margin,
+        )
+        self.refused = 0
+        """Plans that `accepts` has refused, in this process."""
+        self.reason = ""
+        """Why it refused the last one."""
+        self._windows: list[NDArray[np.float64]] = []
+        self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
+        """Earlier placements, latest last, with the seconds per step that each would have saved in the last windows."""
+
+    def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
+        """Record a window; `load_E`: its mean number of rows per expert and step, over all ranks.
+
+        Returns the placement to roll back to: one of the last `patience` that were replaced, if it would have been
+        better than `current` in each of the last `patience` windows and the migration pays within `steps`; else None.
+        """
+        load = np.asarray(load_E, dtype=np.float64)
+        self._windows = [*self._windows, load][-self.history :]
+        for former, savings in self._replaced:
+            savings[:] = [*savings, self._gain(load, current, former)][-self.patience :]
+        better = [
+            (min(savings), former)
+            for former, savings in self._replaced
+            if len(savings) == self.patience and self._pays(min(savings), current, former, steps)
+        ]
+        if not better:
+            return None
+        self._replaced = []
+        return max(better, key=lambda pair: pair[0])[1]
+
+    def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
+        """Whether `plan` saves more than its migration costs within `steps`, the steps until the next plan. The caller
+        must apply an accepted plan; of a refused one, `refused` counts and `reason` says why."""
+        if plan == current:
+            return False
+        promise = self.promise(current, plan)
+        if not self._pays(promise, current, plan, steps):
+            self.refused += 1
+            self.reason = self._explain(promise * steps, self.cost_model.migration_seconds(current, plan))
+            return False
+        formers = [*(former for former, _ in self._replaced), current][-self.patience :]
+        self._replaced = [(former, []) for former in formers]
+        return True
+
+    def promise(self, current: ExpertPlacement, plan: ExpertPlacement) -> float:
+        """The predicted gain of `plan`, in seconds per step; 0 while there are fewer than FEWEST_WINDOWS."""
+        if len(self._windows) < FEWEST_WINDOWS:
+            return 0.0
+        gains = np.array([self._gain(load, current, plan) for load in self._windows])
+        usual_change = float(np.sqrt(np.square(np.diff(gains)).mean()))
+        above_noise = float(gains[-self.recent :].min()) - usual_change
+        return above_noise if len(gains) < self.recent else max(above_noise, float(gains.min()))
+
+    def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
+        """Seconds per step that `plan` saves under `load_E`."""
+        return self.cost_model.step_seconds(load_E, current) - self.cost_model.step_seconds(load_E, plan)
+
+    def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:
+        return gain * steps > self.margin * self.cost_model.migration_seconds(current, plan)
+
+    def _explain(self, saved: float, migration: float) -> str:
+        if len(self._windows) < FEWEST_WINDOWS:
+            return f"a gain is judged by {FEWEST_WINDOWS} windows of loads or more"
+        if saved <= 0:
+            return "its gain cannot be told from how the loads change between windows"
+        return (
+            f"until the next plan it saves {1e3 * saved:.3g} ms, which is less than {self.margin:g} times "
+            f"the {1e3 * migration:.3g} ms of the migration"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {
+            "windows": [load.tolist() for load in self._windows],
+            "replaced": [[former.to_dict(), list(savings)] for former, savings in self._replaced],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._windows = [np.array(load) for load in state["windows"]]
+        self._replaced = [(ExpertPlacement.from_dict(former), list(savings)) for former, savings in state["replaced"]]

@@ -1,0 +1,281 @@
+"""Placements: a frozen map from logical expert ids to (rank, slot), and the moves between two placements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import UserError, require_choice
+from toolkit.experts.parallel.ownership import EMPTY_ROW
+from toolkit.run.config.experts import InitialPlacement
+
+
+class Place(NamedTuple):
+    """One row of one rank's stacked expert weights."""
+
+    rank: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """One layer's experts on the ranks of an EP group: `slots[rank][slot]` is an expert id, or `EMPTY_ROW`.
+
+    Ranks may have different numbers of slots, slots may be empty, and an expert may have replicas on several ranks. Ids
+    count from 0, and each has at least one slot. Raises ValueError for a map that breaks this.
+    """
+
+    slots: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.slots:
+            raise ValueError("a placement needs at least one rank")
+        found: set[int] = set()
+        for rank, row in enumerate(self.slots):
+            ids = set(row)
+            ids.discard(EMPTY_ROW)
+            if len(ids) + row.count(EMPTY_ROW) < len(row):
+                twice = min(e for e, n in Counter(row).items() if n > 1 and e != EMPTY_ROW)
+                raise ValueError(f"rank {rank} holds expert {twice} twice: replicas belong on different ranks")
+            found |= ids
+        if not found:
+            raise ValueError("a placement needs at least one expert")
+        if min(found) < 0:
+            raise ValueError(f"expert id {min(found)} is negative; an empty slot is {EMPTY_ROW}")
+        if len(found) != max(found) + 1:
+            missing = min(set(range(max(found))) - found)
+            raise ValueError(f"expert {missing} has no slot, but expert {max(found)} has")
+
+    @classmethod
+    def from_slot_of_expert(cls, slot_of_expert: Sequence[int], ranks: int) -> ExpertPlacement:
+        """Without replicas: `slot_of_expert[e]` counts slots through all ranks, which are filled evenly."""
+        if len(slot_of_expert) % ranks or sorted(slot_of_expert) != list(range(len(slot_of_expert))):
+            raise ValueError(f"slots {tuple(slot_of_expert)} do not fill {ranks} rank(s) evenly")
+        by_slot = sorted(range(len(slot_of_expert)), key=slot_of_expert.__getitem__)
+        per_rank = len(by_slot) // ranks
+        return cls(tuple(tuple(by_slot[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.slots)
+
+    @property
+    def slots_per_rank(self) -> list[int]:
+        return [len(row) for row in self.slots]
+
+    @cached_property
+    def num_experts(self) -> int:
+        return 1 + max(e for row in self.slots for e in row)
+
+    @cached_property
+    def stride(self) -> int:
+        """Slots of the rank that has most: global slot = rank * stride + slot, so that rank = global slot // stride."""
+        return max(self.slots_per_rank)
+
+    @cached_property
+    def _replicas(self) -> tuple[tuple[Place, ...], ...]:
+        replicas: list[list[Place]] = [[] for _ in range(self.num_experts)]
+        for rank, row in enumerate(self.slots):
+            for slot, expert in enumerate(row):
+                if expert != EMPTY_ROW:
+                    replicas[expert].append(Place(rank, slot))
+        return tuple(tuple(places) for places in replicas)
+
+    def replicas(self, expert: int) -> tuple[Place, ...]:
+        """The places of `expert`, by rank."""
+        return self._replicas[expert]
+
+    def owner(self, expert: int) -> Place:
+        """The replica that the optimizer updates: that of the lowest rank."""
+        return self._replicas[expert][0]
+
+    def replica_on(self, expert: int, rank: int) -> Place | None:
+        """The place of `expert` on `rank`, or None."""
+        return next((place for place in self._replicas[expert] if place.rank == rank), None)
+
+    def experts_on(self, rank: int) -> list[int]:
+        """The expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
+        return list(self.slots[rank])
+
+    @property
+    def has_replicas(self) -> bool:
+        return any(len(places) > 1 for places in self._replicas)
+
+    @property
+    def empty_slots(self) -> int:
+        return sum(row.count(EMPTY_ROW) for row in self.slots)
+
+    @property
+    def slot_of_expert(self) -> tuple[int, ...]:
+        """The global slot of each expert's owner."""
+        return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
+
+    def slots_of_experts(self) -> Tensor:
+        """int64 (E, most replicas): the global slots of each expert's replicas by rank, then `EMPTY_ROW`."""
+        width = max(len(places) for places in self._replicas)
+        rows = [[rank * self.stride + slot for rank, slot in places] for places in self._replicas]
+        return torch.tensor([row + [EMPTY_ROW] * (width - len(row)) for row in rows])
+
+    def num_replicas(self) -> Tensor:
+        """int64 (E)."""
+        return torch.tensor([len(places) for places in self._replicas])
+
+    def expert_of_slot(self) -> Tensor:
+        """int64 (ranks, stride): the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer slots."""
+        return torch.tensor([[*row, *[EMPTY_ROW] * (self.stride - len(row))] for row in self.slots])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {"num_experts": self.num_experts, "slots": [list(row) for row in self.slots]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ExpertPlacement:
+        """The reverse of `to_dict`; raises ValueError where the numbers contradict each other."""
+        placement = cls(tuple(tuple(int(e) for e in row) for row in data["slots"]))
+        if placement.num_experts != data["num_experts"]:
+            raise ValueError(f"slots hold {placement.num_experts} experts, not {data['num_experts']}")
+        return placement
+
+    def __str__(self) -> str:
+        """A line per rank, `.` for an empty slot, `'` behind a replica whose owner is elsewhere.
+
+        rank 0 | 0  3  .
+        rank 1 | 1  2  3'
+        """
+
+        def cell(rank: int, expert: int) -> str:
+            if expert == EMPTY_ROW:
+                return "."
+            return f"{expert}{'' if self.owner(expert).rank == rank else chr(39)}"
+
+        cells = [[cell(rank, expert) for expert in row] for rank, row in enumerate(self.slots)]
+        width = max(len(text) for row in cells for text in row)
+        digits = len(str(self.ranks - 1))
+        return "\n".join(
+            f"rank {rank:>{digits}} | {' '.join(text.ljust(width) for text in row)}".rstrip()
+            for rank, row in enumerate(cells)
+        )
+
+
+def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = None) -> ExpertPlacement:
+    """Consecutive blocks of experts, the default of most libraries and of this one.
+
+    With `slots_per_rank` the experts need not divide the ranks: the first ranks take one more, and slots left over
+    are spare. Raises UserError where the experts do not fit.
+    """
+    if slots_per_rank is None:
+        if num_experts % ranks:
+            fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise UserError(
+                f"--experts {num_experts} cannot be spread equally over --ep-size {ranks}: "
+                f"use an expert parallel size out of {fitting}, or a multiple of {ranks} experts."
+            )
+        slots_per_rank = num_experts // ranks
+    if num_experts > ranks * slots_per_rank:
+        raise UserError(
+            f"{num_experts} experts do not fit in {slots_per_rank} slot(s) on each of {ranks} rank(s): "
+            f"use at least {-(-num_experts // ranks)} slots per rank."
+        )
+    least, more = divmod(num_experts, ranks)
+    rows, first = [], 0
+    for rank in range(ranks):
+        count = least + (rank < more)
+        rows.append((*range(first, first + count), *[EMPTY_ROW] * (slots_per_rank - count)))
+        first += count
+    return ExpertPlacement(tuple(rows))
+
+
+def initial_placement(
+    num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
+) -> ExpertPlacement:
+    """`contiguous` blocks of experts, as equal as possible, or expert e on rank e mod `ranks` (`round_robin`); each
+    rank has `spare_slots` empty slots more. Raises UserError for another `kind`."""
+    require_choice("placement", kind, InitialPlacement)
+    if kind == "round_robin":
+        rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
+        slots = len(rows[0])
+        even = ExpertPlacement(tuple((*row, *[EMPTY_ROW] * (slots - len(row))) for row in rows))
+        return with_spare_slots(even, spare_slots)
+    if num_experts % ranks == 0:
+        return with_spare_slots(contiguous(num_experts, ranks), spare_slots)
+    return contiguous(num_experts, ranks, slots_per_rank=-(-num_experts // ranks) + spare_slots)
+
+
+def with_spare_slots(placement: ExpertPlacement, per_rank: int) -> ExpertPlacement:
+    """The same experts in the same slots, and `per_rank` empty slots more on each rank."""
+    return ExpertPlacement(tuple((*row, *[EMPTY_ROW] * per_rank) for row in placement.slots))
+
+
+@dataclass(frozen=True)
+class Move:
+    """The rows of `expert` are copied from one slot to another, of another rank or of the same."""
+
+    expert: int
+    source_rank: int
+    source_slot: int
+    rank: int
+    slot: int
+
+    @property
+    def travels(self) -> bool:
+        """Whether it leaves its rank."""
+        return self.source_rank != self.rank
+
+
+def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
+    """The rows to copy to get from `old` to `new`, by destination; none for replicas that stay in their slot.
+
+    A rank that has a replica copies from itself, any other from the owner. Experts that are not in `old` have nothing
+    to copy.
+    """
+    _same_ranks(old, new)
+    found = []
+    for rank, row in enumerate(new.slots):
+        before = old.slots[rank]
+        for slot, expert in enumerate(row):
+            if expert == EMPTY_ROW or expert >= old.num_experts or before[slot : slot + 1] == (expert,):
+                continue
+            source = old.replica_on(expert, rank) or old.owner(expert)
+            found.append(Move(expert, *source, rank, slot))
+    return found
+
+
+def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
+    """The moves of what only owners have, such as optimizer rows: from owner to owner.
+
+    Not a subset of `moves`: a rank whose weights stay in their slot can become the owner.
+    """
+    _same_ranks(old, new)
+    known = range(min(old.num_experts, new.num_experts))
+    return [Move(e, *old.owner(e), *new.owner(e)) for e in known if old.owner(e) != new.owner(e)]
+
+
+def _same_ranks(old: ExpertPlacement, new: ExpertPlacement) -> None:
+    if old.ranks != new.ranks:
+        raise ValueError(f"experts cannot move from {old.ranks} rank(s) to {new.ranks}: the ranks must be the same")
+
+
+def bytes_moved(moves: Iterable[Move], bytes_per_expert: int) -> int:
+    """Bytes that leave their rank."""
+    return bytes_per_expert * sum(move.travels for move in moves)
+
+
+def bytes_on_busiest_rank(parts: Iterable[tuple[Sequence[Move], int]]) -> int:
+    """The most bytes that one rank sends, or that one receives, whichever is more: links work both ways at once.
+
+    `parts`: moves, and the bytes of each of them.
+    """
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for moved, bytes_per_expert in parts:
+        for move in moved:
+            if move.travels:
+                sent[move.source_rank] += bytes_per_expert
+                received[move.rank] += bytes_per_expert
+    return max([*sent.values(), *received.values()], default=0)

@@ -1,0 +1,191 @@
+"""Replicas of hot experts in spare slots, as in EPLB (DeepSeek's expert parallelism load balancer)."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from toolkit.experts.placement.loads import Load, checked_load
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.planners.exact import SearchTooLong, fit
+from toolkit.experts.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, even_counts, pack, settle
+from toolkit.experts.placement.planners.registry import register_planner
+
+CLOSE = 1.004
+"""Imbalance after packing below which no other division of spare slots is tried."""
+SLACKS = (1.002, 1.008, 1.015, 1.025, 1.04, 1.07)
+"""Load limits to try, as multiples of the lower bound of the busiest rank's load."""
+
+SEARCH_EFFORT = 150_000
+"""Partial placements that a search visits for each limit, times the square of the number of slots."""
+FEW_SLOTS = 64
+"""Most slots in all for which a search is run."""
+
+
+def replicas_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
+    """Replicas per expert: each of `spare` slots goes to the expert whose replicas have the most load, up to `most`
+    each.
+
+    No other division of the slots makes the busiest replica lighter. With `at_once`, experts whose replicas have no
+    more load than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one.
+    """
+    replicas = [1] * len(weights)
+    heap = [(-weight, expert) for expert, weight in enumerate(weights) if weight > 0 and most > 1]
+    heapq.heapify(heap)
+    while spare and heap:
+        weight, expert = heapq.heappop(heap)
+        given = min(1 if -weight > hot else at_once, spare, most - replicas[expert])
+        replicas[expert] += given
+        spare -= given
+        if replicas[expert] < most:
+            heapq.heappush(heap, (-weights[expert] / replicas[expert], expert))
+    return replicas
+
+
+def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: float) -> list[list[int]]:
+    """The items of each rank, none of which should be loaded above `limit`.
+
+    Items above it are divided first. Of the others, heaviest first, each goes whole to the rank with the least load, if
+    it fits there. Those that fit nowhere are then divided into as few replicas as fit into the ranks with least load.
+    """
+    bins: list[list[int]] = [[] for _ in room]
+    loads = [0.0 if places else float("inf") for places in room]
+    least = [(0.0, rank) for rank, places in enumerate(room) if places]  # ascending
+    order = sorted(range(len(weights)), key=lambda item: (-weights[item], item))
+    left_over = []
+
+    def give(item: int, replicas: int) -> None:
+        part = weights[item] / replicas
+        taken = least[:replicas]
+        del least[:replicas]
+        for _, rank in taken:
+            bins[rank].append(item)
+            loads[rank] += part
+            if len(bins[rank]) < room[rank]:
+                insort(least, (loads[rank], rank))
+
+    def fewest_replicas(weight: float) -> int:
+        """The fewest that keep to the limit, or come closest to it."""
+        best = 1
+        lowest = float("inf")
+        for replicas, (load, _) in enumerate(itertools.islice(least, spare + 1), start=1):
+            if load + weight / replicas < lowest:
+                best = replicas
+                lowest = load + weight / replicas
+            if lowest <= limit or load >= lowest:  # ranks with more load cannot come closer
+                break
+        return best
+
+    for item in order:
+        if weights[item] > limit:
+            replicas = fewest_replicas(weights[item])
+            spare -= replicas - 1
+            give(item, replicas)
+        elif weights[item] and least[0][0] + weights[item] <= limit:
+            give(item, 1)
+        else:
+            left_over.append(item)
+    for item in left_over:
+        replicas = fewest_replicas(weights[item]) if weights[item] else 1
+        spare -= replicas - 1
+        give(item, replicas)
+    return bins
+
+
+def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: int, *, search: bool) -> list[list[int]]:
+    """The best packing found. First all spare slots go to the hottest experts, which suits loads that differ much. Then
+    limits are tried, each with the replicas that it needs, which suits similar loads. Last, with `search`, a search is
+    run for limits that were not kept."""
+    mean = sum(weights) / len(room)
+    most = sum(places > 0 for places in room)
+    replicas = replicas_for(weights, spare, most)
+    target = max(mean, max(w / n for w, n in zip(weights, replicas, strict=True)))
+    best = pack(weights, room, replicas)
+    lowest = _highest(best, weights)
+    for slack in SLACKS:
+        if lowest <= max(CLOSE, slack) * target:
+            break
+        filled = _fill(weights, room, spare, slack * target)
+        highest = _highest(filled, weights)
+        if highest < lowest:
+            best, lowest = filled, highest
+    for slack in SLACKS if search else ():
+        if lowest <= max(CLOSE, slack) * target:
+            break
+        try:
+            found = fit(weights, room, slack * target, spare=spare, nodes=SEARCH_EFFORT // sum(room) ** 2)
+        except SearchTooLong:
+            continue
+        if found is not None:
+            return found
+    return best
+
+
+def _highest(bins: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
+    replicas = Counter(item for items in bins for item in items)
+    return max(sum(weights[item] / replicas[item] for item in items) for items in bins)
+
+
+@register_planner("replicate")
+def replicate(
+    load_E: Load,
+    current: ExpertPlacement,
+    *,
+    node_of_rank: Sequence[int] | None = None,
+    group_size: int = 1,
+    max_replicas: int | None = None,
+) -> ExpertPlacement:
+    """Plan from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
+
+    With `node_of_rank`, first groups of `group_size` consecutive experts are packed on nodes, then experts are
+    replicated within their node, so that a router that is limited to a few groups reaches few nodes. `max_replicas`
+    bounds the replicas beyond the first, over all experts; default, as many as spare slots. Returns `current` where it
+    keeps to that and is as even already, and no nodes are given.
+    """
+    load = checked_load(load_E, current)
+    room = current.slots_per_rank
+    experts_R: list[list[int]] = [[] for _ in room]
+    spare = sum(room) - current.num_experts
+    share = 1.0 if max_replicas is None or not spare else min(1.0, max_replicas / spare)
+    nodes = _by_node(node_of_rank, len(room))
+    for ranks, experts in zip(nodes, _experts_of_nodes(load.tolist(), nodes, room, group_size), strict=True):
+        weights = [float(load[e]) for e in experts]
+        room_here = [room[rank] for rank in ranks]
+        spare_here = int((sum(room_here) - len(experts)) * share)
+        for rank, items in zip(
+            ranks, _pack_with_replicas(weights, room_here, spare_here, search=sum(room) <= FEW_SLOTS), strict=True
+        ):
+            experts_R[rank] = [experts[item] for item in items]
+    packing = PackingState(settle(experts_R, current), load)
+    packing.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
+    extra = sum(room) - current.empty_slots - current.num_experts
+    allowed = node_of_rank is None and (max_replicas is None or extra <= max_replicas)
+    return current if allowed and as_even(current, packing, load) else packing.placement()
+
+
+def _by_node(node_of_rank: Sequence[int] | None, ranks: int) -> list[list[int]]:
+    """The ranks of each node; all of one node where no map is given."""
+    if node_of_rank is None:
+        return [list(range(ranks))]
+    if len(node_of_rank) != ranks:
+        raise ValueError(f"node_of_rank names {len(node_of_rank)} rank(s), the placement has {ranks}")
+    return [[r for r in range(ranks) if node_of_rank[r] == node] for node in sorted(set(node_of_rank))]
+
+
+def _experts_of_nodes(
+    weights: Sequence[float], nodes: list[list[int]], room: Sequence[int], group_size: int
+) -> list[list[int]]:
+    """The experts of each node, by id: groups of consecutive ones, packed by their load."""
+    if group_size < 1 or len(weights) % group_size:
+        raise ValueError(f"group_size {group_size} does not divide {len(weights)} experts")
+    groups = [sum(weights[first : first + group_size]) for first in range(0, len(weights), group_size)]
+    limits = even_counts(len(groups), [sum(room[rank] for rank in ranks) // group_size for ranks in nodes])
+    return [
+        [group * group_size + place for group in sorted(packed) for place in range(group_size)]
+        for packed in pack(groups, limits)
+    ]

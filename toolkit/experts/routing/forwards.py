@@ -1,0 +1,113 @@
+"""The training forwards of a model, all expert layers side by side.
+
+E is the largest number of experts of any layer; others have zeros after theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.routing.metrics import RowBytes
+from toolkit.experts.routing.routing_log import Choices, RoutedForward
+
+
+class Forwards(NamedTuple):
+    """Consecutive forwards under the same placements; counts of this rank, on the device."""
+
+    placements: tuple[ExpertPlacement, ...]
+    """One per layer."""
+    sent_FLE: Tensor
+    """int64: assignments that were sent to experts."""
+    dropped_FLE: Tensor
+    """int64: assignments that a capacity dropped."""
+    crossings_FLR: Tensor
+    """int64: distinct tokens that went to each other node, numbered within the EP group, of which there are at most as
+    many as ranks; 0 where `ExpertStack.count_crossings` was not called."""
+    last_choices: list[Choices | None]
+    """Of the last of these forwards, per layer; None unless asked for."""
+
+
+class ModelForwards:
+    """Reads the routing logs of all expert layers of `model`, from now on; with `choices` also each token's experts."""
+
+    def __init__(self, model: nn.Module, *, choices: bool = False):
+        named = expert_stacks(model)
+        self.names = [name or "moe" for name in named]
+        self.stacks = list(named.values())
+        self.row_bytes = [RowBytes(0, 0)] * len(self.stacks)
+        """Of the last forward that was taken, per layer."""
+        self._layers: list[Any] = [model.get_submodule(name) for name in named]
+        self._cursors = [stack.log.follow(choices=choices) for stack in self.stacks]
+        self.may_drop = any(getattr(layer, "capacity", None) is not None for layer in self._layers)
+        """Whether any layer has a capacity."""
+
+    def __len__(self) -> int:
+        """Forwards that wait to be taken."""
+        return max(map(len, self._cursors), default=0)
+
+    def active(self) -> NDArray[np.bool_]:
+        """(L, E): which logical experts of each layer are active: all but in layers of dynamic experts. A host sync."""
+        active_LE = np.zeros((len(self.stacks), self.num_experts), dtype=bool)
+        for index, (layer, stack) in enumerate(zip(self._layers, self.stacks, strict=True)):
+            active_E = getattr(getattr(layer, "router", None), "active_E", None)
+            active_LE[index, : stack.num_experts] = True if active_E is None else active_E.cpu().numpy() > 0
+        return active_LE
+
+    @property
+    def num_experts(self) -> int:
+        """The largest number of experts of any layer; 0 without layers."""
+        return max((stack.num_experts for stack in self.stacks), default=0)
+
+    def take(self, *, fill: bool = False) -> list[Forwards]:
+        """The forwards since the last call, in order.
+
+        Layers that were called less often than others get calls without tokens at the end if they `fill`. Otherwise
+        raises UserError.
+        """
+        by_layer = [cursor.take() for cursor in self._cursors]
+        calls = [len(forwards) for forwards in by_layer]
+        if len(set(calls)) > 1 and not fill:
+            raise UserError(
+                "some expert layers were called more often than others, so their loads cannot be laid side by side: "
+                f"{dict(zip(self.names, calls, strict=True))}; record a model that calls each of its layers once."
+            )
+        for forwards, stack in zip(by_layer, self.stacks, strict=True):
+            forwards += [_without_tokens(stack)] * (max(calls) - len(forwards))
+        by_forward = list(zip(*by_layer, strict=True))
+        for index, called in enumerate(calls):
+            if called:
+                self.row_bytes[index] = by_layer[index][called - 1].row_bytes
+        groups = itertools.groupby(by_forward, key=lambda forward: tuple(layer.placement for layer in forward))
+        return [_stack(placements, list(forwards)) for placements, forwards in groups]
+
+
+def _without_tokens(stack: ExpertStack) -> RoutedForward:
+    return RoutedForward(stack.placement, torch.zeros_like(stack.log.load_E), None, None, RowBytes(0, 0), None)
+
+
+def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[RoutedForward, ...]]) -> Forwards:
+    # The load of a layer that was never called is still on the CPU.
+    devices = [layer.load_E.device for layer in by_forward[0]]
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
+    loads = [[layer.load_E.to(device) for layer in forward] for forward in by_forward]
+    load_FLE = torch.stack([pad_sequence(forward, batch_first=True) for forward in loads])
+    dropped_FLE = torch.zeros_like(load_FLE)
+    crossings_FLR = load_FLE.new_zeros(*load_FLE.shape[:2], placements[0].ranks)
+    for forward, layers in enumerate(by_forward):
+        for index, layer in enumerate(layers):
+            if layer.dropped_E is not None:
+                dropped_FLE[forward, index, : len(layer.dropped_E)] = layer.dropped_E
+            if layer.crossings_M is not None:
+                crossings_FLR[forward, index, : len(layer.crossings_M)] = layer.crossings_M
+    last_choices = [layer.choices for layer in by_forward[-1]]
+    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, crossings_FLR, last_choices)

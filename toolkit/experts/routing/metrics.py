@@ -1,0 +1,236 @@
+"""Balance and traffic metrics of a window of steps, the same from live counts and from recorded traces.
+
+Letters: `F` training forwards (micro-batches), `L` layers, `W` ranks of the world, ordered by EP group, so that each
+`R` consecutive ones are one, `S` source ranks that were counted, `E` experts. Imbalance is taken per forward and layer,
+because ranks wait for each other there; means over layers are taken last. E is the largest number of experts of any
+layer; others have zeros after theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.experts.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance
+from toolkit.experts.placement.loads import Floats, Ints
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.planners.bounds import lower_bound
+from toolkit.experts.placement.traffic import Traffic, hierarchical_traffic, rows_between_ranks
+
+PER_FORWARD = {"received_FLW", "imbalance_FL"}
+
+
+class _Sums:
+    """Dataclass fields that are arrays: sums over forwards, but for those of `PER_FORWARD`."""
+
+    def parts(self) -> dict[str, NDArray[Any]]:
+        return vars(self)
+
+    def then(self, later: Self) -> Self:
+        """These forwards and `later` ones."""
+        before = self.parts()
+        after = later.parts()
+        return type(self)(
+            **{
+                name: np.concatenate([part, after[name]]) if name in PER_FORWARD else part + after[name]
+                for name, part in before.items()
+            }
+        )
+
+
+@dataclass(frozen=True)
+class DispatchCounts(_Sums):
+    """What some source ranks sent. Counts of different sources in the same forwards add up element by element."""
+
+    load_LE: Ints
+    """Assignments per expert, over all forwards, dropped ones included."""
+    dropped_LE: Ints
+    """Assignments that a capacity dropped."""
+    received_FLW: Ints
+    """Rows from these sources that each rank's experts compute."""
+    sent_LWR: Ints
+    """Rows from each rank to each rank of its EP group, over all forwards."""
+    crossings_LWR: Ints
+    """Distinct tokens from each rank to each other node, numbered within the EP group, of which there are at most as
+    many as ranks; over all forwards; 0 if they were not counted."""
+
+    def flat(self) -> Ints:
+        """All numbers in one array, for one reduction over ranks."""
+        return np.concatenate([part.ravel() for part in self.parts().values()])
+
+    def unflat(self, numbers: Ints) -> DispatchCounts:
+        """The inverse of `flat`, for counts of the same shapes."""
+        ends = np.cumsum([part.size for part in self.parts().values()])[:-1]
+        pieces = zip(np.split(numbers, ends), self.parts().values(), strict=True)
+        return DispatchCounts(*[piece.reshape(part.shape) for piece, part in pieces])
+
+
+def count(
+    sent_FLSE: NDArray[Any],
+    placements: Sequence[ExpertPlacement],
+    *,
+    sources: Sequence[int],
+    world_size: int,
+    dropped_LE: NDArray[Any] | None = None,
+    crossings_LSR: NDArray[Any] | None = None,
+) -> DispatchCounts:
+    """Counts of forwards under one placement per layer, given the rows that ranks `sources` sent to experts.
+
+    `crossings_LSR` cannot be derived from loads, which do not tell which experts one token chose: see
+    `toolkit.experts.layer.stack.crossings`.
+    """
+    forwards, layers, _, experts = sent_FLSE.shape
+    group = placements[0].ranks
+    dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
+    received_FLW = np.zeros((forwards, layers, world_size), dtype=np.int64)
+    sent_LWR = np.zeros((layers, world_size, group), dtype=np.int64)
+    crossings_LWR = np.zeros_like(sent_LWR)
+    if crossings_LSR is not None:
+        crossings_LWR[:, list(sources)] = crossings_LSR
+    for layer, placement in enumerate(placements):
+        rows_FSR = rows_between_ranks(
+            sent_FLSE[:, layer, :, : placement.num_experts], placement, sources=[s % group for s in sources]
+        )
+        sent_LWR[layer, list(sources)] = rows_FSR.sum(0)
+        for index, source in enumerate(sources):
+            first = source // group * group
+            received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
+    load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
+    return DispatchCounts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_LWR)
+
+
+@dataclass(frozen=True)
+class Window(_Sums):
+    """Sums over all ranks in a window of steps. Consecutive windows add up with `then`."""
+
+    load_LE: Ints
+    dropped_LE: Ints
+    imbalance_FL: Floats
+    """Maximum over mean of the rows per rank of the world; 0 where a layer has no rows."""
+    sent_LWR: Ints
+    crossings_LWR: Ints
+
+    @classmethod
+    def of(cls, counts: DispatchCounts) -> Window:
+        """`counts`: summed over all ranks."""
+        imbalance_FL = max_over_mean(counts.received_FLW) * counts.received_FLW.any(-1)
+        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_LWR)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: part.tolist() for name, part in self.parts().items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
+        """The inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
+        parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in like.parts().items()}
+        parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
+        if parts["sent_LWR"].shape != like.sent_LWR.shape:
+            parts |= {"sent_LWR": like.sent_LWR, "crossings_LWR": like.crossings_LWR}
+        return cls(**parts)
+
+
+def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
+    """Balance over experts, whatever their placement, given each layer's load (E) of its active experts, not all 0."""
+    over_mean = [load_E / load_E.mean() for load_E in loads]
+    each = [expert_imbalance(load_E) for load_E in loads]
+    return {
+        "moe/max_load_over_mean": float(max(load_E.max() for load_E in over_mean)),
+        "moe/min_load_over_mean": float(min(load_E.min() for load_E in over_mean)),
+        "moe/max_violation": float(np.mean([layer.max_violation for layer in each])),
+        "moe/load_variation": float(np.mean([layer.variation for layer in each])),
+        "moe/load_entropy": float(np.mean([layer.entropy for layer in each])),
+        "moe/dead_experts": sum(int((load_E < min(0.01 * len(load_E), 0.1)).sum()) for load_E in over_mean),
+    }
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
+
+    dispatched: int
+    combined: int
+
+
+def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
+    """Balance over ranks, and the lower bound of their imbalance in the slots of `placements`."""
+    # Without forwards that a layer was not called in.
+    imbalance_FL = np.where(window.imbalance_FL > 0, window.imbalance_FL, np.nan)
+    imbalance_FL = imbalance_FL.compress(window.imbalance_FL.any(1), 0).compress(window.imbalance_FL.any(0), 1)
+    of_forward_F = np.nanmean(imbalance_FL, 1)
+    pairs = [(load_E[: place.num_experts], place) for load_E, place in zip(window.load_LE, placements, strict=True)]
+    pairs = [(load_E, place) for load_E, place in pairs if load_E.any()]
+    return {
+        "moe/rank_imbalance": float(of_forward_F.mean()),
+        "moe/rank_imbalance_median": float(np.median(of_forward_F)),
+        "moe/rank_imbalance_p95": float(np.percentile(of_forward_F, 95)),
+        "moe/rank_imbalance_worst_layer": float(np.nanmean(imbalance_FL, 0).max()),
+        "moe/rank_balancedness": float(np.nanmean(1 / imbalance_FL)),
+        "moe/rank_imbalance_of_sum": float(np.mean([rank_imbalance(load, place) for load, place in pairs])),
+        "moe/rank_imbalance_bound": float(
+            np.mean([lower_bound(load, place, replicas=place.has_replicas) for load, place in pairs])
+        ),
+    }
+
+
+def traffic_metrics(
+    window: Window,
+    row_bytes: Sequence[RowBytes],
+    *,
+    steps: int,
+    node_of_rank: Sequence[int],
+    hierarchical: bool = False,
+) -> dict[str, float]:
+    """Bytes of the rows that dispatch and combine sent, forward and backward; without what activation checkpointing
+    sends again. With a `hierarchical` exchange `window` must have crossings."""
+    world, group = window.sent_LWR.shape[1:]
+    sent_W = np.zeros(world, dtype=np.int64)
+    home = between = 0
+    crossed = 0.0
+    rows = 0
+    for layer, (sent_WR, size) in enumerate(zip(window.sent_LWR, row_bytes, strict=True)):
+        for first in range(0, world, group):
+            ranks = slice(first, first + group)
+            part = Traffic(sent_WR[ranks])
+            nodes = node_of_rank[ranks]
+            exchanges = [part]
+            if hierarchical:
+                crossings_RM = window.crossings_LWR[layer, ranks, : len(set(nodes))]
+                exchanges = list(hierarchical_traffic(part.rows_SR, crossings_RM))
+            for exchange in exchanges:
+                sent_W[ranks] += exchange.bytes_trained(size.dispatched, size.combined)
+                between += exchange.cross_node_rows(nodes) * 2 * (size.dispatched + size.combined)
+            home += int(part.rows_SR.trace()) * 2 * (size.dispatched + size.combined)
+            in_group = int(part.rows_SR.sum())
+            rows += in_group
+            crossed += part.cross_node_fraction(nodes) * in_group
+    return {
+        "moe/all_to_all_bytes_per_step": float(sent_W.sum()) / steps,
+        "moe/all_to_all_bytes_per_step_busiest_rank": float(sent_W.max()) / steps,
+        "moe/cross_node_bytes_per_step": between / steps,
+        "moe/local_bytes_per_step": home / steps,
+        "moe/cross_node_fraction": crossed / rows if rows else 0.0,
+    }
+
+
+def deduplicated_metrics(window: Window) -> dict[str, float]:
+    """`moe/cross_node_fraction` if a token were sent to each node once, however many of its experts are there. Live
+    only: traces do not have crossings."""
+    rows = int(window.sent_LWR.sum())
+    return {"moe/cross_node_fraction_deduplicated": int(window.crossings_LWR.sum()) / rows if rows else 0.0}
+
+
+def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:
+    """The cost of replicas beyond the first in one EP group, given bytes of one expert per layer: memory of weights and
+    gradients; and traffic of a step, gradients to the owner and weights back."""
+    extra = [sum(len(place.replicas(e)) - 1 for e in range(place.num_experts)) for place in placements]
+    total = sum(replicas * size for replicas, size in zip(extra, weight_bytes, strict=True))
+    return {
+        "moe/replicas": sum(extra),
+        "moe/replica_memory_bytes": 2 * total,
+        "moe/replica_bytes_per_step": 2 * total,
+    }

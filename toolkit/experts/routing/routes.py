@@ -1,0 +1,292 @@
+"""Routes: the experts of each token, recorded in one forward and replayed in another.
+
+In reinforcement learning the server that generates a text and the model that is trained on it choose other experts for
+some tokens, because of other kernels or newer weights. Replayed routes keep the choices; their weights are computed
+from the trained router's scores, which so has its gradient (R3: Ma et al. 2025, arXiv 2510.11370).
+
+A `RouteHook` stands where a layer chooses. Ours is called by `toolkit.experts.layer.router`; those of models of transformers are
+in `toolkit.experts.hosts.loop.routes`, which has `record_routes` and `replay_routes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing, replaying
+
+NO_ROUTE = -1
+"""In each of a token's places: it has no recorded experts, so its router chooses."""
+
+
+@dataclass(eq=False)
+class Routes:
+    """The experts of each token, by layer and call of the model: (tokens, experts per token) integers per call."""
+
+    layers: list[list[Tensor]] = field(default_factory=list)
+    """`layers[l][c]`: integers (T, K), logical expert ids of the T tokens of call c, in the order of the router's
+    weights; -1 in all K places of a token without a route. A call on sequences (B, S) has T = B * S tokens."""
+
+    def __len__(self) -> int:
+        """Calls of the model."""
+        return max(map(len, self.layers), default=0)
+
+    def __getitem__(self, call: int) -> Routes:
+        """The routes of one call, for micro-batches that are replayed in another order."""
+        return Routes([[calls[call]] for calls in self.layers])
+
+    def __add__(self, later: Routes) -> Routes:
+        """The calls of both, in order: micro-batches of one step. Raises UserError where their layers differ."""
+        if len(self.layers) != len(later.layers):
+            raise UserError(f"routes of {len(self.layers)} and of {len(later.layers)} layers: join those of one model.")
+        return Routes([first + second for first, second in zip(self.layers, later.layers, strict=True)])
+
+    @classmethod
+    def from_rollout(cls, routed_experts: Sequence[ArrayLike], attention_mask: ArrayLike) -> Routes:
+        """The routes of one call on B sequences, from the `routed_experts` that vLLM and SGLang return with each.
+
+        `routed_experts`: B integer arrays (length, layers, K). Their layers are those with experts, or all hidden ones;
+        the rows of a dense layer are ignored. `attention_mask`: (B, S), nonzero at the tokens of each sequence, padded
+        at either side. An array has a row for each token, or one less, because a server does not feed the last token to
+        the model. That token, padding, and rows of -1 (in unsigned arrays the largest value) have no route.
+
+        Raises UserError for arrays of other shapes.
+        """
+        mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
+        arrays = [_signed(array, index) for index, array in enumerate(routed_experts)]
+        if mask_BS.ndim != 2 or len(arrays) != len(mask_BS):
+            raise UserError(
+                f"routed_experts of {len(arrays)} sequences, but attention_mask has the shape {tuple(mask_BS.shape)}: "
+                "give one array for each of its rows."
+            )
+        shapes = {array.shape[1:] for array in arrays}
+        if len(shapes) != 1:
+            found = " and ".join(str(tuple(shape)) for shape in sorted(shapes)) or "nothing"
+            raise UserError(f"routed_experts have (layers, K) of {found}: take those of one model.")
+        ids_BSLK = torch.full((*mask_BS.shape, *shapes.pop()), NO_ROUTE, dtype=torch.int64)
+        for index, (array, mask_S) in enumerate(zip(arrays, mask_BS, strict=True)):
+            tokens = int(mask_S.sum())
+            if not tokens - 1 <= len(array) <= tokens:
+                raise UserError(
+                    f"routed_experts[{index}] has {len(array)} rows for {tokens} tokens: take as many, or one less, "
+                    "and fill up what is missing with rows of -1."
+                )
+            ids_BSLK[index, mask_S.nonzero().flatten()[: len(array)]] = array
+        return cls([[layer_TK] for layer_TK in ids_BSLK.flatten(0, 1).unbind(1)])
+
+    def to_rollout(self, attention_mask: ArrayLike) -> list[NDArray[np.int32]]:
+        """For each sequence an array (length, layers, K), as `from_rollout` reads it.
+
+        `attention_mask`: (B, S), as there. Of several calls on the same B sequences, as in generation, tokens are
+        joined; they may lack the last one, which was not fed. Raises UserError where there are other numbers of tokens.
+        """
+        mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
+        sequences, length = mask_BS.shape
+        layers = []
+        for calls in self.layers:
+            tokens = sum(map(len, calls))
+            if tokens not in (sequences * length, sequences * (length - 1)):
+                raise UserError(
+                    f"routes of {tokens} tokens, but attention_mask has the shape {tuple(mask_BS.shape)}: "
+                    "give that of the sequences that were recorded."
+                )
+            layers.append(torch.cat([ids_TK.cpu().unflatten(0, (sequences, -1)) for ids_TK in calls], dim=1))
+        ids_BSLK = torch.stack(layers, dim=2).to(torch.int32)
+        return [ids_SLK[mask_S[: len(ids_SLK)]].numpy() for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
+
+    def flipped(self, other: Routes) -> float:
+        """The fraction of assignments whose expert is none of the token's experts in `other`; 0 where all agree.
+
+        Tokens without a route are left out. Raises UserError for routes of other shapes.
+        """
+        mine, its = ([ids_TK for calls in routes.layers for ids_TK in calls] for routes in (self, other))
+        if [ids_TK.shape for ids_TK in mine] != [ids_TK.shape for ids_TK in its]:
+            raise UserError("routes of other layers, calls or tokens cannot be compared: record both on one batch.")
+        kept = compared = 0
+        for ids_TK, other_TK in zip(mine, its, strict=True):
+            other_TK = other_TK.to(ids_TK.device)
+            known_TK = (ids_TK != NO_ROUTE) & (other_TK != NO_ROUTE)
+            among_TK = (ids_TK.unsqueeze(2) == other_TK.unsqueeze(1)).any(2)
+            kept += int((among_TK & known_TK).sum())
+            compared += int(known_TK.sum())
+        return 1 - kept / compared if compared else 0.0
+
+
+def _signed(routed_experts: ArrayLike, index: int) -> Int[Tensor, "S L K"]:
+    """int64, -1 in rows that are filled with the largest value of an unsigned type."""
+    array = np.asarray(routed_experts)
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise UserError(
+            f"routed_experts[{index}] has the shape {array.shape} and type {array.dtype}: "
+            "give integers of shape (length, layers, K)."
+        )
+    ids_SLK = array.astype(np.int64)
+    if array.dtype.kind == "u":
+        ids_SLK[(array == np.iinfo(array.dtype).max).all(-1)] = NO_ROUTE
+    return torch.from_numpy(ids_SLK)
+
+
+class Given(NamedTuple):
+    """Experts of one call that are not to be chosen anew."""
+
+    ids_TK: Int[Tensor, "T K"]
+    """int64; -1 for tokens whose router chooses."""
+    largest: int
+    complete: bool
+    """Whether no token is left to its router: known on the host, so that a forward need not wait for the device."""
+
+    def fill(self, choose: Callable[[], Int[Tensor, "T K"]], device: torch.device) -> Int[Tensor, "T K"]:
+        """int64 (T, K): the given experts, and where there are none those of `choose`."""
+        ids_TK = self.ids_TK.to(device)
+        return ids_TK if self.complete else torch.where(ids_TK == NO_ROUTE, choose(), ids_TK)
+
+
+def given(layer: str, ids_TK: Tensor) -> Given:
+    """`ids_TK` of the layer so named. Raises UserError for tokens with a part of a route, or with an expert twice."""
+    ids_TK = ids_TK.detach().to(torch.int64)
+    missing_TK = ids_TK < 0
+    sorted_TK = ids_TK.sort(-1).values
+    twice_T = ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any(-1)
+    for wrong_T, fault in (
+        (missing_TK.any(-1) & ~missing_TK.all(-1), "have experts in a part of their places"),
+        (twice_T, "have an expert twice, as in rows that a server left at 0"),
+    ):
+        if wrong_T.any():
+            first = int(wrong_T.nonzero()[0])
+            raise UserError(
+                f"routes of layer {layer!r}: {int(wrong_T.sum())} tokens {fault} (token {first}: "
+                f"{ids_TK[first].tolist()}): fill the rows of tokens that have no route with -1."
+            )
+    largest = int(ids_TK.max()) if ids_TK.numel() else NO_ROUTE
+    return Given(ids_TK.masked_fill(missing_TK, NO_ROUTE), largest, not bool(missing_TK.any()))
+
+
+class RouteHook:
+    """Where one layer's choices are recorded, or given to it.
+
+    A call of the layer is `begin`, then what is given or the router's own choice, then `end`. A forward that activation
+    checkpointing repeats in the backward is given what its first run chose, after the end of `record_routes` and
+    `replay_routes` too, and neither counts nor consumes anything. `toolkit.experts.layer.recompute.replay_contexts` tells any
+    number of forwards apart; plain checkpointing has one at a time.
+    """
+
+    def __init__(self, layer: str):
+        self.layer = layer
+        self.records: list[list[Tensor]] = []
+        """Lists that get the ids of each call."""
+        self._replayed: list[Given] | None = None
+        self._next = 0
+        self._recent: list[Given | None] = []
+        """Of the last forwards that a backward may repeat, two at most; None where the router chose for itself."""
+        self._repeated = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model, which record and replay nothing."""
+        return type(self)(self.layer).__dict__
+
+    @property
+    def is_active(self) -> bool:
+        """Whether calls are recorded or replayed."""
+        return bool(self.records) or self._replayed is not None
+
+    def repeats(self) -> bool:
+        """Whether this is the recomputation of a call that was recorded or replayed."""
+        return any(call is not None for call in self._recent) and recomputing()
+
+    def replay(self, calls: list[Given] | None) -> None:
+        """Give the next forwards these routes, one each; None ends that."""
+        if calls is not None and self._replayed is not None:
+            raise UserError("replay_routes is already replaying routes on this model: end it before the next.")
+        self._replayed, self._next = calls, 0
+
+    @property
+    def not_replayed(self) -> int:
+        """Calls whose routes were not used."""
+        return len(self._replayed or []) - self._next
+
+    def choose(
+        self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
+    ) -> Int[Tensor, "T K"]:
+        """A whole call of a router that would choose as `own`."""
+        if not tokens:
+            return own()
+        fixed = self.begin(tokens)
+        if fixed is not None:
+            self.check(fixed, top_k, choices)
+        ids_TK = own() if fixed is None else fixed.fill(own, device)
+        self.end(ids_TK)
+        return ids_TK
+
+    def begin(self, tokens: int) -> Given | None:
+        """What is given to this call, or None. Raises UserError where there is nothing left, or for other tokens."""
+        if recomputing():
+            return None if replaying() else self._of_first_run()
+        if self._replayed is None:
+            return None
+        if self._next == len(self._replayed):
+            raise UserError(
+                f"layer {self.layer!r} is called {self._next + 1} times, but there are routes of {self._next} calls: "
+                "replay as many forwards as were recorded."
+            )
+        found = self._replayed[self._next]
+        if len(found.ids_TK) != tokens:
+            raise UserError(
+                f"call {self._next + 1} of layer {self.layer!r} has {tokens} tokens, but its routes are of "
+                f"{len(found.ids_TK)}: replay the recorded batches in their order."
+            )
+        self._next += 1
+        return found
+
+    def check(self, fixed: Given, top_k: int, choices: int) -> None:
+        """Raise UserError where the router takes other numbers of experts than `fixed` has."""
+        if fixed.ids_TK.shape[1] != top_k:
+            raise UserError(
+                f"routes have {fixed.ids_TK.shape[1]} experts per token, but layer {self.layer!r} takes {top_k}: "
+                "take those of the same model."
+            )
+        if fixed.largest >= choices:
+            raise UserError(
+                f"routes name expert {fixed.largest}, but layer {self.layer!r} has {choices}: "
+                "take those of the same model."
+            )
+
+    def end(self, ids_TK: Int[Tensor, "T K"]) -> None:
+        """Record what this call used."""
+        if recomputing():
+            return
+        for record in self.records:
+            record.append(ids_TK.detach())
+        self._note(Given(ids_TK.detach(), NO_ROUTE, True) if self.is_active else None)
+
+    def pass_by(self) -> None:
+        """In place of `begin` and `end`, where nothing is recorded or given."""
+        if recomputing():
+            self._repeated = True
+        else:
+            self._note(None)
+
+    def _note(self, call: Given | None) -> None:
+        """Remember what a backward may repeat; None: a call whose router chose for itself."""
+        if call is None and not self._recent:
+            return
+        if torch.is_grad_enabled() or in_reentrant_forward():
+            self._recent = [*([] if self._repeated else self._recent[-1:]), call]
+            self._repeated = False
+
+    def _of_first_run(self) -> Given | None:
+        if len(self._recent) > 1 and any(call is not None for call in self._recent):
+            raise UserError(
+                f"the backward repeats one of several forwards of layer {self.layer!r}, and plain gradient "
+                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or "
+                'pass "context_fn": replay_contexts of toolkit.experts.layer.recompute to gradient_checkpointing_enable.'
+            )
+        self._repeated = True
+        return self._recent[-1] if self._recent else None

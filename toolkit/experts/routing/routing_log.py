@@ -1,0 +1,237 @@
+"""The routing of one layer in training, written once and read by everything that needs counts.
+
+`ExpertStack.record` writes each training forward into the stack's `RoutingLog`. A reader holds a cursor and gets what
+is new since it last read:
+
+    cursor = stack.log.cursor()                     # sums: assignments per expert, on request pairs of experts
+    forwards = stack.log.follow()                   # one entry per forward, for what cannot be summed over forwards
+    ...
+    cursor.new_load_E(); cursor.advance()
+    forwards.take()
+
+Evaluation, forwards without gradients and forwards that activation checkpointing repeats in the backward are not
+counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.routing.model_inputs`). Writing
+costs one addition per forward, without a host sync; entries hold references.
+
+`copy.deepcopy` and pickling of a model give the copy an empty log without readers: what the copy computes is not
+counted in the original's log, and cursors keep reading the original.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.routing.metrics import RowBytes
+
+MOST_ASSIGNMENTS = 2**18
+"""Assignments of a layer whose expert ids are kept (8 bytes each) before pairs are counted."""
+
+
+class Choices(NamedTuple):
+    """The experts of each token of one forward."""
+
+    expert_ids_TK: Int[Tensor, "T K"]
+    """int64"""
+    kept_TK: Bool[Tensor, "T K"] | None
+    """bool: False where the router filled up a choice that a token does not have, and for padding; None for neither."""
+
+    def kept(self) -> Bool[Tensor, "T K"]:
+        """bool (T, K)"""
+        if self.kept_TK is None:
+            return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
+        return self.kept_TK
+
+    def load(self, num_experts: int) -> Int[Tensor, " E"]:
+        """int64 (E): how many of the kept choices are each expert's."""
+        ids_N = self.expert_ids_TK.flatten()
+        return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
+
+
+class RoutedForward(NamedTuple):
+    """One training forward of a layer on this rank; tensors on the device."""
+
+    placement: ExpertPlacement
+    load_E: Int[Tensor, " E"]
+    """int64: assignments per expert, those that a capacity dropped included, those of padding not."""
+    dropped_E: Int[Tensor, " E"] | None
+    """int64: those that a capacity dropped; None without a capacity."""
+    crossings_M: Int[Tensor, " M"] | None
+    """int64: distinct tokens that have experts on each other node of the EP group; None where it is not counted."""
+    row_bytes: RowBytes
+    choices: Choices | None
+    """None for readers that did not ask."""
+
+
+class RoutingLog:
+    """Assignments per expert on this rank over all training forwards of one layer."""
+
+    def __init__(self, num_experts: int, groups: ExpertGroups | None = None):
+        self.num_experts = num_experts
+        self.groups = groups or ExpertGroups()
+        # Not buffers: DDP broadcasts rank 0's buffers, which would overwrite the counts of the other ranks.
+        self.load_E = torch.zeros(num_experts, dtype=torch.int64)
+        """Assignments per expert since this process began, dropped ones included."""
+        self.dropped_E = torch.zeros_like(self.load_E)
+        """Those that a capacity dropped."""
+        self.last_load_E = self.load_E
+        """The load of the last forward alone, in training or evaluation: what router losses need."""
+        self.pairs_EE: Int[Tensor, "E E"] | None = None
+        """int64: see `count_pairs`, up to `_unpaired`; None until a cursor asks."""
+        self._unpaired: list[Choices] = []
+        self._unpaired_assignments = 0
+        self._followers: weakref.WeakSet[ForwardCursor] = weakref.WeakSet()
+        # For torch.compile, which cannot trace a WeakSet.
+        self._has_readers = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RoutingLog, (self.num_experts, self.groups)
+
+    def cursor(self, *, pairs: bool = False) -> Cursor:
+        """A reader of sums, from now on; with `pairs` also of how often two experts were chosen together."""
+        if pairs and self.pairs_EE is None:
+            self.pairs_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.int64)
+            self._has_readers = True
+        return Cursor(self, pairs=pairs)
+
+    def follow(self, *, choices: bool = False) -> ForwardCursor:
+        """A reader of single forwards, from now on; with `choices` also of each token's experts.
+
+        What it has not taken is kept for it, so it should read after each step, or every few. Entries are no longer
+        kept once the cursor is garbage collected.
+        """
+        cursor = ForwardCursor(choices=choices)
+        self._followers.add(cursor)
+        self._has_readers = True
+        return cursor
+
+    def add(self, forward: RoutedForward) -> None:
+        """Count one training forward."""
+        self.load_E = self.load_E.to(forward.load_E.device) + forward.load_E
+        if forward.dropped_E is not None:
+            self.dropped_E = self.dropped_E.to(forward.dropped_E.device) + forward.dropped_E
+        if self._has_readers:
+            self._deliver(forward)
+
+    # Traced, the growing lists would make torch.compile compile anew at each forward.
+    @torch.compiler.disable
+    def _deliver(self, forward: RoutedForward) -> None:
+        if self.pairs_EE is not None and forward.choices is not None:
+            self._unpaired.append(forward.choices)
+            self._unpaired_assignments += forward.choices.expert_ids_TK.numel()
+            if self._unpaired_assignments >= MOST_ASSIGNMENTS:
+                self.fold_pairs()
+        for follower in self._followers:
+            follower.deliver(forward)
+
+    def fold_pairs(self) -> Int[Tensor, "E E"]:
+        """`pairs_EE` of all forwards so far."""
+        assert self.pairs_EE is not None
+        if self._unpaired:
+            found_EE = count_pairs(self._unpaired, self.num_experts)
+            self.pairs_EE = self.pairs_EE.to(found_EE.device) + found_EE
+            self._unpaired, self._unpaired_assignments = [], 0
+        return self.pairs_EE
+
+
+class Cursor:
+    """What is new in the sums of a log since the last `advance`."""
+
+    def __init__(self, log: RoutingLog, *, pairs: bool = False):
+        self.log, self.pairs = log, pairs
+        self.advance()
+
+    def advance(self) -> None:
+        """Mark everything as read."""
+        self._read_E = self.log.load_E
+        self._read_EE = self.log.fold_pairs() if self.pairs else None
+
+    def new_load_E(self) -> Int[Tensor, " E"]:
+        """int64 (E): this rank's new assignments per expert."""
+        return self.log.load_E - self._read_E.to(self.log.load_E.device)
+
+    def new_source_load_RE(self) -> Int[Tensor, "R E"]:
+        """int64 (R, E): the new assignments of all ranks by the EP rank of their source, summed over EP groups. A
+        collective."""
+        groups = self.log.groups
+        new_E = self.new_load_E()
+        source_load_RE = new_E.new_zeros(groups.ep_size, len(new_E))
+        source_load_RE[groups.ep_rank] = new_E
+        return sum_over_ranks(source_load_RE)
+
+    def new_pairs_EE(self) -> Int[Tensor, "E E"]:
+        """int64 (E, E): new pairs over all ranks, see `count_pairs`. A collective. Only of cursors with `pairs`."""
+        assert self._read_EE is not None
+        now_EE = self.log.fold_pairs()
+        return sum_over_ranks(now_EE - self._read_EE.to(now_EE.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks have not read yet, as JSON can hold it. A collective."""
+        state = {"load": self.new_source_load_RE().tolist()}
+        return state | {"pairs": self.new_pairs_EE().tolist()} if self.pairs else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
+        self.advance()
+        groups = self.log.groups
+        load_RE = torch.tensor(state["load"], device=self._read_E.device)
+        if len(load_RE) != groups.ep_size:  # other ranks than now: only the sum is of use
+            load_RE = load_RE.sum(0, keepdim=True)
+        if groups.is_in_first_group and groups.ep_rank < len(load_RE):
+            self._read_E = self._read_E - load_RE[groups.ep_rank]
+        if groups.is_in_first_group and groups.ep_rank == 0 and self._read_EE is not None and "pairs" in state:
+            self._read_EE = self._read_EE - torch.tensor(state["pairs"], device=self._read_EE.device)
+
+
+class ForwardCursor:
+    """The forwards that a log counted and this reader has not taken."""
+
+    def __init__(self, *, choices: bool):
+        self.choices = choices
+        self._waiting: list[RoutedForward] = []
+
+    def __len__(self) -> int:
+        """Forwards that wait to be taken."""
+        return len(self._waiting)
+
+    def take(self) -> list[RoutedForward]:
+        """The forwards since the last time, in order."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def deliver(self, forward: RoutedForward) -> None:
+        """To be called by the log."""
+        self._waiting.append(forward if self.choices else forward._replace(choices=None))
+
+
+def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
+    """int64 (E, E): how many tokens chose both experts; the diagonal holds the tokens that chose the expert at all."""
+    ids_TK = torch.cat([part.expert_ids_TK for part in choices])
+    kept_TK = torch.cat([part.kept() for part in choices]).long()
+    cells_TKK = ids_TK[:, :, None] * num_experts + ids_TK[:, None, :]
+    both_TKK = kept_TK[:, :, None] * kept_TK[:, None, :]
+    pairs = ids_TK.new_zeros(num_experts * num_experts).scatter_add_(0, cells_TKK.flatten(), both_TKK.flatten())
+    return pairs.view(num_experts, num_experts)
+
+
+def new_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
+    """int64 (E) of each layer: new assignments per expert over all ranks, in one reduction. A collective."""
+    if not cursors:
+        return []
+    counts = sum_over_ranks(torch.cat([cursor.new_load_E() for cursor in cursors]))
+    return list(counts.split([cursor.log.num_experts for cursor in cursors]))
+
+
+def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
+    """`new_loads`, which are then read. A collective."""
+    loads = new_loads(cursors)
+    for cursor in cursors:
+        cursor.advance()
+    return loads

@@ -1,1 +1,0 @@
-"""The mixture-of-experts layer, whose experts are owned by ranks."""

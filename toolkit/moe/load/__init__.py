@@ -1,1 +1,0 @@
-"""The log of each layer's routing, and the metrics computed from it."""

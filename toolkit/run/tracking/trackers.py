@@ -1,0 +1,279 @@
+"""Where metrics go besides metrics.jsonl: W&B, TensorBoard and Trackio, through Accelerate's trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import secrets
+import shlex
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+
+from toolkit.compat import is_wandb_service, wandb_privacy
+from toolkit.errors import UserError, one_line
+from toolkit.run.config.settings import leaves
+from toolkit.run.tracking.guard import Backend, GuardedTracker
+from toolkit.run.tracking.secrets import mask_text
+
+METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
+LONGEST_TAG = 64
+"""Characters that W&B takes."""
+PROBE_S = 2.0
+"""How long a W&B server may take to answer before the run stays offline, in seconds."""
+
+
+def check_installed(tracker: str) -> None:
+    """Raise UserError where a tracker was asked for by name and is not installed. W&B, the default, may be missing."""
+    if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(f"--tracker {tracker}: TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
+    if tracker == "trackio" and importlib.util.find_spec("trackio") is None:
+        raise UserError(f"--tracker {tracker}: Trackio is missing: pip install 'moe-toolkit[trackio]'.")
+
+
+def start_trackers(
+    tracker: str, recipe: str, preset: str, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]
+) -> list[GuardedTracker]:
+    """The trackers that the config field `tracker` names; they start on their own threads."""
+    backends: list[Backend] = []
+    if tracker in ("wandb", "all"):
+        if importlib.util.find_spec("wandb") is None:
+            say("W&B is not installed (pip install wandb); metrics.jsonl has every line.")
+        elif os.environ.get("WANDB_MODE") != "disabled":
+            backends.append(WandB(recipe, preset, folder, config))
+    if tracker in ("tensorboard", "all"):
+        backends.append(TensorBoard(folder, config))
+    if tracker == "trackio":
+        backends.append(Trackio(recipe, preset, folder, config))
+    return [GuardedTracker(backend, say) for backend in backends]
+
+
+class WandB:
+    """Online with a key and a server that answers, offline otherwise. Never asks, never prints."""
+
+    name = "W&B"
+
+    def __init__(self, recipe: str, preset: str, folder: Path, config: Mapping[str, Any]):
+        self.recipe, self.preset, self.folder, self.config = recipe, preset, folder, config
+        self._tracker: WandBTracker | None = None
+
+    def start(self) -> str | None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        reason = why_offline()
+        if reason is None:
+            try:
+                return f"W&B: {self._init('online').url}"
+            except Exception as error:
+                reason = mask_text(one_line(error))
+                self._id_file.unlink()  # its service does not start a second run of one id
+        self._init("offline")
+        folder = self._run_folder()
+        if not folder.is_relative_to(self.folder):  # which W&B leaves when it cannot write there
+            return f"W&B is offline ({reason}), and {self.folder} takes no files of it; metrics.jsonl has every line."
+        return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(folder))} uploads the run."
+
+    def _init(self, mode: str) -> Any:
+        """A W&B run with its metric groups and their common step axis."""
+        command = " ".join(sys.orig_argv)
+        self._tracker = WandBTracker(
+            os.environ.get("WANDB_PROJECT", self.recipe),
+            dir=str(self.folder),
+            **labels(self.recipe, self.preset, self.folder),
+            id=self._id(),
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            config=dict(self.config),
+            settings={
+                "console": "off",
+                "silent": True,
+                "disable_code": True,
+                "init_timeout": 8.0,
+                "finish_timeout": 8.0,
+                **wandb_privacy(has_secrets=mask_text(command) != command),
+            },
+        )
+        self._tracker.start()
+        run = self._tracker.tracker
+        run.define_metric("step")
+        for group in METRIC_GROUPS:
+            run.define_metric(f"{group}/*", step_metric="step")
+        return run
+
+    @property
+    def _id_file(self) -> Path:
+        return self.folder / "wandb" / "id"
+
+    def _id(self) -> str:
+        """Stays with the folder, so that a run that is continued goes on in the same place."""
+        path = self._id_file
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(secrets.token_hex(4))
+        return path.read_text().strip()
+
+    def _run_folder(self) -> Path:
+        assert self._tracker is not None
+        return Path(self._tracker.tracker.dir).parent
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        assert self._tracker is not None
+        # The step is a value, not W&B's own counter, because that one refuses to go back when a run is continued.
+        self._tracker.log({**values, "step": step})
+
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        assert self._tracker is not None
+        self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
+
+    def finish(self, *, failed: bool) -> None:
+        assert self._tracker is not None
+        self._tracker.tracker.finish(exit_code=int(failed))
+
+    def abandon(self) -> None:
+        """End wandb's service now: left to its atexit hook, a dead one prints a traceback and a stuck one blocks."""
+        if (wandb := sys.modules.get("wandb")) is not None:
+            wandb.teardown()
+
+    def kill(self) -> None:
+        for process in psutil.Process().children():
+            if is_wandb_service(process.name()):
+                process.kill()
+
+
+class Trackio:
+    """In Trackio's own folder on this machine, which its dashboard shows; or where TRACKIO_SPACE_ID says."""
+
+    name = "Trackio"
+
+    def __init__(self, recipe: str, preset: str, folder: Path, config: Mapping[str, Any]):
+        self.recipe, self.preset, self.folder, self.config = recipe, preset, folder, config
+        self._tracker: TrackioTracker | None = None
+
+    def start(self) -> str | None:
+        # Trackio looks into the modules of matplotlib as soon as there are any: while the pictures of a run have them
+        # imported, on the main thread, it would skip every metric.
+        import matplotlib.figure  # noqa: F401
+
+        named = labels(self.recipe, self.preset, self.folder)
+        # A run that is continued goes on; one of the same name in a folder that was deleted does not.
+        mark = self.folder / "trackio" / "name"
+        continues = mark.exists()
+        name = mark.read_text(encoding="utf-8") if continues else f"{named['name']} {secrets.token_hex(2)}"
+        self._tracker = TrackioTracker(
+            self.recipe,
+            name=name,
+            group=named["group"],
+            config=_flat(self.config),
+            resume="allow" if continues else "never",
+            embed=False,
+        )
+        self._tracker.start()
+        mark.parent.mkdir(exist_ok=True)
+        mark.write_text(name, encoding="utf-8")
+        return f"Trackio: trackio show --project {shlex.quote(self.recipe)}"
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        assert self._tracker is not None
+        self._tracker.log(dict(values), step=step)
+
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        import trackio
+
+        assert self._tracker is not None
+        self._tracker.log({name: trackio.Image(str(path)) for name, path in images.items()})
+
+    def finish(self, *, failed: bool) -> None:  # noqa: ARG002
+        assert self._tracker is not None
+        self._tracker.finish()
+
+    def abandon(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        self.folder, self.config = folder, config
+        self._tracker = TensorBoardTracker("tensorboard", logging_dir=str(folder))
+
+    def start(self) -> str | None:
+        self._tracker.start()
+        self._tracker.store_init_configuration(_flat(self.config))
+        return f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder / 'tensorboard'))}"
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._tracker.log(dict(values), step=step)
+
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        for name, path in images.items():
+            self._tracker.log_images({name: _pixels(path)[None]}, step=0, dataformats="NHWC")
+
+    def finish(self, *, failed: bool) -> None:  # noqa: ARG002
+        self._tracker.finish()
+
+    def abandon(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def labels(recipe: str, preset: str, folder: Path) -> dict[str, Any]:
+    """Name, group and tags of a run: of the recipe, its preset and the folder, or what a sweep or the user has set."""
+    words = [word for word in (recipe, preset) if word]
+    tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
+    return {
+        "name": os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
+        "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
+        "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
+    }
+
+
+def why_offline() -> str | None:
+    """Why W&B cannot be online; None with a key and a server that answers. The key itself is neither kept nor shown."""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):
+        return f"WANDB_MODE={mode}"
+    if not _has_key(url):
+        return "no API key: wandb login"
+    try:
+        urllib.request.urlopen(url, timeout=PROBE_S).close()
+    except urllib.error.HTTPError as answer:
+        return None if answer.code < 500 else f"{mask_text(url)} answers {answer.code}"
+    except (OSError, ValueError):
+        return f"{mask_text(url)} does not answer"
+    return None
+
+
+def _has_key(url: str) -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return (urllib.parse.urlsplit(url).hostname or "") in entries.hosts
+
+
+def _pixels(path: Path) -> np.ndarray:
+    """A picture file as (height, width, 3) bytes."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values under dotted names, as types that TensorBoard takes."""
+    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in leaves(values)}

@@ -1,1 +1,0 @@
-"""A trainer with the usual callbacks, made from a config."""

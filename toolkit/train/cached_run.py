@@ -1,0 +1,51 @@
+"""A finished run of a recipe, made once and kept in the cache: such as the base of another recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from toolkit.data.cache import BUILD_TIMEOUT_S, cache_dir
+from toolkit.errors import UserError
+from toolkit.run.folder import is_finished
+from toolkit.run.launch.children import Children
+from toolkit.run.launch.world import without_launcher
+from toolkit.version import __version__
+
+
+def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "") -> Path:
+    """The folder of the finished run of `recipe` with `flags`: in the cache, or made there now, by one process.
+
+    It is known by the recipe's text, the flags, and `key`, which should change when its data do; it is made anew where
+    it lacks the file or folder `needs`. A run that was interrupted is continued. To be called on one process. Raises
+    UserError where the run fails, and passes signals on to it.
+    """
+    known = repr((recipe.read_text(encoding="utf-8"), list(flags), key, __version__))
+    folder = cache_dir() / f"{recipe.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):
+            if is_finished(folder) and not (folder / needs).exists():
+                shutil.rmtree(folder)
+            if not is_finished(folder):
+                _train(recipe, [*flags, "--run-dir", str(folder)])
+    except OSError as error:  # a lock that is not given in time is one
+        raise UserError(f"the cache folder {cache_dir()} cannot be used ({error}): set TOOLKIT_CACHE_DIR.") from None
+    return folder
+
+
+def _train(recipe: Path, words: Sequence[str]) -> None:
+    # What `accelerate launch` sets is for the run that asks: this one has its flags.
+    own = without_launcher(os.environ)
+    environment = {name: value for name, value in own.items() if not name.startswith("ACCELERATE_")}
+    with Children(raise_received=True) as children:
+        children.start([sys.executable, str(recipe), *words], env=environment)
+        children.wait()
+    if code := children.processes[0].returncode:
+        raise UserError(f"{recipe.name} ended with exit code {code}, see above: run the same command again.")

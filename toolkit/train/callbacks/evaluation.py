@@ -1,0 +1,88 @@
+"""When to evaluate, and which metrics become results."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from toolkit.run.data import record_data
+from toolkit.run.tracking.metric_names import is_share
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.throughput import Throughput
+
+if TYPE_CHECKING:
+    from toolkit.data.loader import AnyEvalBatches
+    from toolkit.train.task import Batch, Task
+    from toolkit.train.trainer import Trainer
+
+
+class Evaluation(Callback):
+    """Evaluates on `batches` every `every_steps` (None: at the end of each epoch), and after the last step.
+
+    The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...: the
+    highest accuracy or F1, the lowest of all others; NaN is the worst. A metric that is a list has no best. A run whose
+    test data are other than before is not continued.
+
+    A second data set has a `name` of its own, which stands in place of "test", and may have its own `task`. With
+    `at_start` there is an evaluation before the first step, too: `test_loss_at_start`, ...
+    """
+
+    runs_after = (Throughput,)
+    """The time that an evaluation takes would be counted as training."""
+
+    def __init__(
+        self,
+        batches: AnyEvalBatches,
+        every_steps: int | None = None,
+        *,
+        name: str = "eval",
+        task: Task | None = None,
+        at_start: bool = False,
+    ):
+        self.batches, self.every_steps, self.name, self.task, self.at_start = batches, every_steps, name, task, at_start
+        self.prefix = "test" if name == "eval" else name
+        if name != "eval":
+            self.state_key = name
+        self._last_step = -1
+        self._results: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        record_data(trainer.run, **{self.state_key or "test": self.batches.identity()})
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        if self.at_start and trainer.state.step == 0:  # not in `on_fit_start`: a checkpoint may be loaded after that
+            for name, value in trainer.evaluate(self.batches, f"{self.name}_at_start", self.task).items():
+                self._results[f"{self.prefix}_{name.partition('/')[2]}_at_start"] = value
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        step = trainer.state.step
+        every = self.every_steps or trainer.batches.steps_per_epoch
+        if step % every == 0 or step == trainer.max_steps:
+            self._evaluate(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if trainer.stop_reason is None and self._last_step != trainer.state.step:
+            # Continued from a checkpoint of the last step that was saved before the evaluation.
+            self._evaluate(trainer)
+        trainer.results |= self._results
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        self._last_step = trainer.state.step
+        for name, value in trainer.evaluate(self.batches, self.name, self.task).items():
+            self._note(f"{self.prefix}_{name.partition('/')[2]}", value)
+
+    def _note(self, name: str, value: float | list[float]) -> None:
+        self._results[name] = value
+        if isinstance(value, list):
+            return
+        best = self._results.get(f"best_{name}", math.nan)
+        better = value > best if is_share(name) else value < best
+        if better or math.isnan(best):
+            self._results[f"best_{name}"] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self._last_step, "results": self._results}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_step = state["last_step"]
+        self._results = dict(state["results"])

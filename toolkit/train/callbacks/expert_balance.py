@@ -1,0 +1,68 @@
+"""Callbacks for load balancing: by router bias, and by a balance loss over the whole global batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from toolkit.experts.layer.losses import RouterPenalty, global_load
+from toolkit.experts.layer.moe_layer import moe_layers
+from toolkit.experts.routing.routing_log import take_loads
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.train.task import Batch
+    from toolkit.train.trainer import Trainer
+
+
+class BiasBalancing(Callback):
+    """Auxiliary-loss-free balancing: each step lowers the router bias of overloaded experts and raises the others'.
+
+    b_e += rate * sign(mean load - load_e), with the loads of the global batch (Wang et al. 2024, arXiv 2408.15664,
+    algorithm 1). Acts on routers made with `balance="bias"`.
+    """
+
+    def __init__(self, model: nn.Module, *, rate: float = 1e-3):
+        self.layers = [layer for layer in moe_layers(model).values() if layer.router.bias is not None]
+        self.cursors = [layer.expert_stack.log.cursor() for layer in self.layers]
+        self.rate = rate
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        for layer, counts_E in zip(self.layers, take_loads(self.cursors), strict=True):
+            load_E = counts_E.to(trainer.run.device, torch.float32)
+            mean = load_E.sum() / layer.router.num_choices
+            bias = layer.router.bias
+            assert bias is not None
+            bias += self.rate * (mean - load_E).sign()
+
+
+class WholeStepBalance(Callback):
+    """With gradient accumulation, takes the balance loss over the global batch and not over each micro-batch.
+
+    The loss multiplies loads with probabilities, so it is no sum over micro-batches: the backward of the first needs
+    the loads of the last. This callback first runs the forwards of all micro-batches without gradients to count loads.
+    Without it, each micro-batch (over all ranks) is balanced by itself, which is cheaper and a slightly different loss.
+    """
+
+    def __init__(self, penalty: RouterPenalty):
+        self.penalty = penalty
+
+    @torch.no_grad()
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
+        penalty = self.penalty
+        linear = not penalty.layers or penalty.balance_weight == 0 or penalty.balance_scope != "global"
+        if len(micro_batches) == 1 or linear:
+            return
+        loads = []
+        for index, batch in enumerate(micro_batches):
+            trainer.seed_micro_batch(index)
+            with trainer.run.accelerator.autocast():
+                trainer.task.evaluate(trainer.raw_model, batch)
+            loads.append(global_load(self.penalty.layers))
+        self.penalty.step_load_LE = torch.stack(loads).sum(0)
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self.penalty.step_load_LE = None

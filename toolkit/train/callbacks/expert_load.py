@@ -1,0 +1,122 @@
+"""The callback that puts balance and traffic on each line of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from toolkit.experts.routing.load_meter import LoadMeter
+from toolkit.experts.routing.metrics import Window
+from toolkit.run.config.adapters import AdapterOptions
+from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
+from toolkit.run.config.run import RunConfig
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.train.trainer import Trainer
+
+
+BUSY, IDLE = 2.0, 0.1
+"""Above and below these multiples of the mean load over an epoch an expert's load is said to be uneven."""
+FEW = 100
+"""Assignments per expert that say too little."""
+
+
+class ExpertLoad(Callback):
+    """Records how the assignments since the last line of metrics spread over experts and ranks; one reduction a line.
+
+    `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what `toolkit.experts.routing.metrics`
+    computes: `expert_metrics` always, and with expert parallelism `balance_metrics`, `traffic_metrics`,
+    `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load` are the smallest
+    and largest fraction over the last whole epoch, of experts that were active throughout it; `expert_load_notice` is
+    there where that epoch, or a run that ends within one, was uneven: a sentence for the summary. `ranks_per_node` None
+    takes the launcher's number.
+    """
+
+    def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
+        self.meter = LoadMeter(model, ranks_per_node=ranks_per_node)
+        self.forwards = self.meter.forwards
+        self._epoch_load_LE = self.meter.window.load_LE
+        self._stayed_active_LE = self.forwards.active()
+        """Experts that were active when this epoch began."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.meter.began = self.meter.began or trainer.state.step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if not self.meter.names:
+            return
+        self._add(self.meter.fold_when_many())
+        step, per_epoch = trainer.state.step, trainer.batches.steps_per_epoch
+        ends_epoch = step % per_epoch == 0
+        if not (trainer.at_log_step or ends_epoch):
+            return
+        self._add(self.meter.fold())
+        if ends_epoch:
+            load_LE, self._epoch_load_LE = self._epoch_load_LE, self.meter.empty().load_LE
+            active_LE = self.forwards.active()
+            whole_LE, self._stayed_active_LE = active_LE & self._stayed_active_LE, active_LE
+            if load_LE.any(1).all():
+                share_LE = load_LE / load_LE.sum(1, keepdims=True)
+                trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
+                trainer.results["max_expert_load"] = float(share_LE[whole_LE].max(initial=0))
+            self._judge(trainer, load_LE, whole_LE)
+        elif step == trainer.max_steps and step < per_epoch:
+            self._judge(trainer, self._epoch_load_LE, self.forwards.active() & self._stayed_active_LE)
+        if trainer.at_log_step:
+            shares, metrics = self.meter.read(trainer.state.step)
+            for name, value in {**shares, **metrics}.items():
+                trainer.record(name, value)
+
+    def _judge(self, trainer: Trainer, load_LE: NDArray[Any], judged_LE: NDArray[Any]) -> None:
+        """Note the layer with the most uneven load, of the judged experts, where it is uneven."""
+        uneven = {}
+        for layer, load_E, judged_E in zip(self.meter.names, load_LE, judged_LE, strict=True):
+            experts = judged_E.sum()
+            if experts > 1 and load_E[judged_E].sum() >= FEW * experts:
+                times_mean_E = load_E[judged_E] / load_E[judged_E].mean()
+                busiest = times_mean_E.max()
+                least = times_mean_E.min()
+                if busiest > BUSY or least < IDLE:
+                    said = f"the busiest expert has {busiest:.1f} times the mean load, the least busy {least:.2f} times"
+                    uneven[busiest - least] = f"uneven in {layer}: {said}; {_remedy(trainer.run.config)}"
+        trainer.results.pop("expert_load_notice", None)
+        if uneven:
+            trainer.results["expert_load_notice"] = uneven[max(uneven)]
+
+    def _add(self, window: Window | None) -> None:
+        if window is not None:
+            self._epoch_load_LE = self._epoch_load_LE + window.load_LE
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective."""
+        if not self.meter.names:
+            return {}
+        self._add(self.meter.fold())
+        return {
+            **self.meter.state_dict(),
+            "epoch_load": self._epoch_load_LE.tolist(),
+            "stayed_active": self._stayed_active_LE.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.meter.names:
+            return
+        self.meter.load_state_dict(state)
+        self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
+        self._stayed_active_LE = np.array(state["stayed_active"], dtype=bool)
+
+
+def _remedy(config: RunConfig) -> str:
+    if not isinstance(config, ExpertRunConfig):
+        return "raise the weight of the balance loss"
+    if isinstance(config, AdapterOptions) and config.freeze_router:
+        move = "" if config.planner else ", --planner swap moves experts between processes"
+        return f"routers are frozen: --no-freeze-router trains them{move}"
+    balance = config.balance if isinstance(config, MoERunConfig) else None
+    if balance in ("bias", "none"):
+        return "use --balance loss"
+    return f"raise --balance-weight {config.balance_weight:g}" + (", or use --balance bias" if balance else "")

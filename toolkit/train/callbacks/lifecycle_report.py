@@ -1,0 +1,205 @@
+"""The callback that keeps the knowledge graphs and writes lifecycle.jsonl, from which pictures are drawn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from toolkit.experts.dynamic.graph import KnowledgeGraph, Similarity
+from toolkit.experts.dynamic.plans import Pair
+from toolkit.experts.dynamic.roster import ExpertRoster, LifecycleEvent
+from toolkit.experts.dynamic.routing_statistics import Ids, RoutingCounts, RoutingStatistics
+from toolkit.experts.layer.moe_layer import MoE, moe_layers
+from toolkit.run.tracking.jsonl import MetricsFile
+from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, graph_stem
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from toolkit.train.task import Batch
+    from toolkit.train.trainer import Trainer
+
+
+class HasRosters(Protocol):
+    """What the report reads: the `Lifecycle` callback, or `StaticRosters`."""
+
+    @property
+    def rosters(self) -> Mapping[str, ExpertRoster]:
+        """By layer."""
+        ...
+
+    @property
+    def history(self) -> Sequence[LifecycleEvent]: ...
+
+    @property
+    def similarities(self) -> Mapping[str, Mapping[Pair, Similarity]]:
+        """By layer, of the pairs with similar outputs in the last sleep."""
+        ...
+
+
+class StaticRosters:
+    """Rosters of layers whose experts never change: the uid of each expert is its logical id."""
+
+    def __init__(self, model: nn.Module):
+        self.rosters: Mapping[str, ExpertRoster] = {
+            name: ExpertRoster.initial(len(layer.load_E), len(layer.load_E))
+            for name, layer in moe_layers(model).items()
+        }
+        self.history: Sequence[LifecycleEvent] = ()
+        self.similarities: Mapping[str, Mapping[Pair, Similarity]] = {}
+
+
+class LifecycleReport(Callback):
+    """Each epoch: updates one `KnowledgeGraph` per layer (`graphs`, equal on all ranks), appends a line to
+    lifecycle.jsonl and writes the graphs as JSON and GraphML. Pictures are drawn when the run ends.
+
+    `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over active experts
+    weighted by load. A step keeps references to its routing; there is one reduction over ranks per epoch.
+    """
+
+    runs_after = (Lifecycle,)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_classes: int,
+        lifecycle: HasRosters | None = None,
+        label: str = "label",
+        edge_decay: float = 0.99,
+        edge_floor: float = 0.1,
+    ):
+        self.layers = moe_layers(model)
+        self.label = label
+        self.lifecycle: HasRosters = lifecycle or StaticRosters(model)
+        self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
+        self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
+        self._events_observed = self._events_written = 0
+        self._last_step = 0
+        self._seconds = 0.0
+        self._clock: float | None = None
+        self._file: MetricsFile | None = None
+
+    def _uids_of_logical(self, layer: str) -> Ids:
+        return self.lifecycle.rosters[layer].uids_of_logical
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        self._clock = self._clock or time.perf_counter()
+        self.statistics.begin_step(batch.get(self.label) for batch in micro_batches)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.statistics.end_step()
+        step = trainer.state.step
+        if len(self.lifecycle.history) != self._events_observed:
+            self._observe_events(step)
+        if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
+            self._close_epoch(trainer)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        self._close_file()
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        self._close_file()
+
+    def _observe_events(self, step: int) -> None:
+        """Add the similarities of a sleep to the graphs; they are not in checkpoints, and overwritten by the next."""
+        new = self.lifecycle.history[self._events_observed :]
+        self._events_observed = len(self.lifecycle.history)
+        if any(event.kind == "sleep" for event in new):
+            for name, pairs in self.lifecycle.similarities.items():
+                self.graphs[name].observe_roster(self.lifecycle.rosters[name], step=step)
+                self.graphs[name].observe_similarity(pairs)
+
+    def observe(self, step: int) -> None:
+        """Update the graphs with what was routed since the last update. A collective."""
+        counts = self.statistics.take()
+        for name, graph in self.graphs.items():
+            observe(graph, self.lifecycle.rosters[name], counts[name], self.layers[name], step=step)
+
+    def _close_epoch(self, trainer: Trainer) -> None:
+        """A collective."""
+        seconds = self._seconds_so_far()
+        self._clock = None
+        self._seconds = 0.0
+        step = trainer.state.step
+        self.observe(step)
+        for name, graph in self.graphs.items():
+            trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
+        if trainer.run.is_main:
+            self._write(trainer, seconds)
+        self._events_written = len(self.lifecycle.history)
+        self._last_step = step
+
+    def _write(self, trainer: Trainer, seconds: float) -> None:
+        folder, step = trainer.run.folder, trainer.state.step
+        if self._file is None:
+            self._file = MetricsFile(folder / LIFECYCLE_FILE, trainer.run.print)
+        layers = {}
+        for name, graph in self.graphs.items():
+            placement = self.layers[name].placement
+            layers[name] = {
+                "graph": graph.node_link(),
+                "uids_of_logical": self._uids_of_logical(name),
+                "logical_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
+            }
+            graph.save(folder / graph_stem(name, list(self.graphs)))
+        self._file.append(
+            step,
+            {
+                "epoch": step / trainer.batches.steps_per_epoch,
+                "first_step": self._last_step,
+                "seconds": seconds,
+                "world_size": trainer.run.world_size,
+                "device": trainer.run.device.type,
+                "layers": layers,
+                "events": [asdict(event) for event in self.lifecycle.history[self._events_written :]],
+            },
+        )
+
+    def _seconds_so_far(self) -> float:
+        """Of training in this epoch, without evaluations."""
+        return self._seconds + (0.0 if self._clock is None else time.perf_counter() - self._clock)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective."""
+        return {
+            "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
+            "statistics": self.statistics.state_dict(),
+            "events_observed": self._events_observed,
+            "events_written": self._events_written,
+            "last_step": self._last_step,
+            "seconds": self._seconds_so_far(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, graph in self.graphs.items():
+            graph.load_state_dict(state["graphs"][name])
+        self.statistics.load_state_dict(state["statistics"])
+        self._events_observed = state["events_observed"]
+        self._events_written = state["events_written"]
+        self._last_step = state["last_step"]
+        self._seconds = state["seconds"]
+
+
+def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: RoutingCounts, layer: MoE, *, step: int) -> None:
+    """Update `graph` with the counts of an epoch, or since the last sleep."""
+    graph.observe_roster(roster, step=step)
+    graph.decay()
+    rank_of = {record.uid: layer.placement.owner(record.logical_id).rank for record in roster.active}
+    graph.observe_routing(counts.ids, counts.together_EE, counts.classes_EC, rank_of)
+
+
+def mean_specialisation(graph: KnowledgeGraph) -> float:
+    """Over active experts, weighted by their share of the load."""
+    nodes = [node for node in graph.graph.nodes.values() if node["active"]]
+    total = sum(node["share"] for node in nodes)
+    return sum(node["share"] * node["specialisation"] for node in nodes) / total if total else 0.0

@@ -1,0 +1,33 @@
+"""Pictures of a run, drawn from its files when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.run.pictures.lifecycle_plots import draw_lifecycle, for_trackers
+from toolkit.run.pictures.performance import performance_summary
+from toolkit.run.pictures.plots import draw_plots
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.train.trainer import Trainer
+
+
+class Pictures(Callback):
+    """Has `Run.finish` draw loss, accuracy, expert load, placement and lifecycle, as far as the run recorded them.
+
+    They lie in the run's folder as *.png, with performance_summary.txt for dynamic experts, and go to trackers.
+    """
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        trainer.run.draw_at_finish(draw_run)
+
+
+def draw_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
+    """Draw the finished run in `folder`; returns the pictures that trackers get, by name."""
+    pictures = draw_plots(folder, results.get("expert_placement")) | draw_lifecycle(folder)
+    if (summary := performance_summary(folder)) is not None:
+        (folder / "performance_summary.txt").write_text(summary, encoding="utf-8")
+    return for_trackers(pictures)

@@ -1,0 +1,224 @@
+"""Speed and memory use."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.experts.parallel.groups import extremes_over_ranks
+from toolkit.experts.parallel.ownership import is_owned
+from toolkit.experts.parallel.waits import Mark, mark, waits
+from toolkit.run.hardware import peak_bytes, reset_peak
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from toolkit.train.trainer import Trainer
+
+SLOW, FEWEST_LINES, FEWEST_SECONDS = 1.25, 3, 30.0
+"""How many times as long a straggler's part of a step takes at least, in how many lines of metrics, and in how many
+seconds of steps: in a shorter run the main process is slower because its trackers start beside it."""
+
+
+class _Window(Callback):
+    """Measures consecutive steps, with neither an evaluation nor a save between them."""
+
+    def __init__(self) -> None:
+        self._begin_at = (0.0, 0, 0)
+        """Seconds on the host's clock, step and samples; 0 seconds before the first step."""
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        if self._begin_at[0] == 0.0:
+            # A checkpoint may be loaded after `on_fit_start`.
+            self._begin(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
+
+
+class BarrierWait(_Window):
+    """Records `perf/barrier_wait_share` with each line of metrics of several processes: how long a rank that is done
+    with the line's last step waits for the slowest, over the time of a step; mean over ranks.
+
+    One barrier per line, none on other steps. Ranks also wait for each other within a step, in every all-to-all: that
+    is not included, see `moe/rank_imbalance`.
+    """
+
+    runs_before = (Callback,)
+    """Another callback's collective would hold the ranks up first, and the wait would be measured as zero."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        steps = trainer.state.step - self._begin_at[1]
+        if not trainer.at_log_step or trainer.run.world_size == 1 or steps == 0:
+            return
+        if trainer.run.device.type != "cpu":
+            torch.accelerator.synchronize()
+        done = time.perf_counter()
+        # A reduction whose result is read holds the host on every backend, as a barrier of NCCL may not.
+        barrier = torch.zeros((), device=trainer.run.device)
+        dist.all_reduce(barrier)
+        barrier.item()
+        all_done = time.perf_counter()
+        waits.add("barrier", done, all_done)
+        step_seconds = (done - self._begin_at[0]) / steps
+        share = torch.tensor((all_done - done) / step_seconds, device=trainer.run.device)
+        dist.all_reduce(share)
+        trainer.record("perf/barrier_wait_share", share / trainer.run.world_size)
+        self._begin(trainer)
+
+
+class Throughput(_Window):
+    """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
+    `perf/step_time_worst_rank_ms`; `perf/step_time_median_ms` and `perf/step_time_p95_ms` of this rank's steps, one
+    by one (on a GPU as the host issues them, which may run ahead).
+
+    Of several processes also `perf/slowest_rank`, whose steps take longest without what they spend in collectives, and
+    `perf/slowest_rank_ratio`, how many times as long as the median of the other ranks'; `perf/collectives_ms`, what a
+    step spends in collectives, waiting included, mean over ranks; and `perf/exchange_ms`, in the all-to-alls of experts
+    alone. All of them travel in one reduction per line of metrics. A rank that is the slowest in most lines, by at
+    least `SLOW`, is the result `straggler_notice`, unless the run is short. With FSDP2, waiting for gradients counts as
+    a rank's own time.
+
+    Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
+    restarts the window, so neither its time nor the steps before it in that window are counted. The peak is that of one
+    process since training began, evaluations included: of this rank in a line, of the rank with most in the results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples = self._seconds = 0.0
+        self.samples_per_second: float | None = None
+        """On the last line of metrics."""
+        self._ends: list[float] = []
+        self._world_size = 1
+        self._lines = 0
+        self._slow_lines: dict[int, list[float]] = {}
+        """By rank, its ratios in the lines in which it was the slowest by at least `SLOW`."""
+        self._hook: RemovableHandle | None = None
+        self._gradient_done: Mark | None = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._world_size = trainer.run.world_size
+        reset_peak(trainer.run.device)
+        replicated = [p for p in trainer.parameters if not is_owned(p)]
+        waits.on = self._world_size > 1
+        if waits.on and replicated:
+            # The gradients of the first layers are the last ones that a rank computes by itself.
+            self._hook = replicated[0].register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self._gradient_done = mark(parameter.device)
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        if self._gradient_done is not None:
+            waits.add("gradients", self._gradient_done, mark(trainer.run.device))
+            self._gradient_done = None
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._ends.append(time.perf_counter())
+        if not trainer.at_log_step:
+            return
+        if trainer.run.device.type != "cpu":
+            torch.accelerator.synchronize()
+        began, step, samples = self._begin_at
+        seconds = time.perf_counter() - began
+        samples, steps = trainer.state.samples - samples, trainer.state.step - step
+        if steps == 0:
+            return
+        self._samples, self._seconds = self._samples + samples, self._seconds + seconds
+        self.samples_per_second = samples / seconds
+        trainer.record("perf/samples_per_second", self.samples_per_second)
+        trainer.record("perf/step_time_ms", 1e3 * seconds / steps)
+        self._compare_ranks(trainer, seconds, steps)
+        single = sorted(after - before for before, after in pairwise([began, *self._ends]))
+        trainer.record("perf/step_time_median_ms", 1e3 * median(single))
+        trainer.record("perf/step_time_p95_ms", 1e3 * single[math.ceil(0.95 * len(single)) - 1])
+        trainer.record("perf/peak_memory_bytes", peak_bytes(trainer.run.device))
+        self._begin(trainer)
+
+    def _compare_ranks(self, trainer: Trainer, seconds: float, steps: int) -> None:
+        taken = waits.take()
+        own = seconds - sum(wait.seconds for wait in taken)
+        exchange = sum(wait.seconds for wait in taken if wait.kind == "experts")
+        table = torch.zeros(self._world_size, 3, dtype=torch.float32, device=trainer.run.device)
+        table[trainer.run.rank] = 1e3 / steps * torch.tensor([seconds, own, exchange])
+        if dist.is_initialized():
+            dist.all_reduce(table)
+        steps_ms, own_ms, exchange_ms = table.T.tolist()
+        trainer.record("perf/step_time_worst_rank_ms", max(steps_ms))
+        if self._world_size == 1:
+            return
+        slowest = own_ms.index(max(own_ms))
+        ratio = own_ms[slowest] / median(own_ms[:slowest] + own_ms[slowest + 1 :])
+        trainer.record("perf/slowest_rank", slowest)
+        trainer.record("perf/slowest_rank_ratio", ratio)
+        trainer.record("perf/collectives_ms", (sum(steps_ms) - sum(own_ms)) / self._world_size)
+        trainer.record("perf/exchange_ms", sum(exchange_ms) / self._world_size)
+        self._lines += 1
+        if ratio >= SLOW:
+            self._slow_lines.setdefault(slowest, []).append(ratio)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        waits.on = False
+        waits.take()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._end_waits()
+        trainer.results.pop("straggler_notice", None)
+        for rank, ratios in self._slow_lines.items():
+            steady = len(ratios) >= FEWEST_LINES and 2 * len(ratios) > self._lines
+            if steady and self._seconds >= FEWEST_SECONDS:
+                trainer.results["straggler_notice"] = (
+                    f"rank {rank} of {self._world_size} takes {median(ratios):.1f} times as long as the others for its "
+                    f"own part of a step, in {len(ratios)} of {self._lines} lines of metrics"
+                )
+        peak, _ = extremes_over_ranks(torch.tensor(peak_bytes(trainer.run.device), device=trainer.run.device))
+        trainer.results |= {
+            "steps": trainer.state.step,
+            "samples": trainer.state.samples,
+            "epochs": trainer.state.step / trainer.batches.steps_per_epoch,
+            "samples_per_second": self._samples / self._seconds if self._seconds else None,
+            "train_seconds": self._seconds,
+            "peak_memory_bytes": int(peak),
+        }
+
+    def _begin(self, trainer: Trainer) -> None:
+        super()._begin(trainer)
+        self._ends = []
+        waits.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self._samples,
+            "seconds": self._seconds,
+            "world_size": self._world_size,
+            "lines": self._lines,
+            "slow_lines": {str(rank): ratios for rank, ratios in self._slow_lines.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._samples = state["samples"]
+        self._seconds = state["seconds"]
+        if state["world_size"] == self._world_size:
+            self._lines = state["lines"]
+            self._slow_lines = {int(rank): ratios for rank, ratios in state["slow_lines"].items()}

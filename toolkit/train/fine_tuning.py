@@ -1,0 +1,115 @@
+"""What fine-tuning a language model adds to a run: the text that it knew, what is written, and a table of controls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from toolkit.data.identity import identity
+from toolkit.errors import UserError
+from toolkit.experts.hosts.peft.saving import save_merged
+from toolkit.experts.hosts.transformers.build import model_folder
+from toolkit.experts.hosts.transformers.saving import save_pretrained, write_on_main
+from toolkit.run.config.adapters import AdapterOptions
+from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.run import RunConfig
+from toolkit.run.folder import results_of
+from toolkit.run.run import Run
+from toolkit.train.cached_run import cached_run
+from toolkit.train.callbacks.evaluation import Evaluation
+from toolkit.train.standard_trainer import eval_batches
+from toolkit.train.tasks.language_modeling import LanguageModeling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from toolkit.data.text import TextData
+    from toolkit.data.tokenizer import Tokenizer
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def find_model(run: Run, model: str | None) -> None:
+    """Raise UserError on every rank where the folder or Hub name `model` cannot be found, or reached. A collective."""
+    if model is not None:
+        run.on_main_and_share(lambda: model_folder(model))
+
+
+def make_base(run: Run, config: ExpertRunConfig, old: TextData | None, recipe: Path) -> str:
+    """The folder of the model that `recipe`, lm_moe, has trained on the text `old`, in this run or for an earlier one.
+
+    Its sizes are those of `config`: `experts`, `top_k`, `expert_hidden_size` and `context`. A collective. Raises
+    UserError without a text.
+    """
+    settings: Any = config
+    if old is None:
+        raise UserError("--model none: give a folder or Hub name, or --old-dataset, on which a small model is trained.")
+    flags = ["--dataset", str(settings.old_dataset), "--sample-tokens", "1", "--export", "--cpu", "--tracker", "none"]
+    for name in ("experts", "top_k", "expert_hidden_size", "context"):
+        flags += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+    preset = "debug" if config.preset == "debug" else "full"
+    key = identity(old.train)["sha256"]
+    run.print(old.notice or f"the base is a model that lm_moe trains on {old.name}")
+    return str(run.on_main_and_share(lambda: cached_run(recipe, [preset, *flags], needs="model", key=key)) / "model")
+
+
+def evaluate_known_text(run: Run, text: TextData | None, blocks: int | None) -> list[Evaluation]:
+    """Bits per byte of the held-out part of a text that the model knows, or of some of its blocks, at start and at each
+    epoch's end: `old_bits_per_byte_at_start`, `old_bits_per_byte`. Empty without `text`."""
+    if text is None:
+        return []
+    run.describe(old_dataset=text.name)
+    task = LanguageModeling(bytes_per_token=text.bytes_per_token)
+    batches = eval_batches(run, text.some_test(blocks), 4 * run.config.batch_size)
+    return [Evaluation(batches, name="old", task=task, at_start=True)]
+
+
+def save_trained(model: nn.Module, folder: Path, options: AdapterOptions, tokenizer: Tokenizer) -> None:
+    """Write what was trained below the run's `folder`: `adapter/` as stock PEFT reads it, with `merge` also `merged/`;
+    or `model/`, where there are no adapters. The latter two are of transformers, with the tokenizer. A collective.
+
+    Raises UserError on every rank alike where a folder cannot be written.
+    """
+    whole = folder / ("merged" if options.lora_rank else "model")
+
+    def write_tokenizer() -> None:
+        if whole.is_dir():
+            tokenizer.save_pretrained(whole)
+
+    save_pretrained(model, folder / "adapter" if options.lora_rank else whole)
+    if options.merge:
+        save_merged(model, whole)
+    write_on_main(whole, write_tokenizer)
+
+
+def compare(
+    run: Run,
+    config: C,
+    results: Mapping[str, Any],
+    main: Callable[[C], Mapping[str, Any]],
+    controls: Mapping[str, Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """A row for the model as it was, this run's, and each of `controls`: its settings are those of `config` changed by
+    these. A control is a run of `main` in `controls/NAME` of this run's folder; a finished one is not run again, one
+    that was stopped is continued. A collective."""
+    rows = [_row("nothing", 0, results, "_at_start"), _row(results["trained"], results["trained_parameters"], results)]
+    for name, changes in controls.items():
+        folder = run.folder / "controls" / name
+        done = run.on_main_and_share(partial(results_of, folder))
+        if done is None or (config.extend and done["steps"] != results["steps"]):
+            usual: dict[str, Any] = {"run_dir": folder, "resume": "auto", "resume_from": None, "tracker": "none"}
+            control = replace(config, **changes, **usual, extend=done is not None)
+            run.print(f"\ncontrol: {name}")
+            done = dict(main(control))
+        rows.append(_row(done["trained"], done["trained_parameters"], done))
+    return rows
+
+
+def _row(trained: str, parameters: int, results: Mapping[str, Any], when: str = "") -> dict[str, Any]:
+    row = {"trained": trained, "parameters": parameters, "new text": results[f"test_bits_per_byte{when}"]}
+    old = results.get(f"old_bits_per_byte{when}")
+    return row if old is None else row | {"old text": old}

@@ -1,0 +1,265 @@
+"""Stops training at a loss, a gradient or a weight that is not finite, without a host sync on ordinary steps; or skips
+steps whose gradients are not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import together
+from toolkit.experts.parallel.waits import Mark, mark
+from toolkit.run.run import Run
+from toolkit.train.task import Batch, Task
+
+READ_EVERY = 8
+"""Steps whose norms are copied together from a device other than a CPU, to be read when as many more were taken: the
+copy has come by then, so that the host does not wait."""
+GRADIENT = "the gradient of"
+MOST_SKIPPED = 3
+"""Skipped steps in a row after which training stops."""
+REPORT = "nonfinite.json"
+SHOWN_SAMPLES = 8
+REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
+
+
+class Loop(Protocol):
+    """What `FiniteCheck` uses of a `toolkit.train.trainer.Trainer`."""
+
+    run: Run
+    task: Task
+    raw_model: nn.Module
+    model: nn.Module
+    autocast: Callable[[], AbstractContextManager[Any]]
+    micro_batches: list[Batch]
+
+    @property
+    def batches(self) -> Any: ...
+
+    def seed_micro_batch(self, index: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The numbers of one optimizer step, on the device."""
+
+    step: int
+    norm: Tensor
+    """Of all gradients, equal on all ranks."""
+    losses: list[Tensor]
+    """Of this rank's micro-batches."""
+    parameters: Sequence[Tensor]
+    norms: Tensor
+    """Of the gradient of each of `parameters`, on this rank."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Steps, and their norms in memory of the host, where they are from `come` on."""
+
+    steps: Sequence[_Step]
+    norms: Tensor
+    come: Mark
+
+    def norms_when_come(self) -> Tensor:
+        if isinstance(self.come, torch.Event):
+            self.come.synchronize()
+        return self.norms
+
+
+class FiniteCheck:
+    """What the optimizer steps since the last reading computed.
+
+    On a CPU each step is read before its update, so that weights stay finite. Elsewhere steps are read together,
+    `READ_EVERY` of them as many steps later, and all at log steps and before a checkpoint is written. Nothing that is
+    not finite gets into a checkpoint, so the last one before it is kept.
+
+    fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
+    weights are checked. All methods that raise are collectives, and raise the same UserError on every rank.
+
+    With `--on-nonfinite skip`, each step is read before its update on every device, and steps whose gradients are not
+    finite are left out; training stops after `MOST_SKIPPED` in a row. Of steps that were read before their update, the
+    forward passes are repeated to find the first module whose output is not finite.
+    """
+
+    def __init__(self, trainer: Loop):
+        self._trainer = trainer
+        self.model = trainer.raw_model
+        self.scaled = trainer.run.accelerator.scaler is not None
+        self.skip = trainer.run.config.on_nonfinite == "skip"
+        self.read_every = 1 if self.skip or trainer.run.device.type == "cpu" else READ_EVERY
+        self.skipped = 0
+        """Steps that were skipped, of this process."""
+        self._in_a_row = 0
+        self._waiting: list[_Step] = []
+        self._copied: _Copied | None = None
+        self._norms: tuple[Sequence[Tensor], Tensor] = ([], torch.zeros(0))
+
+    def take_norms(self, parameters: Sequence[Tensor], norms: Tensor) -> None:
+        """Remember the norm of the gradient of each of `parameters`, for the `add` that follows."""
+        self._norms = parameters, norms
+
+    def add(self, step: int, norm: Tensor, losses: list[Tensor]) -> bool:
+        """Check the `step`-th optimizer step, before its update, now or later; returns whether to take the update."""
+        if self.scaled:
+            return True
+        self._waiting.append(_Step(step, norm, losses, *self._norms))
+        if self.skip and not norm.isfinite():
+            self._in_a_row += 1
+            if self._in_a_row < MOST_SKIPPED:
+                self._waiting.clear()
+                self.skipped += 1
+                if self.skipped == 1:
+                    why = self._explain(step, "skipped")
+                    self._trainer.run.print(f"warning: step {step:,} is skipped: its gradients are not finite{why}.")
+                return False
+        else:
+            self._in_a_row = 0
+        if self.read_every == 1:
+            self.read()
+        elif len(self._waiting) >= self.read_every:
+            self._read_copied(then=self._copy())
+        return True
+
+    def read(self) -> None:
+        """Raise UserError for the first step since the last reading whose gradients were not finite."""
+        if self._waiting:
+            self._read_copied(then=self._copy())
+        self._read_copied()
+
+    def _read_copied(self, then: _Copied | None = None) -> None:
+        """Judge the steps that were copied before; those of `then` are next."""
+        copied, self._copied = self._copied, then
+        if copied is not None:
+            self._judge(copied)
+
+    def _copy(self) -> _Copied:
+        """The steps that wait, with their norms on the way to the host."""
+        steps, self._waiting = self._waiting, []
+        norms = torch.stack([step.norm for step in steps]).to("cpu", non_blocking=True)
+        return _Copied(steps, norms, mark(self._trainer.run.device))
+
+    def _judge(self, copied: _Copied) -> None:
+        norms = copied.norms_when_come().tolist()
+        bad = next((step for step, norm in zip(copied.steps, norms, strict=True) if not math.isfinite(norm)), None)
+        if bad is not None:
+            found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
+            again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
+            why = self._explain(bad.step, found) if self.read_every == 1 else ""
+            _stop(f"step {bad.step:,}: {found}{again}{why}")
+
+    def check_line(self, step: int, means: Mapping[str, Any]) -> None:
+        """Raise UserError for a mean training loss on a line of metrics that is not finite."""
+        self.read()
+        for name in ("train/loss", "train/penalty"):
+            if not math.isfinite(means.get(name, 0.0)):
+                _stop(f"step {step:,}: {name} is {means[name]}")
+
+    def check_weights(self, step: int) -> None:
+        """Raise UserError for weights that are not finite after `step` steps, and for buffers that hold NaN."""
+        self.read()
+        buffers = self.model.named_buffers()
+        name = self._first_weight() or _first(buffers, lambda buffer: ~buffer.isnan())  # a mask may hold -inf
+        if found := self._found(name):
+            _stop(f"after step {step:,}: {found}")
+
+    def _name(self, step: _Step) -> str | None:
+        """The first tensor of `step` that is not finite on this rank: weights, then losses, then gradients."""
+        # Of steps that are read late, the updates have spread to the weights by now.
+        if self.read_every == 1 and (weight := self._first_weight()):
+            return weight
+        if any(not loss.isfinite() for loss in step.losses):
+            return "the loss"
+        finite = step.norms.isfinite().tolist()
+        bad = {id(p) for p, is_finite in zip(step.parameters, finite, strict=True) if not is_finite}
+        return next((f"{GRADIENT} {name}" for name, p in self.model.named_parameters() if id(p) in bad), None)
+
+    def _first_weight(self) -> str | None:
+        return _first(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), torch.isfinite)
+
+    def _explain(self, step: int, what: str) -> str:
+        """The first module with an output that is not finite, and the samples, of the step that was just computed: into
+        `nonfinite.json` of the run's folder, and in half a sentence. A collective."""
+        trainer = self._trainer
+
+        def forward() -> None:
+            for index, batch in enumerate(trainer.micro_batches):
+                trainer.seed_micro_batch(index)
+                with trainer.autocast():
+                    trainer.task.loss(trainer.model, batch)
+
+        module = first_module(self.model, forward)
+        words = [f"the output of {module} is the first" if module else "the outputs of all modules are finite"]
+        samples = trainer.batches.rows_of(step - 1)
+        path = trainer.run.folder / REPORT
+        if samples:
+            more = ", ..." if len(samples) > SHOWN_SAMPLES else ""
+            words.append(f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more} (all in {path})")
+        if trainer.run.is_main:
+            content = {"step": step, "what": what, "module": module, "samples": samples}
+            with suppress(OSError):
+                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        return " (" + "; ".join(words) + ")"
+
+    @staticmethod
+    def _found(mine: str | None) -> str | None:
+        """What the ranks found, a loss before gradients, if any found something. A collective."""
+        found = [(name.startswith(GRADIENT), rank, name) for rank, name in enumerate(together(lambda: mine)) if name]
+        if not found:
+            return None
+        _, rank, name = min(found)
+        return f"{name} is not finite" + (f" on rank {rank}" if rank else "")
+
+
+def first_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """The first module of `model` whose output is not finite when `forward` runs it, on any rank. A collective."""
+    names: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if any(value.is_floating_point() and not value.isfinite().all() for value in _tensors(output)):
+                names.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return next((found[0] for found in together(lambda: names) if found), None)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(value)
+
+
+def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:
+    """The name of the first tensor of which not every element `is_right`. The host waits once, not for each tensor."""
+    all_local = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)
+    floating = [(name, local.detach()) for name, local in all_local if local.is_floating_point()]
+    if not floating:
+        return None
+    # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
+    sums = [local.sum(dtype=torch.promote_types(local.dtype, torch.float32)) for _, local in floating]
+    finite = torch.stack([total.isfinite().to(sums[0].device) for total in sums]).tolist()
+    suspects = (each for each, is_finite in zip(floating, finite, strict=True) if not is_finite)
+    return next((name for name, local in suspects if not is_right(local).all()), None)
+
+
+def _stop(what: str) -> NoReturn:
+    raise UserError(f"{what}: {REMEDY}; checkpoints from before it are kept.")

@@ -1,0 +1,290 @@
+"""The training loop. Read `fit`, then `train_step`, then `learn`.
+
+The trainer knows parameters, not models. Parameters that only some ranks own, such as experts, are handled by four
+functions of `toolkit.experts.parallel`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.checkpoint import checkpoint
+from toolkit.checkpoint.background import Write
+from toolkit.data.batches import TrainBatches
+from toolkit.data.loader import AnyEvalBatches, LoaderBatches
+from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.prepare import prepare, refuse_late_parameters
+from toolkit.experts.parallel.seeding import seed_device
+from toolkit.experts.parallel.waits import waits
+from toolkit.experts.state.tensor_files import ToCPU, on_cpu
+from toolkit.run.data import record_data
+from toolkit.run.run import Run
+from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
+from toolkit.train.finite_check import FiniteCheck
+from toolkit.train.metrics import MetricSums, global_counts, plain_values
+from toolkit.train.optim import Schedule, initial_rates
+from toolkit.train.state import TrainState
+from toolkit.train.task import Batch, Loss, Task, as_loss
+
+
+class Trainer:
+    """Trains `model` on `task` until `max_steps` optimizer steps.
+
+    `model` and `optimizer` are those that the recipe built; Accelerate prepares them here. `schedule` maps a step to a
+    multiplier of each parameter group's initial learning rate. Raises ValueError for callbacks in a wrong order, or
+    two with one `state_key`, and UserError where every rate is 0.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: TrainBatches | LoaderBatches,
+        *,
+        max_steps: int,
+        schedule: Schedule,
+        max_grad_norm: float | None = 1.0,
+        log_every: int = 50,
+        callbacks: Sequence[Callback] = (),
+    ):
+        self.run, self.task, self.batches, self.schedule = run, task, batches, schedule
+        self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
+        self.base_rates = initial_rates(optimizer, run.print)
+        if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
+            raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
+        self.raw_model = model
+        self.model, self.optimizer = prepare(
+            run.accelerator, model, optimizer, dense=run.config.dense_parallel, fsdp_size=run.config.fsdp_size
+        )
+        # Accelerate's wrappers skip steps of fp16 and autocast. Where neither is needed they still look for a package
+        # on disk and for environment variables, twice a step: a tenth of a small model's step time.
+        self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
+        self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.owned_parameters = owned(self.parameters)
+        self.micro_batches: list[Batch] = []
+        """Of the last optimizer step, on this rank."""
+        self.finite = FiniteCheck(self)
+        self.state = TrainState()
+        self.sums = MetricSums(run.device)
+        self.results: dict[str, Any] = {}
+        """What `fit` returns; callbacks add to it."""
+        self.stop_reason: str | None = None
+        self.phase, self.phase_began = "start", time.monotonic()
+        """What this rank does (data, step, callbacks, evaluation, checkpoint), and since when on its own clock."""
+        self._recorded: dict[str, Any] = {}
+        self._line_is_due = False
+        check_callbacks(callbacks)
+        self.callbacks = list(callbacks)
+        self._hooks = hooks_of(callbacks)
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, Any]:
+        """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`.
+
+        Raises UserError on every rank where a run is continued on other data, and at most 16 steps after a loss, a
+        gradient or a weight was not finite.
+        """
+        try:
+            record_data(self.run, train=self.batches.identity())
+            self.run.begin_tracking()
+            self.hooks("on_fit_start")
+            self.model.train()
+            steps = self.batches.steps(self.state.step)
+            while self.state.step < self.max_steps and self.stop_reason is None:
+                self.enter("data")
+                self.train_step(next(steps))
+                self.hooks("on_step_end")
+                if self.at_log_step or self._line_is_due:
+                    self.emit()
+            self.finite.read()
+            self.hooks("on_fit_end")
+        except BaseException as error:
+            self.hooks("on_exception", error)
+            raise
+        return self.results
+
+    def train_step(self, micro_batches: list[Batch]) -> None:
+        """One optimizer step on the micro-batches of a global batch, with its hooks; advances `state`."""
+        self.enter("callbacks")
+        multiplier = self.schedule(self.state.step)
+        self.hooks("on_step_start", micro_batches)
+        norm = self.learn(micro_batches, multiplier)
+        self.state.samples += self.batches.samples_of(self.state.step)
+        self.state.step += 1
+        if self.at_log_step:
+            self.record("train/grad_norm", norm)
+            if skipped := self.results.get("skipped_steps"):
+                self.record("train/skipped_steps", skipped)
+            self.record("train/learning_rate", self.base_rates[0] * multiplier)
+
+    def learn(self, micro_batches: list[Batch], multiplier: float, *, record: bool = True) -> Tensor:
+        """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
+        counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
+        self.enter("step")
+        self.micro_batches = micro_batches
+        self.hooks("on_before_forward")
+        accelerator = self.run.accelerator
+        counted = [self.task.count(batch) for batch in micro_batches]
+        counts, total = waits.timed("counts", self.run.device, global_counts, counted, self.run.device)
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * multiplier
+        # DDP averages over ranks and Accelerate divides by the accumulation steps: undo both, divide by the count.
+        scale = self.run.world_size * len(micro_batches) / total
+        losses: list[Tensor] = []
+        parts: list[tuple[Loss, Any]] = []
+        for index, batch in enumerate(micro_batches):
+            self.seed_micro_batch(index)
+            with accelerator.accumulate(self.model):
+                with self.autocast():
+                    loss = as_loss(self.task.loss(self.model, batch), "loss")
+                value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
+                accelerator.backward(value * scale)
+            losses.append(value.detach())
+            parts.append((loss, counts[index]))
+        accelerator.unscale_gradients()
+        average_owned_gradients(self.owned_parameters, self.run.world_size)
+        norm = clip_grad_norm_(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
+        if self.finite.add(self.state.step + 1, norm, losses):
+            self.hooks("on_before_optimizer_step")
+            self.update()
+            refresh_replicas(self.owned_parameters)
+            for part in parts if record else ():
+                self.record_sums(*part)
+        else:
+            self.results["skipped_steps"] = self.results.get("skipped_steps", 0) + 1
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.enter("callbacks")
+        return norm
+
+    def seed_micro_batch(self, index: int) -> None:
+        """Seed the device for the next forward pass by (seed, step, micro-batch, rank)."""
+        seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
+
+    @torch.no_grad()
+    def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
+        """Means, or what `task.summarise` makes of them, as `name/...`. A collective; UserError if empty."""
+        sums = MetricSums(self.run.device)
+        task = task or self.task
+        self.model.eval()
+        for batch in batches:
+            self.enter("evaluation")
+            with self.autocast():
+                loss = as_loss(task.evaluate(self.model, batch), "evaluate")
+            sums.add({"loss": loss.sum, **loss.sums}, loss.count)
+        self.model.train()
+        self.enter("callbacks")
+        summarise = getattr(task, "summarise", dict)
+        metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
+        self._recorded |= metrics
+        self._line_is_due = True
+        self.hooks("on_evaluate_end", name, metrics)
+        return metrics
+
+    # --- what callbacks use -----------------------------------------------------------------------------------
+
+    def hooks(self, name: str, *args: Any) -> None:
+        """Call hook `name` of every callback that overrides it."""
+        for hook in self._hooks[name]:
+            hook(self, *args)
+
+    def enter(self, phase: str) -> None:
+        """Note that `phase` begins, for those who watch the run from another thread."""
+        self.phase, self.phase_began = phase, time.monotonic()
+
+    def request_stop(self, reason: str) -> None:
+        """Stop training after this step. Call it on all ranks."""
+        self.stop_reason = reason
+
+    def record(self, name: str, value: Any) -> None:
+        """Put `value` (a number, or a tensor that is equal on all ranks) on the next line of metrics."""
+        self._recorded[name] = value
+
+    @property
+    def at_log_step(self) -> bool:
+        """Whether a line of metrics follows the step that just ended. Only then does the host wait for the device."""
+        step = self.state.step
+        return step % self.log_every == 0 or step % self.batches.steps_per_epoch == 0 or step == self.max_steps
+
+    # --- metrics and state ------------------------------------------------------------------------------------
+
+    def record_sums(self, loss: Loss, global_count: Any) -> None:
+        """Add a micro-batch, whose count over all ranks is `global_count`, to the means of the next line of metrics."""
+        self.sums.add({"loss": loss.sum, **loss.sums}, loss.count)
+        if loss.penalty is not None:
+            # Ranks' shares add up to one mean per micro-batch, which is weighted by the micro-batch's count.
+            self.sums.add({"penalty": loss.penalty * global_count}, loss.count)
+
+    def emit(self) -> None:
+        """Write one line of metrics: means since the last line, and what `record` was given."""
+        refuse_late_parameters(self.raw_model, self.parameters)
+        means = {f"train/{name}": value for name, value in self.sums.compute().items()}
+        self.finite.check_line(self.state.step, means)
+        self.sums.reset()
+        means["train/epoch"] = self.state.step / self.batches.steps_per_epoch
+        self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
+        self._recorded = {}
+        self._line_is_due = False
+
+    def save(self, keep: int = 2) -> Path | None:
+        """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
+        to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
+        deletes nothing, where weights are not finite."""
+        folder = self.begin_save(keep)(None)
+        self.enter("callbacks")
+        if folder is not None:
+            self.hooks("on_save", folder)
+        return folder
+
+    def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:
+        """Collect what `save` writes: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
+        self.enter("checkpoint")
+        self.finite.check_weights(self.state.step)
+        return checkpoint.begin_checkpoint(
+            self.run.checkpoints,
+            model=self.raw_model,
+            optimizer=self.optimizer,
+            state=self.state_dict(),
+            keep=keep,
+            run=self.run,
+            to_cpu=to_cpu,
+        )
+
+    def restore(self, folder: Path) -> dict[str, Any]:
+        """Continue from the checkpoint in `folder`; returns its `state_dict`. A collective; raises UserError where it
+        does not fit."""
+        saved = checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
+        self.load_state_dict(saved)
+        return saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but weights and optimizer states, as plain JSON values. A collective."""
+        return {
+            "step": self.state.step,
+            "samples": self.state.samples,
+            "metric_sums": self.sums.state_dict(),
+            "recorded": plain_values(self._recorded),
+            "results": self.results,
+            "callbacks": states_of(self.callbacks),
+            "metrics": self.run.seal_of_metrics(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self.state = TrainState(step=state["step"], samples=state["samples"])
+        self.sums.load_state_dict(state["metric_sums"])
+        self._recorded = dict(state["recorded"])
+        self.results = dict(state["results"])
+        load_states(self.callbacks, state["callbacks"])
