@@ -3,7 +3,7 @@
 The order of the data is a pure function of (seed, epoch), and the position in it is one integer: the step. So a run
 resumes by asking for step n, on any number of processes. Accelerate's own splitting of batches is not used because on a
 short last batch it gives some ranks no micro-batch at all, and under expert parallelism a forward pass is a collective:
-here such a rank gets an empty one. (`docs/project/log.md`, "Why the loader is ours".)
+here such a rank gets an empty one. (`docs/project/notes/data.md`.)
 """
 
 from __future__ import annotations
