@@ -19,31 +19,32 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 
 # The table of contents: captions, and below each its pages in the order in which they are read.
 CONTENTS = {
-    "Start": ["docs/index", "docs/start/tour", "docs/train/recipes", "docs/start/config", "recipes/README"],
-    "Train": [
-        "docs/train/accelerate",
-        "docs/operate/checkpoints_and_tracking",
-        "docs/operate/ray",
-        "docs/operate/skypilot",
-        "docs/operate/kubernetes",
-        "docs/operate/sweeps",
-        "docs/operate/doctor",
-        "accelerate_configs/README",
-        "slurm/README",
-    ],
-    "Mixtures of experts": [
+    "Start": ["docs/index", "docs/start/which_way", "docs/start/tour", "docs/start/config", "recipes/README"],
+    "Train": ["docs/train/recipes", "docs/train/accelerate"],
+    "Experts": [
         "docs/experts/moe",
+        "docs/experts/prepare",
+        "docs/experts/torch_alone",
         "docs/experts/placement",
         "docs/experts/scaling",
-        "docs/experts/lifecycle",
-        "docs/experts/knowledge_graph",
         "docs/experts/transformers",
         "docs/experts/adapters",
         "docs/experts/router_replay",
+        "docs/experts/lifecycle",
+        "docs/experts/knowledge_graph",
         "docs/experts/transformers_families",
-        "toolkit/experts/README",
     ],
-    "Subjects": [
+    "Operate": [
+        "docs/operate/checkpoints_and_tracking",
+        "docs/operate/sweeps",
+        "docs/operate/doctor",
+        "docs/operate/ray",
+        "docs/operate/skypilot",
+        "docs/operate/kubernetes",
+        "accelerate_configs/README",
+        "slurm/README",
+    ],
+    "Recipes": [
         "docs/recipes/language_model",
         "docs/recipes/speech",
         "docs/recipes/har",
@@ -58,7 +59,14 @@ CONTENTS = {
         "docs/start/migration/har",
         "docs/start/migration/vae",
     ],
-    "Results and history": ["docs/project/results", "docs/project/log", "CHANGELOG", "CONTRIBUTING"],
+    "Project": [
+        "docs/project/results",
+        "benchmarks/README",
+        *sorted(f"docs/project/notes/{page.stem}" for page in (ROOT / "docs" / "project" / "notes").glob("*.md")),
+        "CHANGELOG",
+        "CONTRIBUTING",
+    ],
+    "Rooms of the code": sorted(f"{page.relative_to(ROOT).parent}/README" for page in ROOT.glob("toolkit/*/README.md")),
 }
 
 project = "toolkit"

@@ -1,8 +1,8 @@
 """Five tasks one after another: what is left of the earlier ones, by each way of learning.
 
-    python benchmarks/learning/continual_learning.py --data-dir DIR      hours on one core; stops and goes on as you like
+    python benchmarks/learning/continual_learning.py --data-dir DIR  hours on one core; stops and goes on as you like
     python benchmarks/learning/continual_learning.py --streams permuted --arms replay "fixed mixture" --seeds 2
-    python benchmarks/learning/continual_learning.py --streams "permuted, 20 tasks"       five arms
+    python benchmarks/learning/continual_learning.py --streams "permuted, 20 tasks"  five arms
 
 Every cell (stream, arm, seed) leaves a file in runs/continual_learning, and is not trained again. At the end, tables
 of all cells that there are, benchmarks/results/continual_learning.json, and pictures in docs/images.

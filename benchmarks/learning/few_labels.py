@@ -1,8 +1,8 @@
 """Digits from 100 labels: FixMatch with virtual adversarial training, the latter alone, and labelled images alone.
 
-    python benchmarks/learning/few_labels.py --data-dir DIR             ten seeds of each; goes on where it was stopped
-    python benchmarks/learning/few_labels.py --data-dir DIR --tune      what is tried on validation data
-    python benchmarks/learning/few_labels.py --collect                  the table of what has been run, and in docs/recipes/vae.md
+    python benchmarks/learning/few_labels.py --data-dir DIR   ten seeds of each; goes on where it was stopped
+    python benchmarks/learning/few_labels.py --data-dir DIR --tune  what is tried on validation data
+    python benchmarks/learning/few_labels.py --collect        the table of what has been run, and in docs/recipes/vae.md
 
 A `toolkit sweep` of the presets of recipes/few_labels.py. Each seed draws its own labelled images. Steps, network and
 schedule are the same for all methods; the other settings are those that did best with --tune, which gives each method

@@ -1,8 +1,8 @@
 """Bits per byte of a new and of the old text: adapters of experts beside adapters of attention and full fine-tuning.
 
-    python benchmarks/learning/finetune_moe.py                 3 seeds at the rates of the presets: nine runs of half a minute
-    python benchmarks/learning/finetune_moe.py choose          which rates those should be, on validation text: twelve runs
-    python benchmarks/learning/finetune_moe.py --folder F      keeps the runs in F, and continues what was interrupted
+    python benchmarks/learning/finetune_moe.py           3 seeds at the rates of the presets: nine runs of half a minute
+    python benchmarks/learning/finetune_moe.py choose    which rates those should be, on validation text: twelve runs
+    python benchmarks/learning/finetune_moe.py --folder F  keeps the runs in F, and continues what was interrupted
 
 Each run is `recipes/finetune_moe.py` with the preset `full`, or one of its controls; it needs tinyshakespeare in
 $TOOLKIT_DATA_DIR. `choose` never reads what is held out for the table: it trains on nine tenths of the modules that the

@@ -1,7 +1,7 @@
 """Split MNIST with a memory of 50 to 5,000 images: dynamic experts beside rivals that use the memory otherwise.
 
-    python benchmarks/learning/split_mnist.py --data-dir DIR         five seeds, an hour on one core; goes on where it was
-    python benchmarks/learning/split_mnist.py --arms                 only the table of what has been run
+    python benchmarks/learning/split_mnist.py --data-dir DIR       five seeds, an hour on one core; goes on where it was
+    python benchmarks/learning/split_mnist.py --arms               only the table of what has been run
 
 The stream, the network (the preset `dense` of `recipes/mnist_moe.py`), AdamW at 1e-3, the clipping, the
 initial weights, the order of the images and the rows that are remembered are those of `continual_learning.py`; its

@@ -1,8 +1,8 @@
 """Few labels, some of them wrong: the sweeps behind docs/recipes/vae.md. Hours on two cores; goes on where it was stopped.
 
-    python benchmarks/learning/vae_robustness.py --out runs/vae              all of them, one run at a time
-    python benchmarks/learning/vae_robustness.py --out runs/vae labels       one of them
-    python benchmarks/learning/vae_robustness.py --out runs/vae --collect    tables of what is finished by now
+    python benchmarks/learning/vae_robustness.py --out runs/vae           all of them, one run at a time
+    python benchmarks/learning/vae_robustness.py --out runs/vae labels    one of them
+    python benchmarks/learning/vae_robustness.py --out runs/vae --collect  tables of what is finished by now
 
 Each is a `toolkit sweep` of recipes/vae_robustness.py, with tables and a picture in a folder below --out. Writes
 benchmarks/results/vae_labels.json, and one for each other sweep, with what is finished. MNIST is found as recipes find

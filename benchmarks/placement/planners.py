@@ -1,12 +1,12 @@
 """What planners reach and what they cost, on made-up loads.
 
-    python benchmarks/placement/planners.py                 all six tables, about two minutes
-    python benchmarks/placement/planners.py cost            milliseconds per plan
-    python benchmarks/placement/planners.py scale           milliseconds and memory of a plan on 64 to 4,096 ranks
-    python benchmarks/placement/planners.py balance         imbalance beside the bound for the slots given, W0 to W7
-    python benchmarks/placement/planners.py small           the same for few experts, beside bounds that are searched for
-    python benchmarks/placement/planners.py drift           swaps beside planning from scratch, on load that drifts
-    python benchmarks/placement/planners.py guard           plans beside doing nothing, over each span of two plans
+    python benchmarks/placement/planners.py                all six tables, about two minutes
+    python benchmarks/placement/planners.py cost           milliseconds per plan
+    python benchmarks/placement/planners.py scale          milliseconds and memory of a plan on 64 to 4,096 ranks
+    python benchmarks/placement/planners.py balance        imbalance beside the bound for the slots given, W0 to W7
+    python benchmarks/placement/planners.py small          the same for few experts, beside bounds that are searched for
+    python benchmarks/placement/planners.py drift          swaps beside planning from scratch, on load that drifts
+    python benchmarks/placement/planners.py guard          plans beside doing nothing, over each span of two plans
 
 Imbalance is max / mean of rows per rank; `bound` is `toolkit.experts.placement.planners.bounds.lower_bound`. Writes
 benchmarks/results/planners_<table>.json.

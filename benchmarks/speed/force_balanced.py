@@ -1,8 +1,8 @@
 """How much of the throughput of perfectly balanced experts a run reaches: the same run with and without
 `--force-balanced`, in interleaved rounds.
 
-    python benchmarks/speed/force_balanced.py --data-dir DIR            2 processes on gloo, some ten minutes on two cores
-    python benchmarks/speed/force_balanced.py --dataset digits --steps 60 --rounds 2        a try, without data
+    python benchmarks/speed/force_balanced.py --data-dir DIR          2 processes on gloo, some ten minutes on two cores
+    python benchmarks/speed/force_balanced.py --dataset digits --steps 60 --rounds 2      a try, without data
 
 Two cases of `recipes/mnist_moe.py`: with its balance loss, and without, where the router favours some experts. Experts
 are spread over the processes. Every round runs each case freely and forced, one after the other, each in fresh

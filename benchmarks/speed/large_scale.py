@@ -1,10 +1,10 @@
 """Predicted steps of a mixture as large as DeepSeek-V3 on 64 to 4,096 GPUs: imbalance, replicas, placement by nodes.
 
-    python benchmarks/speed/large_scale.py              four tables and docs/images/large_scale.png, two minutes
-    python benchmarks/speed/large_scale.py worlds       64 to 4,096 GPUs in EP groups of 64
-    python benchmarks/speed/large_scale.py groups       EP groups of 64 to 256 GPUs, and the picture
-    python benchmarks/speed/large_scale.py plans        what a plan costs
-    python benchmarks/speed/large_scale.py exchanges    tokens sent once to a node, beside a row for each assignment
+    python benchmarks/speed/large_scale.py       four tables and docs/images/large_scale.png, two minutes
+    python benchmarks/speed/large_scale.py worlds  64 to 4,096 GPUs in EP groups of 64
+    python benchmarks/speed/large_scale.py groups  EP groups of 64 to 256 GPUs, and the picture
+    python benchmarks/speed/large_scale.py plans  what a plan costs
+    python benchmarks/speed/large_scale.py exchanges  tokens sent once to a node, beside a row for each assignment
 
 Nothing here was measured on a GPU. `toolkit.commands.lab.simulate` predicts; inputs are made-up loads and the rates in `H800`,
 each with its source. 58 layers of 256 experts, top 8, hidden 7,168, expert width 2,048; 4,096 tokens on each GPU and

@@ -1,7 +1,7 @@
 """What replayed routes keep of a mixture whose routers have changed: flipped choices and KL divergence, by family.
 
-    python benchmarks/speed/router_replay.py               every family of transformers with a top-k router, a minute or two
-    python benchmarks/speed/router_replay.py --rehearse    our own layers only, nothing written
+    python benchmarks/speed/router_replay.py           every family of transformers with a top-k router, a minute or two
+    python benchmarks/speed/router_replay.py --rehearse  our own layers only, nothing written
 
 Small models with random weights in float64, 3 sequences of 10 tokens. The routers' weights are then moved by normal
 noise of 0.3 of their mean size. `flips` is the share of assignments whose expert is not among the token's recorded

@@ -1,8 +1,8 @@
 """How many public silent bugs the doctor finds and names, and how often it is alarmed by their corrected twins.
 
-    python benchmarks/faults/silent_bugs/score.py                              a minute or two
-    python benchmarks/faults/silent_bugs/score.py router_cut_off_by_gather     one of them, which is not written down
-    python benchmarks/faults/silent_bugs/score.py --traincheck ENV/bin         TrainCheck instead (pip install traincheck), an
+    python benchmarks/faults/silent_bugs/score.py                        a minute or two
+    python benchmarks/faults/silent_bugs/score.py router_cut_off_by_gather  one of them, which is not written down
+    python benchmarks/faults/silent_bugs/score.py --traincheck ENV/bin   TrainCheck instead (pip install traincheck), an
                                                                         hour; it goes on where it was stopped
 
 Each script of `bugs/` makes a bug that a public thread reports anew, in at most forty lines of our own on the CPU;
