@@ -94,6 +94,7 @@ check: $(VENV)/.installed-dev ## style, types and import rules
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	MYPYPATH=recipes $(PY) -m mypy recipes
 	$(PY) -m pytest tests/test_architecture.py
 
 .PHONY: test-browser
@@ -103,13 +104,14 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
 	$(PY) -m pytest -m browser tests/commands/report
 
-# Not benchmarks, or in need of a folder or a GPU.
-BENCH_OTHERS := $(addprefix benchmarks/,__init__.py report.py figures.py record_traces.py placement_lab.py each_step.py \
-	ray_faults.py gpu_layer.py gpu_training.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py)
+# In need of a folder or a GPU, or hours long.
+BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \
+	$(addprefix learning/,lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
+	$(addprefix placement/,record_traces.py placement_lab.py each_step.py))
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/project/results.md
-	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS),$(wildcard benchmarks/*.py)); do \
+	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS) %/__init__.py,$(wildcard benchmarks/speed/*.py benchmarks/learning/*.py benchmarks/placement/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
 	$(PY) benchmarks/faults/inject.py && $(PY) benchmarks/faults/inject.py --restarts 50 || missed=1; \
 	$(PY) benchmarks/placement/record_traces.py runs/traces && $(PY) benchmarks/placement/placement_lab.py runs/traces && \

@@ -6,10 +6,10 @@ a call whose tensors do not have the shapes of the annotations raises `jaxtyping
 
 import typing
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +20,8 @@ def check_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     shaped = {name: hint for name, hint in function.__annotations__.items() if _has_shape(hint)}
     if not shaped:
         return function
+    from beartype import beartype
+
     function.__annotations__ = shaped
     return beartype(function)
 
@@ -39,4 +41,6 @@ def modules_with_shapes() -> list[str]:
     ]
 
 
-install_import_hook(modules_with_shapes(), "tests.check_shapes")
+# Benchmarks use helpers of the tests, also where only what training needs is installed.
+if find_spec("beartype"):
+    install_import_hook(modules_with_shapes(), "tests.check_shapes")

@@ -5,6 +5,7 @@ The garbage collector leaves what is here alone: else each fork would walk throu
 
 import gc
 import importlib
+from importlib.util import find_spec
 
 MODULES = (
     "tests",
@@ -28,6 +29,7 @@ MODULES = (
 )
 
 for name in MODULES:
-    importlib.import_module(name)
+    if find_spec(name.partition(".")[0]):  # some are installed for developers only
+        importlib.import_module(name)
 gc.collect()
 gc.freeze()
