@@ -8,6 +8,10 @@ A comment on a line of its own tells where the numbers of the next block (a para
     <!-- figures: moe_layer.json[threads=2 and tokens=64] by experts; 1.27 = 41.55 / 32.78; given: 1.15, 1.5 -->
     <!-- figures: none -->
 
+At the end of a page, out of a reader's way, it names the block by its first words:
+
+    <!-- figures of "| what | figure": mnist_accuracy.json by epochs -->
+
 Each line of a table has to agree with one row of the record, or with one group of rows that are equal in the keys
 after `by`, and shows each of its values once; prose has to agree with all of its rows together. `[key=value and ...]`
 leaves only the rows that have these values. A number agrees with a value that rounds to it. `a = b / c` is a number
@@ -33,15 +37,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 UNRECORDED = "measured once, without a record"
 
 NOT_MEASURED = ("rows", "machine", "command", "commit", "sha256")
 """Entries of a record that are not figures; its rows are looked at one by one."""
 
 COMMENT = re.compile(r"^ *<!-- figures: (?P<text>.*?) -->$", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r'^<!-- figures of "(?P<words>[^"]+)": (?P<text>.*?) -->$', re.DOTALL | re.MULTILINE)
 SOURCE = re.compile(r"^(?P<file>\w+\.json)(?:\[(?P<where>[^]]*)\])?(?: by (?P<keys>.+))?$")
 NUMBER = re.compile(r"(?<![\w.=/^-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?!\w|\.\d)")
 UNIT = re.compile(
@@ -180,8 +185,21 @@ def result_of(formula: str) -> float:
 
 
 def blocks(text: str) -> Iterator[tuple[int, str, str | None]]:
-    """Each block of a page that is no code: its first line's number, its text, and the comment above it."""
+    """Yields each block of a page that is no code: its first line's number, its text, and the comment that is its own.
+
+    Raises ValueError where a comment names a block that is not there.
+    """
+    named = {match["words"]: match["text"] for match in NAMED.finditer(text)}
     kept = re.sub(r"^ *```.*?^ *```$", lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    kept = NAMED.sub(lambda m: "\n" * m.group().count("\n"), kept)
+    for first, block, comment in _blocks_below_comments(kept):
+        words = next((words for words in named if block.startswith(words)), None)
+        yield first, block, comment if words is None else named.pop(words)
+    if named:
+        raise ValueError(f"no block begins with {next(iter(named))!r}")
+
+
+def _blocks_below_comments(kept: str) -> Iterator[tuple[int, str, str | None]]:
     comment, lines, first = None, list[str](), 0
     number = 0
     rest = [*kept.split("\n"), ""]
