@@ -1,6 +1,6 @@
 """Tests. Importing this package, also in a process that a test starts, has the shapes of tensors checked from then on.
 
-Every module of `toolkit/` that annotates tensors with jaxtyping is imported with its functions and dataclasses wrapped:
+Every module of `toolkit/` and of a recipe's subject that annotates tensors with jaxtyping is imported with its functions and dataclasses wrapped:
 a call whose tensors do not have the shapes of the annotations raises `jaxtyping.TypeCheckError`.
 """
 
@@ -32,13 +32,14 @@ def _has_shape(hint: Any) -> bool:
 
 
 def modules_with_shapes() -> list[str]:
-    """The modules of `toolkit/` that import jaxtyping."""
-    files = sorted((_ROOT / "toolkit").rglob("*.py"))
-    return [
-        ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in files
+    """Returns the modules of `toolkit/` and of the subjects of `recipes/` that import jaxtyping."""
+    found = [(path, _ROOT) for path in (_ROOT / "toolkit").rglob("*.py")]
+    found += [(path, _ROOT / "recipes") for path in (_ROOT / "recipes").glob("*/*.py")]
+    return sorted(
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path, root in found
         if "from jaxtyping import" in path.read_text()
-    ]
+    )
 
 
 # Benchmarks use helpers of the tests, also where only what training needs is installed.

@@ -26,7 +26,7 @@ import toolkit as tk
 tk.start_run("name")  # no config
 tk.RunConfig(batch_size="many")
 tk.no_such_name
-tk.speech.no_such_name
+tk.transformers.no_such_name
 class Wrong(tk.Callback):
     def on_step_end(self, trainer: int) -> None: ...
 """
@@ -67,13 +67,6 @@ def test_a_prompt_offers_all_names_before_any_is_loaded():
 def test_importing_the_command_line_loads_nothing_heavy():
     code = f"import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; print(*{HEAVY!r} & set(sys.modules))"
     assert run_python(code) == []
-
-
-@pytest.mark.parametrize("domain", ["activity", "autoencoder", "continual", "few_labels", "speech", "transformers"])
-def test_names_of_a_domain_can_be_imported(domain: str):
-    names = getattr(tk, domain).__all__
-    assert names
-    assert all(hasattr(getattr(tk, domain), name) for name in names)
 
 
 def test_a_wheel_carries_the_types():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,19 +102,6 @@ def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
         optimizer.zero_grad()
         last = loss.item()
     return last
-
-
-def speech(folder: Path) -> int:
-    features = tk.speech.LogMel(sample_rate=8000, num_mels=40)
-    letters = tk.speech.Characters()
-    settings: dict[str, Any] = {"tail_s": 0.3, "stride": 2}
-    data = tk.speech.load_speech(
-        "manifest", folder, features=features, characters=letters, on_main=lambda f: f(), **settings
-    )
-    try:
-        return len(data.train)
-    except tk.UserError as error:
-        raise SystemExit(str(error)) from error
 
 
 PRESETS = {"full": full, "debug": debug}

@@ -130,7 +130,7 @@ def test_a_comment_at_the_end_names_its_block(records: Path):
     (problem,) = problems(text.replace("97.41", "97.42"), records)
     assert "97.42: no row" in problem
     with pytest.raises(ValueError, match="no block begins with '| nothing'"):
-        problems(text.replace("| network\"", "| nothing\""), records)
+        problems(text.replace('| network"', '| nothing"'), records)
 
 
 def test_a_page_may_say_that_its_figures_have_no_record(records: Path):

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoencoder.smoothness import local_divergence
-from digits import ConsistencyRegularization, ConvolutionalClassifier
+from digits.classifier import ConvolutionalClassifier
+from digits.consistency import ConsistencyRegularization
 
 
 class LogitsOfPixels(nn.Module):
