@@ -129,7 +129,7 @@ def test_a_comment_at_the_end_names_its_block(records: Path):
     assert problems(text, records) == []
     (problem,) = problems(text.replace("97.41", "97.42"), records)
     assert "97.42: no row" in problem
-    with pytest.raises(ValueError, match="no block begins with '| nothing'"):
+    with pytest.raises(ValueError, match=r"no block begins with '\| nothing'"):
         problems(text.replace('| network"', '| nothing"'), records)
 
 
