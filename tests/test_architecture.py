@@ -26,18 +26,19 @@ toolkit.train  toolkit.commands.doctor
 toolkit.experts.hosts  toolkit.commands.lab  toolkit.domains  toolkit.commands.report
 toolkit.train.models  toolkit.train.tasks
 toolkit.experts.dynamic
-toolkit.experts
 toolkit.train.trainer
 toolkit.train.callbacks
 toolkit.commands.sweep  toolkit.train.batch_size  toolkit.train.finite_check
 toolkit.checkpoint
 toolkit.run
 toolkit.run.pictures
-toolkit.experts.placement
 toolkit.data
 toolkit.run.tracking
 toolkit.train.optim
+toolkit.experts.dynamic.coverage
+toolkit.experts
 toolkit.experts.parallel
+toolkit.experts.placement
 toolkit.run.cli
 toolkit.run.launch
 toolkit.run.config

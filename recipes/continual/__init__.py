@@ -6,7 +6,8 @@ from continual.ewc import Consolidation, ElasticWeights, fisher_information
 from continual.scores import AccuracyMatrix
 from continual.streams import TaskOrder, TaskStream, permuted_stream, rotated_stream, split_stream
 from continual.training import stream_task, task_order
-from toolkit.train.callbacks.drift import CumulativeSum, DriftWatch
+from toolkit.experts.dynamic.coverage import CumulativeSum
+from toolkit.train.callbacks.drift import DriftWatch
 from toolkit.train.callbacks.remember import Remember, Replay
 
 __all__ = [
