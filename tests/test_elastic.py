@@ -27,7 +27,6 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving import replan
-from toolkit.experts.moving.replan import Replan
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.run.config.experts import MoERunConfig
@@ -38,6 +37,7 @@ from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
 from toolkit.train.callbacks.expert_load import ExpertLoad
+from toolkit.train.callbacks.replan import Replan
 from toolkit.train.optim import build_optimizer, warmup_cosine
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer

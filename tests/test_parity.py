@@ -26,8 +26,8 @@ from toolkit.data.table import TensorTable
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import EMPTY_ROW, is_owned, ownership_of
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous, with_spare_slots
 from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.config.router import RouterOptions
 from toolkit.run.config.run import OptimizerConfig

@@ -26,8 +26,7 @@ from benchmarks.report import write_report
 from tests.experts.hosts.peft.faults import SETTINGS, WEIGHTS, digests_find_damage, drop_from_merged
 from tests.support.helpers import run_distributed
 from toolkit.commands import main as run_command
-from toolkit.commands.doctor.compare import TOLERANCES
-from toolkit.commands.doctor.evidence import Evidence
+from toolkit.commands.doctor.compare import TOLERANCES, Evidence
 from toolkit.commands.doctor.examine import judge
 from toolkit.commands.doctor.record import read_records
 from toolkit.commands.doctor.watch import watch

@@ -24,8 +24,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from toolkit.commands.lab.traces import TraceFile
 from toolkit.experts.placement.placement import contiguous
+from toolkit.experts.routing.traces import TraceFile
 
 PROCESSES, EXPERTS, TOP_K = 4, 16, 2
 

@@ -22,8 +22,8 @@ from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint, loa
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import EMPTY_ROW, mark_owned
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.state.tensor_files import SavedTensors, load_optimizer
 from toolkit.run.storage import Storage
 from toolkit.train.optim import build_optimizer

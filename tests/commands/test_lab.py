@@ -11,10 +11,10 @@ import pytest
 
 from toolkit.commands import main
 from toolkit.commands.lab.report import ASSUMED, STAY, Rules, case_of_trace, case_of_workload, on_ranks, try_planner
-from toolkit.commands.lab.traces import TraceFile, read_trace
+from toolkit.commands.lab.workloads import Sizes
 from toolkit.errors import UserError
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.placement.workloads import Sizes
+from toolkit.experts.routing.traces import TraceFile, read_trace
 
 SIZES = Sizes(steps=60, ranks=4, experts=16, assignments=512)
 
@@ -119,7 +119,7 @@ def test_the_workloads_are_tried_where_no_trace_is_given(capsys: pytest.CaptureF
         (["--planner", "affinity"], "planner affinity: W0 has no co-activation counts"),
         (["--planner", "node_aware"], "planner node_aware: give --ranks-per-node"),
         (["--spare-slots", "-1"], "--spare-slots -1: take zero or more"),
-        (["--machine", "no.json"], "--machine no.json does not exist"),
+        (["--machine", "no.json"], "--machine no.json cannot be read (No such file or directory)"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, capsys: pytest.CaptureFixture[str]):

@@ -21,10 +21,10 @@ from recipes import lm_moe
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.commands import main as toolkit_command
-from toolkit.commands.lab.traces import read_trace
 from toolkit.data.text import load_text
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.hosts.transformers import use_toolkit_kernel
+from toolkit.experts.routing.traces import read_trace
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.tasks.language_modeling import LanguageModeling

@@ -12,11 +12,11 @@ from torch import nn
 
 import toolkit as tk
 from tests.support.helpers import run_distributed
-from toolkit.commands.lab.traces import TraceRecorder
 from toolkit.errors import UserError
-from toolkit.experts.moving.replan import Replan
 from toolkit.run.config.adapters import AdapterOptions
 from toolkit.train.callbacks.expert_load import ExpertLoad
+from toolkit.train.callbacks.replan import Replan
+from toolkit.train.callbacks.trace_recorder import TraceRecorder
 
 
 def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[type] | str:

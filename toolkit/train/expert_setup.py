@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from toolkit.commands.lab.traces import TraceRecorder
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.errors import UserError
 from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
-from toolkit.experts.dynamic.probe import ScoresSamples
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.moving.replan import Replan
 from toolkit.experts.parallel.groups import ExpertGroups, strided_partition
 from toolkit.run.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
 from toolkit.run.config.run import DDPConfig
@@ -25,9 +22,11 @@ from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
 from toolkit.train.callbacks.expert_load import ExpertLoad
-from toolkit.train.callbacks.lifecycle import Lifecycle
+from toolkit.train.callbacks.lifecycle import Lifecycle, ScoresSamples
 from toolkit.train.callbacks.lifecycle_report import LifecycleReport
 from toolkit.train.callbacks.remember import Remember
+from toolkit.train.callbacks.replan import Replan
+from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.task import Task
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.tasks.language_modeling import LanguageModeling

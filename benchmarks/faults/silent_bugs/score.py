@@ -34,8 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.commands.doctor.compare import TOLERANCES
-from toolkit.commands.doctor.evidence import Evidence
+from toolkit.commands.doctor.compare import TOLERANCES, Evidence
 from toolkit.commands.doctor.examine import judge
 from toolkit.commands.doctor.record import read_records
 from toolkit.commands.doctor.watch import watch

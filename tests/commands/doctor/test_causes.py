@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.helpers import run_distributed
 from toolkit.commands.doctor.causes import diagnose
-from toolkit.commands.doctor.compare import Comparison
-from toolkit.commands.doctor.evidence import Evidence
+from toolkit.commands.doctor.compare import Comparison, Evidence
 from toolkit.commands.doctor.examine import judge
 from toolkit.commands.doctor.record import read_records
 from toolkit.commands.doctor.watch import watch

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.helpers import ROOT, run_distributed
-from toolkit.commands.doctor.compare import Comparison
-from toolkit.commands.doctor.evidence import Evidence
+from toolkit.commands.doctor.compare import Comparison, Evidence
 from toolkit.commands.doctor.examine import judge
 from toolkit.commands.doctor.record import read_records
 from toolkit.commands.doctor.watch import watch

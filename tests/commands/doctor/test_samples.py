@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from toolkit.commands.doctor.samples import sample_digests
+from toolkit.commands.doctor.record import sample_digests
 
 
 class Model(nn.Module):

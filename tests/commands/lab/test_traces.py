@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.commands.lab import traces
-from toolkit.commands.lab.traces import TraceFile, TraceRecorder, read_trace
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.routing.traces import TraceFile, read_trace
+from toolkit.train.callbacks import trace_recorder
+from toolkit.train.callbacks.trace_recorder import TraceRecorder
 
 FACTS = {"layers": ["block"], "world_size": 2, "ep_size": 2, "row_bytes": [[8, 8]]}
 
@@ -84,7 +85,7 @@ def test_what_is_not_a_trace_is_refused_in_one_sentence(tmp_path: Path, damage: 
 
 
 def test_a_loop_without_a_trainer_records_each_training_forward_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(traces, "CHUNK", 3)
+    monkeypatch.setattr(trace_recorder, "CHUNK", 3)
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})
     recorder = TraceRecorder(model, tmp_path / "own.npz", name="mine")

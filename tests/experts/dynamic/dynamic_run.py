@@ -119,7 +119,7 @@ def dynamic_trainer(
                     ExpertLoad(model),
                     Remember(memory, every=2),
                     lifecycle,
-                    *([LifecycleReport(model, num_classes=CLASSES, lifecycle=lifecycle)] if reported else []),
+                    *([LifecycleReport(model, lifecycle=lifecycle, num_classes=CLASSES)] if reported else []),
                     Evaluation(EvalBatches(table, batch_size=50, **where)),
                     Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
                     *callbacks,

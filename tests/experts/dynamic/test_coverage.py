@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from toolkit.experts.dynamic.coverage import CoverageAlarm
-from toolkit.train.callbacks.drift import CumulativeSum
+from toolkit.experts.dynamic.coverage import CoverageAlarm, CumulativeSum
 
 SAMPLES = 128
 

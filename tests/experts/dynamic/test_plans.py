@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experts.dynamic.test_roster import random_history
-from toolkit.experts.dynamic.plans import free_logical_id, plan_growth, plan_merges, plan_placement, plan_prunes
+from toolkit.experts.dynamic.plans import (
+    free_logical_id,
+    plan_growth,
+    plan_merges,
+    plan_placement,
+    plan_prunes,
+    plan_sleep,
+)
 from toolkit.experts.dynamic.roster import ExpertRecord, ExpertRoster
 from toolkit.experts.placement.placement import initial_placement
 
@@ -108,3 +115,11 @@ def test_the_expert_with_the_least_affinity_moves() -> None:
 def test_an_even_placement_stays(ranks: int) -> None:
     placement = initial_placement(8, ranks, "round_robin")
     assert plan_placement(ExpertRoster.initial(4, 8), placement) == placement
+
+
+def test_sleep_phases_are_closer_with_more_than_twice_the_initial_experts() -> None:
+    def steps(active: int, adaptive: bool = True) -> int:
+        return plan_sleep(active, 4, every=1000, min_every=500, max_every=2000, adaptive=adaptive)
+
+    assert [steps(active) for active in (2, 4, 6, 8, 9, 12, 40)] == [1000, 1000, 1000, 1000, 889, 667, 500]
+    assert steps(40, adaptive=False) == 1000

@@ -14,8 +14,8 @@ from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.gradients import clip_grad_norm_
-from toolkit.experts.parallel.ownership import EMPTY_ROW, ownership_of
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.run.config.experts import InitialPlacement
 
 EXPERTS, SLOTS, DIM, STEPS = 6, 9, 16, 6

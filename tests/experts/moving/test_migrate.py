@@ -22,8 +22,8 @@ from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.migrate import MigrationReport, migrate
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import EMPTY_ROW, is_owned, owned, ownership_of
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
 
 OPTIMIZERS = {

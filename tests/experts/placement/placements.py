@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from toolkit.experts.parallel.ownership import EMPTY_ROW
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 
 
 @st.composite

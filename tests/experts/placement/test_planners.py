@@ -13,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements, placements_with_loads
+from toolkit.commands.lab.replay import replay
+from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.errors import UserError
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.loads import checked_load
-from toolkit.experts.placement.placement import ExpertPlacement, moves, with_spare_slots
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, moves, with_spare_slots
 from toolkit.experts.placement.placement import contiguous as blocks
 from toolkit.experts.placement.planners import (
     PLANNERS,
@@ -37,9 +38,7 @@ from toolkit.experts.placement.planners.exact import SearchTooLong, fit
 from toolkit.experts.placement.planners.fewest import unevenness
 from toolkit.experts.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.experts.placement.planners.replicas import replicas_for
-from toolkit.experts.placement.replay import replay
 from toolkit.experts.placement.traffic import Traffic, rows_between_ranks
-from toolkit.experts.placement.workloads import WORKLOADS, Sizes, drifting
 from toolkit.run.config.experts import PLANNER_NAMES, MoERunConfig
 from toolkit.run.process_settings import flushes_subnormals
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from toolkit.commands.lab.replay import Replay, replay, worst_span
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.placement.replay import Replay, replay, worst_span
 
 # Two steps to a window; experts 0 and 1 are hot in the first, 0 and 2 in the second and third.
 LOADS_TE = np.array([[4, 4, 1, 1]] * 2 + [[4, 1, 4, 1]] * 3)

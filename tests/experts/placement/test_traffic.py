@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements
-from toolkit.experts.parallel.ownership import EMPTY_ROW
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.placement.traffic import (
     Traffic,
     expected_visits,

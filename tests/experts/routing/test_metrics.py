@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.helpers import run_distributed
-from toolkit.commands.lab.traces import TraceRecorder, read_trace
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.dispatch import dispatch
@@ -24,15 +23,12 @@ from toolkit.experts.layer.dispatch.order import sort_by_slot
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.layer.stack import crossings, visited_nodes
-from toolkit.experts.moving.replan import Replan
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.placement.imbalance import rank_imbalance
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import Traffic, migration_cost, rows_between_ranks
 from toolkit.experts.routing.forwards import ModelForwards
 from toolkit.experts.routing.metrics import (
-    RowBytes,
     Window,
     balance_metrics,
     count,
@@ -40,12 +36,16 @@ from toolkit.experts.routing.metrics import (
     replica_metrics,
     traffic_metrics,
 )
+from toolkit.experts.routing.routing_log import RowBytes
+from toolkit.experts.routing.traces import read_trace
 from toolkit.run.config.experts import ExpertExchange
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_load import ExpertLoad
+from toolkit.train.callbacks.replan import Replan
+from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.optim import build_optimizer, warmup_cosine
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer

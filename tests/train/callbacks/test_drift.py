@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.train.callbacks.drift import CumulativeSum
+from toolkit.experts.dynamic.coverage import CumulativeSum
 
 
 def noise(seed: int, count: int) -> list[float]:

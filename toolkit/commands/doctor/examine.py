@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.doctor.causes import CHAIN, diagnose
-from toolkit.commands.doctor.compare import TOLERANCES, Check, Comparison
-from toolkit.commands.doctor.evidence import Evidence
-from toolkit.commands.doctor.finding import Finding, out_of_step, recomputed_otherwise, unrepeatable
+from toolkit.commands.doctor.causes import CHAIN, Finding, diagnose, out_of_step, recomputed_otherwise, unrepeatable
+from toolkit.commands.doctor.compare import TOLERANCES, Check, Comparison, Evidence
 from toolkit.commands.doctor.record import read_records
 from toolkit.errors import UserError
 from toolkit.run.launch.children import Children
@@ -30,7 +28,7 @@ SUSPICIOUS = 1e-2
 
 
 WAITED = re.compile(r"gloo|[Tt]imed out waiting|Connection (closed|reset) by peer")
-"""In the errors of a rank whose collective failed because of another rank."""
+"""What stands in the error of a rank whose collective failed because of another rank."""
 MOST_WAIT_S = 30.0
 """How long a collective waits for other ranks at most, besides twice the time of the whole run in one process."""
 
@@ -104,10 +102,19 @@ def examine(
     timeout_s: float = 600,
     log: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compare what `script` does in one process with what it does in `processes`.
+    """Compares what `script` does in one process with what it does in `processes`.
 
-    `tolerance` is relative; None takes that of the script's precision. Raises UserError where the script cannot be run,
-    or does not train with Accelerate.
+    Args:
+        script: The Python file to run.
+        args: What it is called with.
+        processes: The number of processes that are compared with one.
+        steps: The optimizer steps of each run.
+        tolerance: The relative difference that is taken for rounding; None takes that of the script's precision.
+        timeout_s: The seconds after which a run is ended.
+        log: Is called with a line for each run.
+
+    Raises:
+        UserError: If the script cannot be run, or does not train with Accelerate.
     """
     _check(script, args)
     with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
@@ -147,8 +154,11 @@ def examine(
 def judge(
     one: Evidence, many: Evidence, tolerance: float, run: Callable[[str, int, float], Evidence]
 ) -> tuple[Comparison, list[Finding]]:
-    """Compare, and explain what differs. Where something does, `run` (name, processes, rounding) the script again in
-    one process: as it is, to see whether it repeats itself; and rounded otherwise, to see what rounding alone does."""
+    """Compares two runs, and explains what differs.
+
+    Where something does, `run` (name, processes, rounding) runs the script again in one process: as it is, to see
+    whether it repeats itself; and rounded otherwise, to see what rounding alone does.
+    """
     comparison = Comparison(one, many, tolerance)
     if all(comparison[quantity].ok for quantity in CHAIN):
         return comparison, diagnose(comparison)
@@ -186,15 +196,7 @@ def _run(
     environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
     reserved = reserve_port()
     environment |= world_environment(world, reserved)
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit.commands.doctor.watch",
-        str(folder),
-        str(steps),
-        str(rounding),
-        str(wait_s),
-    ]
+    command = [sys.executable, "-m", f"{__package__}.watch", str(folder), str(steps), str(rounding), str(wait_s)]
     command += [str(script), *words]
     try:
         with Children(raise_received=True) as ranks:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.experts.parallel.ownership import EMPTY_ROW
+from toolkit.experts.placement.placement import EMPTY_ROW
+
+PADDING = (0, -1, -100)
+"""What inputs and labels are padded with."""
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Step:
     balance_losses: list[float] = field(default_factory=list)
     """`aux_loss` of the model's output (transformers), per micro-batch."""
     samples: list[list[str]] = field(default_factory=list)
-    """A digest of each sample that the model was given, per micro-batch."""
+    """Returns a digest of each sample that the model was given, per micro-batch."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Assignments (token-expert pairs) per expert of each layer, from this rank."""
     norm: float | None = None
@@ -46,14 +50,14 @@ class Phase:
     rows: dict[str, list[int]] = field(default_factory=dict)
     """Ids of the rows that this rank holds of each parameter that is stacked by expert."""
     owns: dict[str, list[bool]] = field(default_factory=dict)
-    """For each of those rows, whether this rank owns it, or has a replica of a row that another rank owns."""
+    """Says for each of those rows whether this rank owns it, or has a replica of a row that another rank owns."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digest of each parameter that every rank has in full."""
 
 
 @dataclass
 class Record:
-    """The whole of it. Tensors are named `phase/kind/parameter`."""
+    """All that one process saw. Tensors are named `phase/kind/parameter`."""
 
     rank: int = 0
     world: int = 1
@@ -88,7 +92,7 @@ class Record:
     tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def note_lost(self, key: str, before: Tensor, after: Tensor, ids: Sequence[int] | None) -> None:
-        """Name the tensor, or of its rows the experts `ids`, that saving and loading did not bring back."""
+        """Notes the tensor, or of its rows the experts `ids`, that saving and loading did not bring back."""
         if before.shape != after.shape or ((ids is None or not before.ndim) and not torch.equal(before, after)):
             self.lost.append(key)
         elif ids is not None and before.ndim:
@@ -102,7 +106,7 @@ class Record:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """What the processes of one run wrote, by rank; only of those that came to an end."""
+    """Returns what the processes of one run wrote, by rank; only of those that came to an end."""
     records = []
     for path in sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem[4:])):
         content: dict[str, Any] = json.loads(path.read_text())
@@ -113,7 +117,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def frozen_adapters(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """The matrices B of active adapters of PEFT, by name, that are zero and cannot become anything else."""
+    """Returns the matrices B of active adapters of PEFT, by name, that are zero and cannot become anything else."""
     found = []
     for name, module in modules:
         matrices: Any = getattr(module, "lora_B", {})
@@ -126,7 +130,7 @@ def frozen_adapters(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Of the bits of `tensors`."""
+    """Returns a digest of the bits of `tensors`."""
     together = hashlib.blake2b(digest_size=12)
     for tensor in tensors:
         together.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -134,8 +138,50 @@ def digest(*tensors: Tensor) -> str:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that stays as it is. A collective for a DTensor."""
+    """Returns a copy on the CPU that stays as it is. A collective for a DTensor."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.to("cpu", copy=True).contiguous()
+
+
+def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Returns a digest of each sample that a model is called with, without what pads it to the length of the others.
+
+    Padding is beyond what an argument called `...length` (B,) says, or where one called `...mask` (B, T) is 0; without
+    these, it is the zeros and ignored labels at the end.
+    """
+    names = [*inspect.signature(model.forward).parameters][: len(args)]
+    given = dict(zip(names + [f"argument{i}" for i in range(len(names), len(args))], args, strict=True)) | dict(kwargs)
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        given = {**args[0], **kwargs}
+    inputs = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
+    rows = next(iter(inputs.values())).shape[0] if inputs else 0
+    aligned = {name: value for name, value in inputs.items() if value.shape[0] == rows}
+    mask = next((value for name, value in aligned.items() if "mask" in name and value.ndim == 2), None)
+    if mask is None:
+        mask = _mask_of_lengths(aligned)
+    digests = []
+    for row in range(rows):
+        parts = [value[row] for value in aligned.values()]
+        if mask is not None:
+            kept = mask[row].bool()
+            parts = [part[kept] if part.ndim and len(part) == len(kept) else part for part in parts]
+        digests.append(digest(*(_unpadded(part) for part in parts)))
+    return digests
+
+
+def _mask_of_lengths(inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """(B, T) for the longest input, or None where none says how long samples are."""
+    lengths = next((value for name, value in inputs.items() if "length" in name and value.ndim == 1), None)
+    longest = max((value.shape[1] for value in inputs.values() if value.ndim > 1), default=0)
+    return None if lengths is None else torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+
+def _unpadded(part: Tensor) -> Tensor:
+    """`part` (T, ...) up to its last step that is not all padding of one kind."""
+    if not part.ndim:
+        return part
+    steps = part.reshape(len(part), -1)
+    used = torch.stack([(steps != value).any(1) for value in PADDING]).all(0).nonzero()
+    return part[: int(used[-1]) + 1] if len(used) else part[:0]

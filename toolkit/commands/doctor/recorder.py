@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.commands.doctor.record import Phase, Record, Step, digest, frozen_adapters, plain
-from toolkit.commands.doctor.rounding import round_gradients, round_outputs
-from toolkit.commands.doctor.samples import sample_digests
+from toolkit.commands.doctor.compare import GRADIENT_FLOOR
+from toolkit.commands.doctor.record import Phase, Record, Step, digest, frozen_adapters, plain, sample_digests
 from toolkit.compat import without_compile_prefix
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.routing.routing_log import Cursor
@@ -52,15 +52,15 @@ class Recorder:
         self._buffers: dict[str, str] = {}
         self._unclipped: dict[str, Tensor] | None = None
         self.splits = False
-        """Whether data loaders' batches are to be split over ranks although the script did not ask for it."""
+        """Says whether data loaders' batches are to be split over ranks although the script did not ask for it."""
         self._open_step = True
         self._unreached = 0
         """Balance losses of this step that no backward has reached."""
         self._has_gradients = False
-        """Whether a backward has ended since any optimizer's last step."""
+        """Says whether a backward has ended since any optimizer's last step."""
 
     def _at(self, place: str, step: int) -> None:
-        """Leave word of where this rank is, for when it never ends."""
+        """Leaves word of where this rank is, for when it never ends."""
         if self.record.world > 1:
             (self.out / f"place{self.record.rank}.txt").write_text(f"at step {step}, {place}")
 
@@ -152,7 +152,7 @@ class Recorder:
         self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        """Of the first forward, a fingerprint of each module's output for each sample."""
+        """Records, in the first forward, a fingerprint of each module's output for each sample."""
         first = not self.record.steps and len(self.step.samples) == 1 and not self.in_backward
         if not (first and module.training and torch.is_grad_enabled()):
             return
@@ -201,7 +201,7 @@ class Recorder:
             self._choices.clear()
 
     def clip(self, clip: Callable[[], Any]) -> Any:
-        """Record gradients before they are clipped, and the norm that is returned."""
+        """Records gradients before they are clipped, and the norm that is returned."""
         if self.is_clipping:
             return clip()
         self._unclipped = self._finished_gradients()
@@ -235,7 +235,7 @@ class Recorder:
         self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
 
     def _finished_gradients(self) -> dict[str, Tensor]:
-        """Before they are clipped."""
+        """Returns the gradients before they are clipped."""
         gradients = {name: p.grad for name, p in self.parameters() if p.grad is not None}
         if self.rounding:
             round_gradients(list(gradients.values()), self.rounding, len(self.record.steps))
@@ -275,7 +275,7 @@ class Recorder:
             raise Finished
 
     def take_phase(self) -> None:
-        """Write down weights and optimizer state, as they are now."""
+        """Writes down weights and optimizer state, as they are now."""
         number = len(self.record.phases)
         phase = Phase()
         parameters = dict(self.parameters())
@@ -293,7 +293,7 @@ class Recorder:
         self.record.phases.append(phase)
 
     def _state(self) -> dict[str, Tensor]:
-        """Weights and all of the optimizers' tensors, named `kind/parameter`; not cloned."""
+        """Returns weights and all of the optimizers' tensors, named `kind/parameter`; not cloned."""
         names = {id(p): name for name, p in self.parameters()}
         state: dict[str, Tensor] = {f"weight/{name}": p.data for name, p in self.parameters()}
         for optimizer in self.optimizers:
@@ -304,7 +304,7 @@ class Recorder:
         return state
 
     def finish(self) -> None:
-        """What is recorded at the end. A collective where the script's way of saving is one."""
+        """Records what is left at the end. A collective where the script's way of saving is one."""
         self.done = True
         self._at("which was its last", len(self.record.steps))
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
@@ -346,3 +346,50 @@ class Recorder:
         for key, tensor in before.items():
             now = plain(after[key]) if key in after else torch.empty(0)
             self.record.note_lost(key, tensor, now, rows.get(key.partition("/")[2]))
+
+
+# --- a run whose numbers are rounded otherwise -----------------------------------------------------------------------
+
+
+def round_outputs(module: nn.Module, name: str, size: float, step: Callable[[], int]) -> None:
+    """Changes, from now on, what `module` returns in training, and the gradient of it, by `size` times their norms.
+
+    `step` says which optimizer step it is; in one step, the change is always the same, so that a forward that is
+    repeated during backward repeats it. A module without parameters of its own is left alone: it adds up nothing, or
+    calls others that do, and zeros that it returns are to stay zeros.
+    """
+    if not any(True for _ in module.parameters(recurse=False)):
+        return
+
+    def change(output: Any, seed: int) -> Any:
+        if type(output) is tuple:
+            return tuple(change(part, seed + 2 * number) for number, part in enumerate(output))
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return output
+        changed = output + _noise(output.detach(), size, seed)
+        changed.register_hook(lambda gradient: gradient + _noise(gradient, size, seed + 1))
+        return changed
+
+    def after_forward(module: nn.Module, _args: Any, output: Any) -> Any:
+        return change(output, zlib.crc32(f"{name} {step()}".encode())) if module.training else output
+
+    module.register_forward_hook(after_forward)
+
+
+@torch.no_grad()
+def round_gradients(gradients: list[Tensor], size: float, step: int) -> None:
+    """Change gradients in place, each by `size` times its norm, or times `GRADIENT_FLOOR` of the norm of all."""
+    total = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    for number, gradient in enumerate(gradients):
+        gradient.add_(_noise(gradient, size, zlib.crc32(f"{number} {step}".encode()), GRADIENT_FLOOR * total))
+
+
+def _noise(tensor: Tensor, size: float, seed: int, floor: float = 0.0) -> Tensor:
+    """Returns noise of `size` times the norm of `tensor`, or times `floor` where that is more.
+
+    It is 0 where `tensor` is exactly 0, as units that ReLU has switched off are: nothing was added up there. Adam would
+    make a whole step of any noise.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    noise = torch.randn(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
+    return noise * (tensor != 0) * (max(tensor.norm().item(), floor) * size / max(1, tensor.numel()) ** 0.5)

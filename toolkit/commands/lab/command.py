@@ -13,10 +13,10 @@ from typing import Any, get_args
 from toolkit.commands.arguments import Parser
 from toolkit.commands.lab.report import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.commands.lab.simulate import read_machine
-from toolkit.commands.lab.traces import read_trace
+from toolkit.commands.lab.workloads import WORKLOADS, Sizes
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.experts.placement.planners import PLANNERS, planner_named
-from toolkit.experts.placement.workloads import WORKLOADS, Sizes
+from toolkit.experts.routing.traces import read_trace
 from toolkit.run.config.experts import InitialPlacement
 from toolkit.run.config.run import require
 from toolkit.run.markdown import markdown_table

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.commands.lab.replay import Replay, replay, worst_span
 from toolkit.commands.lab.simulate import Machine, simulate
-from toolkit.commands.lab.traces import Trace
+from toolkit.commands.lab.workloads import WORKLOADS, Sizes
 from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
@@ -28,10 +29,10 @@ from toolkit.experts.placement.placement import ExpertPlacement, initial_placeme
 from toolkit.experts.placement.planners import planner_named
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.planners.registry import Planner
-from toolkit.experts.placement.replay import Replay, replay, worst_span
 from toolkit.experts.placement.traffic import migration_cost, replica_rows
-from toolkit.experts.placement.workloads import WORKLOADS, Sizes
-from toolkit.experts.routing.metrics import DispatchCounts, RowBytes, Window, balance_metrics, count, traffic_metrics
+from toolkit.experts.routing.metrics import DispatchCounts, Window, balance_metrics, count, traffic_metrics
+from toolkit.experts.routing.routing_log import RowBytes
+from toolkit.experts.routing.traces import Trace
 from toolkit.run.config.experts import InitialPlacement
 
 STAY = "stay"
@@ -78,8 +79,8 @@ class Rules:
 
 
 def on_ranks(load_TLSE: NDArray[Any], ranks: int) -> Ints:
-    """The loads on `ranks` source ranks: sources with the same EP rank are added up, or each is split evenly. Raises
-    UserError if neither number divides the other."""
+    """Returns the loads on `ranks` source ranks: sources with the same EP rank are added up, or each is split evenly.
+    Raises UserError if neither number divides the other."""
     load = np.asarray(load_TLSE, dtype=np.int64)
     steps, layers, sources, experts = load.shape
     if sources % ranks == 0:
@@ -93,7 +94,7 @@ def on_ranks(load_TLSE: NDArray[Any], ranks: int) -> Ints:
 
 
 def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
-    """A recorded run, on `ranks` or on its own `ep_size`."""
+    """Returns the case of a recorded run, on `ranks` or on its own `ep_size`."""
     facts = trace.metadata
     return Case(
         name,
@@ -108,7 +109,7 @@ def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
 
 
 def case_of_workload(name: str, sizes: Sizes) -> Case:
-    """One of `toolkit.experts.placement.workloads`, with experts of 6 million bfloat16 weights and float32 Adam state."""
+    """Returns one of `toolkit.commands.lab.workloads`, with experts of 6 million bfloat16 weights and float32 Adam state."""
     load_TLSE = WORKLOADS[name](sizes)[:, None]
     expert = 3 * 2048 * 1024
     digest = hashlib.sha256(np.ascontiguousarray(load_TLSE, dtype="<i8").tobytes()).hexdigest()
@@ -116,7 +117,7 @@ def case_of_workload(name: str, sizes: Sizes) -> Case:
 
 
 def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:
-    """One row of the report, for the planner `name` or `STAY`; `series` holds the imbalance of each step.
+    """Returns one row of the report, for the planner `name` or `STAY`; `series` holds the imbalance of each step.
 
     Raises UserError where `case` has too few steps for `rules.every`, or lacks what the planner needs.
     """
@@ -170,7 +171,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
 
 
 def _replays(case: Case, name: str, *, guarded: bool, rules: Rules) -> tuple[list[Replay], list[float]]:
-    """What became of each layer, and the processor seconds of each plan; see `try_planner`."""
+    """Returns what became of each layer, and the processor seconds of each plan; see `try_planner`."""
     load_TLSE, every = case.load_TLSE, rules.every
     steps, layers, ranks, experts = load_TLSE.shape
     if steps <= every:
@@ -187,7 +188,7 @@ def _replays(case: Case, name: str, *, guarded: bool, rules: Rules) -> tuple[lis
 
 
 def _planner(name: str, case: Case, layer: int, rules: Rules) -> Planner:
-    """The planner with its other arguments than the load; raises UserError if the case does not have them."""
+    """Returns the planner with its other arguments than the load; raises UserError if the case does not have them."""
     planner = planner_named(name)
     if name == "affinity":
         if case.together_LEE is None:
@@ -213,7 +214,7 @@ def _timed(planner: Planner, seconds: list[float]) -> Callable[..., ExpertPlacem
 
 
 def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
-    """All steps but those of the first window, under the placements in force."""
+    """Returns the counts of all steps but those of the first window, under the placements in force."""
     ranks = load_TLSE.shape[2]
     counts: DispatchCounts | None = None
     for number, placements in enumerate(zip(*(run.placements for run in runs), strict=True)):
@@ -226,7 +227,7 @@ def _window(load_TLSE: Ints, runs: list[Replay], every: int) -> Window:
 
 
 def _seconds(load_TLSE: Ints, runs: list[Replay], cost_models: Sequence[CostModel], machine: Machine) -> float:
-    """Predicted, of all steps but those of the first window, migrations included."""
+    """Predicts the seconds of all steps but those of the first window, migrations included."""
     total = 0.0
     before: Sequence[ExpertPlacement] = ()
     for number, placements in enumerate(zip(*(run.placements for run in runs), strict=True)):
@@ -240,7 +241,8 @@ def _seconds(load_TLSE: Ints, runs: list[Replay], cost_models: Sequence[CostMode
 
 
 def _replica_bytes(case: Case, runs: list[Replay]) -> float:
-    """What replicas send in a step, gradients to the owner and weights back; mean over the windows after the first."""
+    """Returns the bytes that replicas send in a step, gradients to the owner and weights back; mean over the windows
+    after the first."""
     sent = [
         np.mean([2 * case.weight_bytes[layer] * int(replica_rows(placement).sum()) for placement in run.placements[1:]])
         for layer, run in enumerate(runs)
@@ -249,7 +251,7 @@ def _replica_bytes(case: Case, runs: list[Replay]) -> float:
 
 
 def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], ExpertPlacement]]:
-    """Mean load and placement of each window but the first."""
+    """Returns mean load and placement of each window but the first."""
     return [
         (load_TSE[number * run.every : (number + 1) * run.every].sum(1).mean(0), placement)
         for number, placement in enumerate(run.placements)
@@ -258,7 +260,7 @@ def _windows(load_TSE: Ints, run: Replay) -> list[tuple[NDArray[np.float64], Exp
 
 
 def _plan_over_bound(load_TLSE: Ints, runs: list[Replay], replicas: bool) -> float:
-    """The worst ratio of a plan's imbalance to the bound, on the load that it was made from."""
+    """Returns the worst ratio of a plan's imbalance to the bound, on the load that it was made from."""
     worst = 1.0
     for layer, run in enumerate(runs):
         for number, plan in enumerate(run.placements[1:]):
@@ -271,5 +273,5 @@ def _plan_over_bound(load_TLSE: Ints, runs: list[Replay], replicas: bool) -> flo
 
 
 def _nodes(load_E: NDArray[Any]) -> int:
-    """Search nodes for a tighter bound: none for many experts."""
+    """Returns the search nodes for a tighter bound: none for many experts."""
     return 20_000 if len(load_E) <= 32 else 0

@@ -5,46 +5,51 @@ Letters as in `toolkit.experts.routing.metrics`, and `T` optimizer steps, `R` ra
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import Cores, CostModel
 from toolkit.experts.placement.loads import Floats
 from toolkit.experts.placement.placement import ExpertPlacement
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Rates of one rank and its links, for one model. Those that a layer needs are explained in `CostModel`."""
 
-    seconds_per_row: float
-    bytes_per_second: float
-    seconds_per_slot: float = 0.0
-    seconds_per_layer: float = 0.0
-    seconds_per_row_sent: float = 0.0
-    exchange_seconds: float = 0.0
-    ranks_per_node: int | None = None
-    node_bytes_per_second: float | None = None
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    seconds_per_row: Seconds
+    bytes_per_second: Rate
+    seconds_per_slot: Seconds = 0.0
+    seconds_per_layer: Seconds = 0.0
+    seconds_per_row_sent: Seconds = 0.0
+    exchange_seconds: Seconds = 0.0
+    ranks_per_node: Count | None = None
+    node_bytes_per_second: Rate | None = None
     cores: Cores | None = None
-    dense_seconds: float = 0.0
-    """Of a step outside of the MoE layers, without tokens, averaging of gradients and the optimizer's work included."""
-    dense_seconds_per_token: float = 0.0
-    top_k: int = 1
+    dense_seconds: Seconds = 0.0
+    """Seconds of a step outside of the MoE layers, without tokens; with averaging of gradients and the optimizer."""
+    dense_seconds_per_token: Seconds = 0.0
+    top_k: Count = 1
     """Assignments of a token in one layer: tokens are not recorded, and are computed by it."""
-    nodes_per_token: int | None = None
-    optimizer_seconds_per_slot: float = 0.0
-    """Of clipping and the optimizer, for one slot of one layer."""
+    nodes_per_token: Count | None = None
+    optimizer_seconds_per_slot: Seconds = 0.0
+    """Seconds of clipping and of the optimizer for one slot of one layer."""
 
     def cost_model(self, *, row_bytes: int, weight_bytes: int, optimizer_bytes: int) -> CostModel:
-        """Of a layer; `row_bytes`: those of one assignment in dispatch and combine together."""
+        """Returns the cost model of a layer; `row_bytes`: of one assignment in dispatch and combine together."""
         names = {field.name for field in fields(CostModel)} & {field.name for field in fields(self)}
         rates = {name: getattr(self, name) for name in names}
         return CostModel(**rates, row_bytes=row_bytes, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
@@ -55,40 +60,19 @@ class Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine that the JSON file `path` describes, by the names of `Machine`.
+    """Reads a machine from a JSON file that has the names of `Machine`.
 
-    Raises UserError where it cannot be read, and for names and numbers that do not fit."""
+    Raises:
+        UserError: If the file cannot be read, or has names or numbers that do not fit.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--machine {path} does not exist: give a JSON file of rates.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"--machine {path} cannot be read ({error}): give a JSON file of rates.") from None
-    if not isinstance(found, dict):
-        raise UserError(f"--machine {path} holds no object: give rates by name.")
-    rates = {field.name for field in fields(Machine)}
-    cores = found.pop("cores", None)
-    _check(path, found, rates - {"cores"}, {"seconds_per_row", "bytes_per_second"}, "")
-    if cores is not None:
-        if not isinstance(cores, dict):
-            raise UserError(f"--machine {path}: cores is {cores!r}: take an object with count and busy_slowdown.")
-        _check(path, cores, {"count", "busy_slowdown"}, {"count"}, "cores.")
-        cores = Cores(**cores)
-    return Machine(**found, cores=cores)
-
-
-def _check(path: Path, numbers: dict[str, Any], known: set[str], needed: set[str], prefix: str) -> None:
-    """Raise UserError unless `numbers` has what is needed, nothing else than is known, and numbers that can be."""
-    for name in [*sorted(needed - numbers.keys()), *sorted(numbers.keys() - known)]:
-        what = "is missing: add it" if name in needed else f"is no rate: take {', '.join(sorted(known))}"
-        raise UserError(f"--machine {path}: {prefix}{name} {what}.")
-    for name, value in numbers.items():
-        whole = name in ("count", "top_k", "ranks_per_node", "nodes_per_token")
-        may_be_zero = not whole and not name.endswith("bytes_per_second") and name != "busy_slowdown"
-        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-            kind = "a whole number above 0" if whole else "0 or more" if may_be_zero else "a number above 0"
-            raise UserError(f"--machine {path}: {prefix}{name} is {value!r}: take {kind}.")
+        return TypeAdapter(Machine).validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        raise UserError(f"--machine {path} cannot be read ({error.strerror}): give a JSON file of rates.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(f"--machine {path}: {where}: {first['msg']}; give a JSON file of rates.") from None
 
 
 @dataclass(frozen=True)
@@ -113,13 +97,20 @@ def simulate(
     costs: Sequence[CostModel],
     machine: Machine,
 ) -> StepSeconds:
-    """Predict each step of `load_TLSE`, assignments of each rank to each expert, under one placement and cost model per
-    layer.
+    """Predicts how long each step takes.
 
     Ranks wait for each other in every all-to-all, so each layer takes the time of its busiest rank. S may be several EP
     groups of consecutive ranks; these wait for each other at the end of a step. Assumed: nothing runs beside an
-    exchange, and all micro-batches of a step are one. Raises ValueError where S is no multiple of the ranks of a
-    placement.
+    exchange, and all micro-batches of a step are one.
+
+    Args:
+        load_TLSE: The assignments of each rank to each expert.
+        placements: The placement of each layer.
+        costs: The cost model of each layer.
+        machine: What a step takes outside of the layers.
+
+    Raises:
+        ValueError: If S is no multiple of the ranks of a placement.
     """
     load = np.asarray(load_TLSE)
     ranks = placements[0].ranks

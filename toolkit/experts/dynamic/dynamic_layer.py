@@ -33,14 +33,20 @@ def make_dynamic_moe(
     router: RouterOptions | None = None,
     seed: int = 0,
 ) -> MoE:
-    """A layer of `max_experts` logical experts, of which the first `num_experts` are active at the start: it maps
-    (..., `dim`) to (..., `dim`).
+    """Makes an MoE layer with dynamic experts: it maps (..., `dim`) to (..., `dim`).
 
-    They are placed round-robin, so that ranks have equally many active ones. Inactive experts have weights of zero. The
-    other parameters are those of `toolkit.experts.layer.moe_layer.make_moe`; the `Lifecycle` callback changes which are active.
+    Experts are placed round-robin, so that ranks have equally many active ones. Inactive experts have weights of zero.
+    The `Lifecycle` callback changes which are active. Parameters that are not listed are those of
+    `toolkit.experts.layer.moe_layer.make_moe`.
 
-    Raises UserError for fewer `max_experts` than `num_experts`, for fewer `num_experts` than `top_k`, for router
-    options that dynamic experts do not have, and for what `make_moe` refuses.
+    Args:
+        num_experts: The experts that are active at the start, the first of the logical ones.
+        top_k: Experts per token.
+        max_experts: The number of logical experts.
+
+    Raises:
+        UserError: For fewer `max_experts` than `num_experts`, fewer `num_experts` than `top_k`, router options that
+            dynamic experts do not have, and what `make_moe` refuses.
     """
     if max_experts < num_experts:
         raise UserError(f"max_experts={max_experts}: take num_experts={num_experts} or more.")

@@ -17,7 +17,8 @@ NO_EXPERT = -1
 
 @dataclass(frozen=True)
 class Hyperplane:
-    """In the router's input space: a new expert gets the tokens with `normal_D` . x > `offset`, its parent the rest."""
+    """A plane in the router's input space: a new expert gets the tokens with `normal_D` . x > `offset`, its parent the
+    rest."""
 
     normal_D: Tensor
     offset: float
@@ -42,8 +43,6 @@ class DynamicRouter(TopKRouter):
         super().__init__(dim, num_experts, top_k, options)
         if self.options.router_groups > 1 or self.options.force_balanced:
             raise UserError("dynamic experts have neither router_groups nor force_balanced: leave both out.")
-        if not top_k <= active <= num_experts:
-            raise UserError(f"active={active} must lie between top_k={top_k} and num_experts={num_experts}.")
         with torch.no_grad():
             self.weight[active:] = 0
         self.register_buffer("active_E", torch.arange(num_experts) < active)
@@ -57,7 +56,7 @@ class DynamicRouter(TopKRouter):
         self.has_inactive = self.has_splits = True
 
     def refresh(self) -> None:
-        """Read from the buffers whether there is anything to mask; to be called after they change.
+        """Reads from the buffers whether there is anything to mask; to be called after they change.
 
         Masks are always applied until `refresh`, which is correct and a little slower. Waits for the device.
         """
@@ -72,7 +71,7 @@ class DynamicRouter(TopKRouter):
 
     @torch.no_grad()
     def allowed_TE(self, x_TD: Float[Tensor, "T D"]) -> Bool[Tensor, "T E"]:
-        """(T, E) bool: True where the expert is active and the token on its side of all hyperplanes."""
+        """Returns (T, E) bool: True where the expert is active and the token on its side of all hyperplanes."""
         with without_autocast(x_TD.device):
             above_TE = torch.where(x_TD.to(self.normal_ED.dtype) @ self.normal_ED.T > self.offset_E, 1.0, -1.0)
             inside_TE = above_TE.to(self.side_EE.dtype) @ self.side_EE == self.side_EE.abs().sum(0)
@@ -91,7 +90,7 @@ class DynamicRouter(TopKRouter):
 
     @torch.no_grad()
     def split(self, parent: int, new: int, plane: Hyperplane) -> None:
-        """Activate logical expert `new` with the row of `parent`, and divide the parent's tokens at `plane`."""
+        """Activates logical expert `new` with the row of `parent`, and divides the parent's tokens at `plane`."""
         self.active_E[new] = True
         self.weight[new] = self.weight[parent]
         if self.bias is not None:
@@ -104,7 +103,7 @@ class DynamicRouter(TopKRouter):
 
     @torch.no_grad()
     def deactivate(self, expert: int) -> None:
-        """Clear logical expert `expert`.
+        """Clears logical expert `expert`.
 
         Its tokens go to the expert that was split from it last, else to the one that it was split from, where these are
         active, and otherwise to the next best expert of each token.
@@ -124,7 +123,7 @@ class DynamicRouter(TopKRouter):
         self.refresh()
 
     def children_of(self, expert: int) -> list[int]:
-        """The active logical experts that were split from `expert`, earliest first."""
+        """Returns the active logical experts that were split from `expert`, earliest first."""
         children = (self.split_from_E == expert).nonzero().flatten().tolist()
         # A later child is also below the hyperplanes of the earlier ones.
         return sorted(children, key=lambda child: int((self.side_EE[children, child] == -1).sum()))

@@ -28,7 +28,7 @@ class ExpertRows:
 
     @torch.no_grad()
     def fetch(self, logical_id: int) -> dict[str, Tensor]:
-        """The expert's rows, cloned: weights by name (`up`), optimizer states by both names (`up.exp_avg`)."""
+        """Returns the expert's rows, cloned: weights by name (`up`), optimizer states by both names (`up.exp_avg`)."""
         owner = self.stack.placement.owner(logical_id)
         groups = self.stack.groups
         here = owner.rank == groups.ep_rank
@@ -40,7 +40,8 @@ class ExpertRows:
 
     @torch.no_grad()
     def write(self, logical_id: int, rows: Mapping[str, Tensor]) -> None:
-        """Overwrite the expert's rows on the ranks that hold it; with zeros where `rows` has no tensor of that name."""
+        """Overwrites the expert's rows on the ranks that hold it; with zeros where `rows` has no tensor of that
+        name."""
         owner = self.stack.placement.owner(logical_id)
         if owner.rank != self.stack.groups.ep_rank:
             return

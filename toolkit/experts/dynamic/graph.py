@@ -57,19 +57,17 @@ class KnowledgeGraph:
     - split, from parent to new expert, and merge, from the removed expert to the remaining one.
 
     `decay` multiplies weights by `edge_decay`. Below `edge_floor` a measured edge is removed; split and merge edges
-    stay at the floor. Raises ValueError for a decay or floor out of range.
+    stay at the floor.
     """
 
     def __init__(self, *, edge_decay: float = 0.99, edge_floor: float = 0.1):
-        if not (0 < edge_decay <= 1 and 0 <= edge_floor < 1):
-            raise ValueError(f"edge_decay={edge_decay} must lie in (0, 1] and edge_floor={edge_floor} in [0, 1)")
         self.edge_decay, self.edge_floor = edge_decay, edge_floor
         self.graph = nx.MultiDiGraph()
 
     # --- updates ----------------------------------------------------------------------------------------------
 
     def observe_roster(self, roster: ExpertRoster, *, step: int) -> None:
-        """Update nodes, split and merge edges to the roster at `step`."""
+        """Updates nodes, split and merge edges to the roster at `step`."""
         for record in roster.records:
             unknown = {} if record.uid in self.graph else dict(UNSEEN)
             active = record.fate == "active"
@@ -100,7 +98,7 @@ class KnowledgeGraph:
         classes_EC: NDArray[Any] | None = None,
         rank_of: Mapping[int, int] | None = None,
     ) -> None:
-        """Update the measured attributes and co-activations with a period's counts of experts `uids`.
+        """Updates the measured attributes and co-activations with a period's counts of experts `uids`.
 
         `together_EE[e, f]`: tokens routed to both; the diagonal holds the tokens routed to e. `classes_EC`: tokens of
         each class. Experts that are not in `uids` had no tokens; `uids` may hold experts removed since.
@@ -124,14 +122,14 @@ class KnowledgeGraph:
             self.graph.nodes[uid]["rank"] = rank
 
     def observe_similarity(self, pairs: Mapping[Pair, Similarity]) -> None:
-        """Update the similarity edges of the pairs that were compared."""
+        """Updates the similarity edges of the pairs that were compared."""
         for (a, b), similarity in pairs.items():
             weight = max(0.0, min(similarity))
             numbers = {"weights": float(similarity.weights), "outputs": float(similarity.outputs)}
             self._measure("similarity", a, b, weight, **numbers)
 
     def decay(self) -> None:
-        """Once per epoch or sleep: the weights of edges that are not measured again fade."""
+        """Lets the weights of edges that are not measured again fade; to be called once per epoch or sleep."""
         for a, b, kind, edge in list(self.graph.edges(keys=True, data=True)):
             edge["weight"] *= self.edge_decay
             if kind in LINEAGE:
@@ -142,7 +140,7 @@ class KnowledgeGraph:
                 edge["tokens"] *= self.edge_decay
 
     def _measure(self, kind: EdgeKind, a: int, b: int, weight: float, **more: float) -> None:
-        """Set an undirected edge, stored from the lower uid to the higher, or remove it if `weight` is too low."""
+        """Sets an undirected edge, stored from the lower uid to the higher, or removes it if `weight` is too low."""
         a, b = min(a, b), max(a, b)
         if weight >= max(self.edge_floor, 1e-9):
             self._link(kind, a, b, weight, **more)
@@ -156,21 +154,22 @@ class KnowledgeGraph:
 
     @property
     def active(self) -> list[int]:
-        """uids."""
+        """The uids of the active experts."""
         return sorted(uid for uid, node in self.graph.nodes.items() if node["active"])
 
     def weight(self, kind: EdgeKind, a: int, b: int) -> float:
-        """Of the edge of `kind` between two experts, from a to b for split and merge; 0 if there is none."""
+        """Returns the weight of the edge of `kind` between two experts, from a to b for split and merge; 0 if there is
+        none."""
         if kind not in LINEAGE:
             a, b = min(a, b), max(a, b)
         return self.graph.edges[a, b, kind]["weight"] if self.graph.has_edge(a, b, kind) else 0.0
 
     def often_coactivated(self, a: int, b: int) -> bool:
-        """Whether so many tokens are routed to both experts that they should not be merged."""
+        """Returns whether so many tokens are routed to both experts that they should not be merged."""
         return self.weight("coactivation", a, b) > OFTEN_TOGETHER
 
     def affinity(self, uids_of_logical: Sequence[int | None]) -> NDArray[np.float64]:
-        """(E, E) by logical id, symmetric: tokens routed to both experts, as the planner `affinity` takes them.
+        """Returns (E, E) by logical id, symmetric: tokens routed to both experts, as the planner `affinity` takes them.
 
         Rows of inactive logical experts (uid None) and the diagonal are zero.
         """
@@ -186,11 +185,11 @@ class KnowledgeGraph:
     # --- files and checkpoints --------------------------------------------------------------------------------
 
     def node_link(self) -> dict[str, Any]:
-        """JSON values that `networkx.node_link_graph(..., edges="edges")` reads."""
+        """Returns JSON values that `networkx.node_link_graph(..., edges="edges")` reads."""
         return nx.node_link_data(self.graph, edges="edges")
 
     def save(self, stem: Path) -> list[Path]:
-        """Write `stem`.json (node-link) and `stem`.graphml, with lists as JSON text and without nulls."""
+        """Writes `stem`.json (node-link) and `stem`.graphml, with lists as JSON text and without nulls."""
         text = stem.with_name(f"{stem.name}.json")
         xml = stem.with_name(f"{stem.name}.graphml")
         text.write_text(json.dumps(self.node_link(), indent=1), encoding="utf-8")
@@ -203,16 +202,17 @@ class KnowledgeGraph:
         return [text, xml]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Returns the graph as JSON values."""
         return {"edge_decay": self.edge_decay, "edge_floor": self.edge_floor, "graph": self.node_link()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the graph; decay and floor remain those of this object."""
+        """Restores the graph; decay and floor remain those of this object."""
         self.graph = nx.node_link_graph(state["graph"], edges="edges")
 
 
 def specialisation(counts_C: NDArray[Any], seen_C: NDArray[np.bool_] | None = None) -> float:
-    """1 - H(p) / log C of an expert's tokens by class: 0 if classes are equally frequent, 1 if there is only one.
+    """Returns 1 - H(p) / log C of an expert's tokens by class: 0 if classes are equally frequent, 1 if there is only
+    one.
 
     One minus the evenness of Pielou 1966, doi 10.1016/0022-5193(66)90013-0. C counts the classes of `seen_C`, those
     that occurred in the period at all. 0 without tokens, or if only one class occurred.
@@ -226,7 +226,7 @@ def specialisation(counts_C: NDArray[Any], seen_C: NDArray[np.bool_] | None = No
 
 
 def top_classes(counts_C: NDArray[Any]) -> list[int]:
-    """The up to three most frequent classes among an expert's tokens, the most frequent first."""
+    """Returns the up to three most frequent classes among an expert's tokens, the most frequent first."""
     order = np.argsort(-np.asarray(counts_C), kind="stable")[:TOP_CLASSES]
     return [int(c) for c in order if counts_C[c] > 0]
 

@@ -27,7 +27,7 @@ class Grow:
     parent: int
     """uid."""
     logical_id: int
-    """Of the new expert."""
+    """The logical id of the new expert."""
     fresh: bool
     why: Mapping[str, float]
 
@@ -39,7 +39,7 @@ class Merge:
     uid: int
     into: int
     share: float
-    """Weight of `into` in the mean, from 0 to 1."""
+    """The weight of `into` in the mean, from 0 to 1."""
     why: Mapping[str, float]
 
 
@@ -54,11 +54,19 @@ class Prune:
 Plan: TypeAlias = Grow | Merge | Prune
 
 
-def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:
-    """The inactive logical expert on the rank with the fewest active experts, ties to the lowest rank and id.
+def plan_sleep(active: int, initial: int, *, every: int, min_every: int, max_every: int, adaptive: bool) -> int:
+    """Returns the optimizer steps until the next sleep, between `min_every` and `max_every`.
 
-    None if all are active. `placement` has one slot for each logical expert.
+    They are `every`, or, where `adaptive`, `every` / max(1, growth / 2) with growth = `active` / `initial` experts: a
+    layer with more than twice the initial number sleeps more often.
     """
+    wanted = every / max(1.0, active / initial / 2) if adaptive else every
+    return round(min(max_every, max(min_every, wanted)))
+
+
+def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:
+    """Returns the inactive logical expert on the rank with the fewest active experts, ties to the lowest rank and id;
+    None where all are active. `placement` has one slot for each logical expert."""
     rank_of = [placement.owner(logical_id).rank for logical_id in range(roster.logical_experts)]
     active = np.bincount([rank_of[record.logical_id] for record in roster.active], minlength=placement.ranks)
     return min(roster.inactive, key=lambda e: (active[rank_of[e]], rank_of[e], e), default=None)
@@ -67,11 +75,15 @@ def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | N
 def plan_placement(
     roster: ExpertRoster, placement: ExpertPlacement, together_EE: NDArray[np.float64] | None = None
 ) -> ExpertPlacement:
-    """Even out the number of active experts per rank: they differ by at most one, or by as little as the slots allow.
+    """Evens out the number of active experts per rank: they differ by at most one, or by as little as the slots allow.
 
-    Exchanges as few active experts for inactive ones as that takes. The expert that moves has the fewest tokens in
-    common with those of its rank and the most with those of its new one, by `together_EE`: how many tokens were routed
-    to both of two logical experts.
+    As few active experts as that takes change places with inactive ones. The expert that moves has the fewest tokens in
+    common with those of its rank and the most with those of its new one.
+
+    Args:
+        roster: The layer's experts.
+        placement: Where they are; one slot for each logical expert.
+        together_EE: How many tokens were routed to both of two logical experts; None: affinity is left out.
     """
     slots = [list(row) for row in placement.slots]
     active = {record.logical_id for record in roster.active}
@@ -94,10 +106,16 @@ def plan_placement(
 def plan_growth(
     roster: ExpertRoster, placement: ExpertPlacement, uncovered: Mapping[int, float], *, fresh: bool = False
 ) -> Grow | None:
-    """Split the active expert with the highest `uncovered`, ties to the lowest uid.
+    """Plans to split the active expert that takes most of what is not covered, ties to the lowest uid.
 
-    `uncovered`, by uid, is the routing weight that the expert had for tokens of uncovered samples. None where all
-    logical experts are active or nothing is uncovered.
+    Args:
+        roster: The layer's experts.
+        placement: Where they are.
+        uncovered: By uid, the routing weight that the expert had for tokens of uncovered samples.
+        fresh: Whether the new expert gets new random weights instead of its parent's.
+
+    Returns:
+        The plan, or None where all logical experts are active or nothing is uncovered.
     """
     logical_id = free_logical_id(roster, placement)
     active = {record.uid: uncovered.get(record.uid, 0.0) for record in roster.active}
@@ -117,10 +135,18 @@ def plan_merges(
     min_similarity: float,
     min_experts: int,
 ) -> list[Merge]:
-    """Merge pairs of active experts that compute nearly the same, closest first, each expert in at most one pair.
+    """Plans to merge pairs of active experts that compute nearly the same, closest first, each in at most one pair.
 
-    By pair, `distance` compares outputs (0 the same, 1 unrelated) and `similarity` aligned weights; a merge needs both.
     The expert with the higher load remains, of equals the older one.
+
+    Args:
+        roster: The layer's experts.
+        distance: By pair, how far outputs are apart: 0 for the same, 1 for unrelated ones.
+        similarity: By pair, how similar aligned weights are, for the pairs that may be merged.
+        load: By uid, the assignments of each expert.
+        max_distance: The largest distance of a pair that is merged.
+        min_similarity: The smallest similarity of a pair that is merged.
+        min_experts: So many experts remain at least.
     """
     close = sorted(
         (distance[pair], *pair)
@@ -150,9 +176,16 @@ def plan_prunes(
     min_experts: int,
     excluded: Collection[int] = (),
 ) -> list[Prune]:
-    """Prune active experts of at least `min_age` steps whose load is below the fraction `below` of the mean.
+    """Plans to prune active experts that are hardly used, lowest load first.
 
-    Lowest load first, and none of `excluded`.
+    Args:
+        roster: The layer's experts.
+        load: By uid, the assignments of each expert.
+        step: The optimizer steps done so far.
+        below: Experts with less than this fraction of the mean load are pruned.
+        min_age: Experts that are younger, in steps, are left.
+        min_experts: So many experts remain at least.
+        excluded: uids of experts that are left.
     """
     total = sum(load.values())
     if not total:

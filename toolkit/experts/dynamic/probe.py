@@ -1,16 +1,15 @@
 """Evaluates the model on chosen training samples: which ones it does not cover, and which experts they are routed to.
 
-Rows of the training table go through the model in evaluation mode, split over the ranks, so that the results do not
-depend on the number of ranks. Letters as in `toolkit.experts.layer.router`.
+Samples go through the model in evaluation mode, split over the ranks, so that the results do not depend on the number
+of ranks. Letters as in `toolkit.experts.layer.router`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +18,6 @@ from toolkit.experts.dynamic.coverage import HALF_PROBABILITY
 from toolkit.experts.dynamic.dynamic_router import Hyperplane
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel.groups import sum_over_ranks
-
-if TYPE_CHECKING:
-    from toolkit.train.task import Batch
-    from toolkit.train.trainer import Trainer
-
-
-class ScoresSamples(Protocol):
-    """A task with a loss per sample."""
-
-    def sample_losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(N): the loss of each sample, in nats."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,14 +37,14 @@ class Probe:
     """float64, of this rank's tokens: the loss of the token's sample."""
     views: tuple[LayerView, ...]
     samples: int
-    """Over all ranks."""
+    """The number of samples over all ranks."""
     loss: float
     """Mean over the samples of all ranks, in nats."""
     uncovered: float
     """Fraction of the samples of all ranks with a loss above `HALF_PROBABILITY`."""
 
     def is_worse(self, before: Probe, allowed: float) -> bool:
-        """Whether the mean loss is higher than it was `before` on the same samples: by more than the fraction
+        """Returns whether the mean loss is higher than it was `before` on the same samples: by more than the fraction
         `allowed`, and by more than two standard errors of the mean of the differences, sample by sample. True for a
         loss that is not a number. For probes without views. A collective.
 
@@ -71,7 +58,7 @@ class Probe:
         return not mean <= max(allowed * before.loss, chance)
 
     def uncovered_weight(self, layer: int, logical_experts: int) -> Tensor:
-        """float64 (E): each logical expert's sum of routing weights of uncovered tokens. A collective."""
+        """Returns float64 (E), each logical expert's sum of routing weights of uncovered tokens. A collective."""
         view = self.views[layer]
         weights_TK = view.weights_TK.double() * (self.losses_T > HALF_PROBABILITY).unsqueeze(1)
         total_E = weights_TK.new_zeros(logical_experts).scatter_add_(
@@ -80,7 +67,8 @@ class Probe:
         return sum_over_ranks(total_E)
 
     def hyperplane(self, layer: int, logical_id: int) -> Hyperplane:
-        """Halfway between the means of an expert's uncovered and its covered tokens, normal to their difference.
+        """Returns the hyperplane halfway between the means of an expert's uncovered and its covered tokens, normal to
+        their difference.
 
         If the expert has no uncovered tokens, or no covered ones: through the mean of all its tokens, normal to the
         coordinate with the highest variance. A collective.
@@ -105,26 +93,18 @@ class Probe:
         return Hyperplane(normal_D.float(), float(mean_D[widest]))
 
 
-def next_rows(trainer: Trainer, samples: int) -> Tensor:
-    """The first `samples` rows of the training table that the coming steps will use; fewer where the run ends."""
-    rows = torch.empty(0, dtype=torch.int64)
-    for batch in trainer.batches.order.batches(trainer.state.step):
-        rows = torch.cat([rows, batch])
-        if len(rows) >= samples:
-            break
-    return rows[:samples]
-
-
-def last_rows(trainer: Trainer, samples: int) -> Tensor:
-    """The last `samples` rows of the training table that were used; the first step needs to be done."""
-    step = trainer.state.step
-    first = max(0, step - -(-samples // trainer.run.config.batch_size))
-    return torch.cat(list(islice(trainer.batches.order.batches(first), step - first)))[-samples:]
-
-
 @torch.no_grad()
-def probe_samples(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], rows: Tensor) -> Probe:
-    """Evaluate `rows` of the training table, the same on all ranks, with a view of each of `layers`. A collective."""
+def probe_samples(
+    model: nn.Module, sample_losses: Callable[[], Tensor], layers: Sequence[MoE], *, samples: int
+) -> Probe:
+    """Evaluates `model` on chosen samples, of which each rank has a part. A collective.
+
+    Args:
+        model: The model; it is in evaluation mode for the time of the call, and in training mode afterwards.
+        sample_losses: Runs `model` on this rank's part and returns the loss of each of its samples (N), in nats.
+        layers: MoE layers of `model`, whose inputs and routing the probe is to have as `views`.
+        samples: The number of samples over all ranks.
+    """
     captured: list[list[LayerView]] = [[] for _ in layers]
 
     def append_to(views: list[LayerView]) -> Any:
@@ -133,18 +113,15 @@ def probe_samples(trainer: Trainer, task: ScoresSamples, layers: Sequence[MoE], 
 
         return hook
 
-    model = trainer.raw_model
-    batch = trainer.batches.part_of(rows)
     model.eval()
     with ExitStack() as hooks:
         for layer, views in zip(layers, captured, strict=True):
             hooks.callback(layer.router.register_forward_hook(append_to(views)).remove)
-        with trainer.autocast():
-            losses_N = task.sample_losses(model, batch).double()
+        losses_N = sample_losses().double()
     model.train()
     summed = torch.stack([losses_N.sum(), (losses_N > HALF_PROBABILITY).double().sum()])
     loss, uncovered = sum_over_ranks(summed).tolist()
     seen = tuple(first for first, *_ in captured)
     per_sample = len(seen[0].x_TD) // len(losses_N) if len(losses_N) and seen else 1
     losses_T = losses_N.repeat_interleave(per_sample)
-    return Probe(losses_T, seen, len(rows), loss / len(rows), uncovered / len(rows))
+    return Probe(losses_T, seen, samples, loss / samples, uncovered / samples)

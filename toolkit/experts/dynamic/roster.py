@@ -40,7 +40,8 @@ class LifecycleEvent:
     layer: str
     kind: EventKind
     uids: tuple[int, ...]
-    """Of the experts concerned: new expert and parent, remaining and removed expert of a merge, pruned or kept one."""
+    """The uids of the experts concerned: new expert and parent, remaining and removed expert of a merge, pruned or kept
+    one."""
     detail: Mapping[str, Any] = field(default_factory=dict)
     """JSON values: the reason, and what was measured."""
 
@@ -54,11 +55,11 @@ class ExpertRoster:
 
     logical_experts: int
     records: tuple[ExpertRecord, ...]
-    """By uid: `records[uid]`."""
+    """All experts by uid: `records[uid]`."""
 
     @classmethod
     def initial(cls, experts: int, logical_experts: int) -> ExpertRoster:
-        """Experts with uids 0, 1, ... and the same logical ids."""
+        """Returns a roster of experts with uids 0, 1, ... and the same logical ids."""
         return cls(logical_experts, tuple(ExpertRecord(uid, uid) for uid in range(experts)))
 
     def __post_init__(self) -> None:
@@ -72,11 +73,11 @@ class ExpertRoster:
 
     @property
     def active(self) -> tuple[ExpertRecord, ...]:
-        """By uid."""
+        """The active experts by uid."""
         return tuple(record for record in self.records if record.fate == "active")
 
     def older_than(self, age: int, step: int) -> tuple[ExpertRecord, ...]:
-        """The active experts created at least `age` steps before `step`, by uid."""
+        """Returns the active experts created at least `age` steps before `step`, by uid."""
         return tuple(record for record in self.active if step - record.created_at >= age)
 
     def __len__(self) -> int:
@@ -92,17 +93,17 @@ class ExpertRoster:
 
     @property
     def inactive(self) -> tuple[int, ...]:
-        """Logical ids."""
+        """The inactive logical ids."""
         return tuple(logical_id for logical_id, uid in enumerate(self.uids_of_logical) if uid is None)
 
     def logical_id_of(self, uid: int) -> int:
-        """Raises ValueError for an expert that is not active."""
+        """Returns the logical id of an active expert; raises ValueError for another."""
         if not 0 <= uid < len(self.records) or self.records[uid].fate != "active":
             raise ValueError(f"expert {uid} is not active: {[record.uid for record in self.active]} are")
         return self.records[uid].logical_id
 
     def grow(self, logical_id: int, *, step: int, parent: int | None = None) -> ExpertRoster:
-        """Give the inactive `logical_id` to a new expert with the next uid."""
+        """Gives the inactive `logical_id` to a new expert with the next uid."""
         if logical_id not in self.inactive:
             raise ValueError(f"logical expert {logical_id} is not inactive: {list(self.inactive)} are")
         if parent is not None:
@@ -111,7 +112,7 @@ class ExpertRoster:
         return replace(self, records=(*self.records, created))
 
     def merge(self, uid: int, *, into: int, step: int) -> ExpertRoster:
-        """Remove expert `uid`, merged into `into`."""
+        """Removes expert `uid`, merged into `into`."""
         if uid == into:
             raise ValueError(f"expert {uid} cannot be merged into itself")
         self.logical_id_of(into)

@@ -1,4 +1,4 @@
-"""Which classes of samples each expert gets, and which experts are chosen together, by uid; read once an epoch."""
+"""Counts which classes of samples each expert gets, and which are chosen together, by uid; read once an epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RoutingCounts:
 
     @classmethod
     def of_logical_ids(cls, ids: Ids, together_EE: NDArray[np.int64], classes_EC: NDArray[np.int64]) -> RoutingCounts:
-        """From counts by logical expert, whose uids are `ids`. Inactive ones have no tokens."""
+        """Returns counts by uid from counts by logical expert, whose uids are `ids`. Inactive ones have no tokens."""
         logical_ids = [logical_id for logical_id, id in enumerate(ids) if id is not None]
         active = tuple(id for id in ids if id is not None)
         return cls(active, together_EE[np.ix_(logical_ids, logical_ids)], classes_EC[logical_ids])
@@ -80,7 +80,7 @@ class RoutingStatistics:
         self.layers = moe_layers(model)
         self.num_classes, self.uids_of_logical = num_classes, uids_of_logical
         self._cursors: dict[str, ForwardCursor] = {}
-        """Of the step that is running."""
+        """The readers of the step that is running."""
         self._uids: dict[str, Ids] = {}
         self._labels: dict[str, Iterator[Tensor | None]] = {}
         self._forget()
@@ -99,7 +99,7 @@ class RoutingStatistics:
         self._cursors = {}
 
     def _read(self) -> None:
-        """Take the forwards of this step so far."""
+        """Takes the forwards of this step so far."""
         for name, cursor in self._cursors.items():
             notes = self._notes[name]
             # Forwards first, or `zip` would take a label before it finds that no forward is left.
@@ -111,7 +111,7 @@ class RoutingStatistics:
                 self._fold(name)
 
     def _fold(self, name: str) -> None:
-        """Add the waiting forwards to the sums on the device: one table (E, E + C) per tuple of uids."""
+        """Adds the waiting forwards to the sums on the device: one table (E, E + C) per tuple of uids."""
         notes, self._notes[name], self._waiting[name] = self._notes[name], [], 0
         logical_experts = len(self.layers[name].load_E)
         classes = self.num_classes
@@ -137,7 +137,7 @@ class RoutingStatistics:
         self._sums: dict[str, dict[Ids, Tensor]] = {name: {} for name in self.layers}
 
     def _collect(self) -> None:
-        """Bring the sums of all ranks to the host. A collective, one reduction: uids are the same on all ranks."""
+        """Brings the sums of all ranks to the host. A collective, one reduction: uids are the same on all ranks."""
         self._read()
         for name in self.layers:
             self._fold(name)
@@ -158,7 +158,7 @@ class RoutingStatistics:
             sums.clear()
 
     def take(self) -> dict[str, RoutingCounts]:
-        """The counts of all ranks since the last call, by layer; ends the step. A collective."""
+        """Returns the counts of all ranks since the last call, by layer; ends the step. A collective."""
         self.end_step()
         self._collect()
         total, self._total = self._total, self._nothing()
@@ -178,7 +178,7 @@ class RoutingStatistics:
 
 
 def _labels(note: _Note, classes: int) -> Tensor:
-    """(T): the class of each token, which is that of its sample; `classes` for none."""
+    """Returns (T), the class of each token, which is that of its sample; `classes` for none."""
     tokens = len(note.choices.expert_ids_TK)
     if note.labels is None:
         return note.choices.expert_ids_TK.new_full((tokens,), classes)

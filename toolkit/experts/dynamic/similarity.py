@@ -25,7 +25,8 @@ Rows = Mapping[str, Tensor]
 
 
 def units(rows: Rows) -> Float[Tensor, "F P"]:
-    """(F, P): the weights of each hidden unit, concatenated: its rows of `up` (with swiglu the gate's too) and `down`.
+    """Returns (F, P), the weights of each hidden unit, concatenated: its rows of `up` (with swiglu the gate's too) and
+    `down`.
 
     Input and output weights of a unit are scaled to equal norms, as relu(c x) / c = relu(x).
     """
@@ -38,7 +39,7 @@ def units(rows: Rows) -> Float[Tensor, "F P"]:
 
 
 def alignment(rows: Rows, other: Rows) -> Int[Tensor, " F"]:
-    """int64 (F): `other`'s unit for each unit of `rows`."""
+    """Returns int64 (F), `other`'s unit for each unit of `rows`."""
     from scipy.optimize import linear_sum_assignment  # slow to import, and only runs that compare experts need it
 
     similarity_FF = units(rows) @ units(other).T
@@ -47,7 +48,7 @@ def alignment(rows: Rows, other: Rows) -> Int[Tensor, " F"]:
 
 
 def reordered(rows: Rows, order_F: Int[Tensor, " F"]) -> dict[str, Tensor]:
-    """The same expert with its units in the order of `order_F`; works on optimizer states alike."""
+    """Returns the same expert with its units in the order of `order_F`; works on optimizer states alike."""
     hidden = len(order_F)
     return {
         name: torch.cat([part[order_F.to(part.device)] for part in value.split(hidden)]) for name, value in rows.items()
@@ -55,7 +56,8 @@ def reordered(rows: Rows, order_F: Int[Tensor, " F"]) -> dict[str, Tensor]:
 
 
 def weight_similarity(rows: Rows, other: Rows) -> float:
-    """Cosine of two experts' weights after alignment: 1 for the same function, about 0 for independent experts."""
+    """Returns the cosine of two experts' weights after alignment: 1 for the same function, about 0 for independent
+    experts."""
     mine = units(rows)
     theirs = units(other)[alignment(rows, other)]
     return float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp(min=1e-12))
@@ -63,7 +65,8 @@ def weight_similarity(rows: Rows, other: Rows) -> float:
 
 @torch.no_grad()
 def output_distances(layer: MoE, x_TD: Float[Tensor, "T D"], logical_ids: Sequence[int]) -> Float[Tensor, "L L"]:
-    """float64 (L, L): normalised distance of the outputs of experts `logical_ids` on all ranks' tokens. A collective.
+    """Returns float64 (L, L), the normalised distance of the outputs of experts `logical_ids` on all ranks' tokens. A
+    collective.
 
     |f - g| / sqrt(|f|^2 + |g|^2), with norms over tokens: 0 for equal outputs, 1 for orthogonal ones.
     """
@@ -88,8 +91,18 @@ def compare_experts(
     max_distance: float,
     keep_apart: Callable[[int, int], bool] | None = None,
 ) -> tuple[dict[Pair, float], dict[Pair, float]]:
-    """Distance of the outputs of all pairs of experts for the tokens `x_TD`, and similarity of the weights of those
-    with at most `max_distance` that `keep_apart` does not name; by uid. A collective."""
+    """Compares experts by their outputs, and those with similar outputs by their weights. A collective.
+
+    Args:
+        layer: The layer.
+        x_TD: The tokens whose outputs are compared.
+        records: The experts.
+        max_distance: The largest distance of outputs up to which weights are compared.
+        keep_apart: Says of two uids whether they are not to be merged, so that weights need not be compared.
+
+    Returns:
+        By uids, the distance of outputs of all pairs, and the similarity of weights of those that were compared.
+    """
     distance_LL = output_distances(layer, x_TD, [record.logical_id for record in records]).tolist()
     rows = ExpertRows(layer.expert_stack, None)
     distance, similarity = {}, {}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from toolkit.experts.layer.feed_forward import GroupedFeedForward, LaterGradients, TakeLater
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.experts.layer.recompute import checkpoint
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.parallel.seeding import generator
+from toolkit.experts.placement.placement import EMPTY_ROW
 
 Activation = Literal["relu", "swiglu"]
 

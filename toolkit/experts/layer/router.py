@@ -6,10 +6,11 @@ expert, E logical experts, K experts per token (top-k), S slots (physical expert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.recompute import decide, in_region
-from toolkit.experts.routing.routes import RouteHook
 from toolkit.run.config.router import RouterOptions
 
 
@@ -37,6 +37,16 @@ class Routing:
     """bool, False for assignments that are dropped; None where all are kept."""
     counted_T: Bool[Tensor, " T"] | None = None
     """bool, False for padding, which no loss and no load counts; None where there is none."""
+
+
+class ChoiceHook(Protocol):
+    """What stands where a router chooses, to record its choices or to give it others."""
+
+    def choose(
+        self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
+    ) -> Int[Tensor, "T K"]:
+        """Returns the experts of each token, for a router that would itself choose `own()` out of `choices`."""
+        ...
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -79,8 +89,7 @@ class TopKRouter(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if options.balance == "bias" else None)
         self.limits_groups = options.top_k_groups < options.router_groups
         self.chooses_by_score = not (options.balance == "bias" or options.force_balanced or self.limits_groups)
-        self.route_hook: RouteHook | None = None
-        """Set by the first `record_routes` or `replay_routes`."""
+        self.route_hook: ChoiceHook | None = None
 
     @property
     def num_choices(self) -> int | Tensor:

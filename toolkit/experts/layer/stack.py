@@ -17,12 +17,11 @@ from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDis
 from toolkit.experts.layer.dispatch.order import SlotOrder
 from toolkit.experts.parallel.gradients import average_in_backward
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.ownership import EMPTY_ROW, mark_owned
+from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.unwrapping import unwrapped
-from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.metrics import RowBytes
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog
+from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 
 
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:

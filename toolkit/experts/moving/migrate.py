@@ -11,6 +11,7 @@ so a swap of two experts takes one round, and no rank ever stores more than one 
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
 import zlib
@@ -26,11 +27,13 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.experts.parallel.optimizer_rows import rows_of_state
-from toolkit.experts.parallel.ownership import EMPTY_ROW, local_rows
+from toolkit.experts.parallel.ownership import local_rows
 from toolkit.experts.parallel.unwrapping import unwrapped
-from toolkit.experts.placement.placement import ExpertPlacement, Place, moves, owner_moves
+from toolkit.experts.placement.cost_model import LINK_BYTES_PER_SECOND
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, Transfer, schedule
 from toolkit.experts.placement.traffic import MigrationCost
 
@@ -311,3 +314,40 @@ def _total(payloads: list[_Payload], groups: ExpertGroups, device: torch.device)
     experts, weight_bytes, optimizer_bytes, _, pairs = counts_RC.sum(0).tolist()
     busiest = int(torch.maximum(counts_RC[:, 1] + counts_RC[:, 2], counts_RC[:, 3]).max())
     return MigrationCost(experts, weight_bytes, optimizer_bytes, busiest, pairs)
+
+
+def link_bytes_per_second(
+    group: dist.ProcessGroup | None, device: torch.device, *, megabytes: int = 16, repeats: int = 3
+) -> float:
+    """Measures how fast a rank of `group` sends to the next one while it receives from the one before. A collective.
+
+    Args:
+        group: The process group; None is all ranks.
+        device: Where the bytes that are sent lie.
+        megabytes: How many mebibytes one measurement sends.
+        repeats: How often it is measured.
+
+    Returns:
+        Bytes per second: the median of `repeats`, of the slowest rank, hence the same on all ranks;
+        `LINK_BYTES_PER_SECOND` where there is no other rank.
+    """
+    ranks = world_size(group)
+    if ranks == 1:
+        return LINK_BYTES_PER_SECOND
+    size = megabytes * 2**20
+    me = dist.get_rank(group)
+    sizes_out = [0] * ranks
+    sizes_in = [0] * ranks
+    sizes_out[(me + 1) % ranks] = sizes_in[(me - 1) % ranks] = size
+    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+    seconds = []
+    for _ in range(1 + repeats):
+        dist.barrier(group)
+        began = time.perf_counter()
+        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
+        float(incoming[-1])  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor(statistics.median(seconds[1:]), device=device)  # The first one opens connections.
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return size / float(slowest)

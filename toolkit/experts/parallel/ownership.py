@@ -32,9 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.experts.parallel.groups import ExpertGroups
-
-EMPTY_ROW = -1
-"""The id of a row that holds nothing."""
+from toolkit.experts.placement.placement import EMPTY_ROW
 
 
 class RowHolder(Protocol):

@@ -6,18 +6,14 @@ Letters: `S` source ranks, `R` ranks of the EP group, `E` experts, `G` global sl
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
-from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.placement.imbalance import shares
 from toolkit.experts.placement.loads import Floats
 from toolkit.experts.placement.placement import ExpertPlacement
@@ -39,27 +35,29 @@ backward, and their transfers); the rest is attention, loss, optimizer. Too high
 EXCHANGES = 5
 """All-to-alls of a layer in a step: row counts; dispatch and combine, forward and backward."""
 HIERARCHICAL_EXCHANGES = 13
-"""Those of the hierarchical exchange: two of counts, one of slots; weights, forward and backward; dispatch and combine,
-between nodes and inside them, forward and backward."""
+"""All-to-alls of a layer with the hierarchical exchange: two of counts, one of slots; weights, forward and backward;
+dispatch and combine, between nodes and inside them, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
     """Processor cores that the ranks of one host share, each rank computing on one thread."""
 
-    count: int
-    busy_slowdown: float = 1.0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    count: Annotated[int, Field(ge=1)]
+    busy_slowdown: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Seconds of a piece of work on each core at once, over those of one core alone: memory and caches are shared."""
 
     def slowdown(self, ranks: NDArray[Any]) -> Floats:
-        """Seconds of a piece of work where so many ranks compute at once, over those of one rank alone."""
+        """Returns the seconds of a piece of work where so many ranks compute at once, over those of one rank alone."""
         others = np.minimum(ranks, self.count) - 1
         shared = 1 + (self.busy_slowdown - 1) * others / max(self.count - 1, 1)
         return np.asarray(shared * np.maximum(1.0, ranks / self.count))
 
     def seconds(self, work_R: NDArray[Any]) -> Floats:
-        """(...): until the last rank is done with its `work_R` (..., R), in seconds of one rank alone. Ranks that are
-        not done share the cores evenly."""
+        """Returns (...), the time until the last rank is done with its `work_R` (..., R), in seconds of one rank alone.
+        Ranks that are not done share the cores evenly."""
         ranks = work_R.shape[-1]
         ascending = np.sort(work_R, axis=-1)
         parts = np.diff(ascending, axis=-1, prepend=0.0)
@@ -94,29 +92,29 @@ class CostModel:
     seconds_per_row: float
     """Compute of one assignment, forward and backward, on one rank."""
     bytes_per_second: float
-    """Of one rank's link, each way; between nodes, where `ranks_per_node` is given."""
+    """The speed of one rank's link, each way; between nodes, where `ranks_per_node` is given."""
     weight_bytes: int
-    """Of one physical expert."""
+    """The weights of one physical expert."""
     optimizer_bytes: int = 0
-    """Of one expert, at its owner."""
+    """The optimizer state of one expert, at its owner."""
     seconds_per_slot: float = 0.0
-    """Of each slot of a rank, however many rows it has: its weights are read, its weight gradients written."""
+    """The time of each slot of a rank, however many rows it has: its weights are read, its weight gradients written."""
     seconds_per_layer: float = 0.0
-    """Of a layer without rows, on each rank."""
+    """The time of a layer without rows, on each rank."""
     seconds_per_row_sent: float = 0.0
     """Routing, sorting and copying of one assignment where it comes from, forward and backward."""
     row_bytes: int = 0
-    """Of one assignment in dispatch and combine together; the backward sends as much again."""
+    """The bytes of one assignment in dispatch and combine together; the backward sends as much again."""
     exchange_seconds: float = 0.0
-    """Of one all-to-all without rows."""
+    """The time of one all-to-all without rows."""
     ranks_per_node: int | None = None
     """None: all ranks are in one node, or links within a node are like those between nodes."""
     node_bytes_per_second: float | None = None
-    """Of one rank's link to the others of its node, each way; None: `bytes_per_second`."""
+    """The speed of one rank's link to the others of its node, each way; None: `bytes_per_second`."""
     cores: Cores | None = None
     """None: each rank has a processor of its own."""
     exchange: ExpertExchange = "flat"
-    """Whether a row is sent for each assignment, or once to each node and spread there, for which ranks must be on
+    """Says whether a row is sent for each assignment, or once to each node and spread there, for which ranks must be on
     several nodes of `ranks_per_node`."""
     top_k: int = 1
     """Experts of a token, which the hierarchical exchange depends on."""
@@ -124,23 +122,23 @@ class CostModel:
     """Nodes that the router chooses for a token before it chooses experts on these; None: no such choice."""
 
     def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
-        """Seconds of the busiest rank's experts in a step with `load_E` rows per expert."""
+        """Returns the seconds of the busiest rank's experts in a step with `load_E` rows per expert."""
         return float(self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank))
 
     def expert_seconds(self, rows_R: NDArray[Any], slots_R: Sequence[int]) -> Floats:
-        """(...): until the last rank, with `slots_R` slots, has computed its `rows_R` (..., R)."""
+        """Returns (...), the seconds until the last rank, with `slots_R` slots, has computed its `rows_R` (..., R)."""
         return self.together(rows_R * self.seconds_per_row + np.asarray(slots_R) * self.seconds_per_slot)
 
     def layer_seconds(self, load_SE: NDArray[Any], placement: ExpertPlacement) -> LayerSeconds:
-        """Of steps with `load_SE` (..., S, E) assignments of each rank to each expert, S the ranks of `placement`."""
+        """Returns the seconds of steps with `load_SE` (..., S, E) assignments; S are the ranks of `placement`."""
         weights_RR = replica_rows(placement) * self.weight_bytes
         return self.seconds_of_rows(rows_between_ranks(load_SE, placement), placement.slots_per_rank, weights_RR)
 
     def seconds_of_rows(
         self, rows_SR: NDArray[Any], slots_R: Sequence[int], weights_RR: NDArray[Any] | None = None
     ) -> LayerSeconds:
-        """Of steps in which ranks with `slots_R` slots send each other `rows_SR` (..., S, R) assignments, and, if not
-        None, `weights_RR` bytes of weights from owners, and as many of gradients back."""
+        """Returns the seconds of steps in which ranks with `slots_R` slots send each other `rows_SR` (..., S, R)
+        assignments, and, if not None, `weights_RR` bytes of weights from owners, and as many of gradients back."""
         latency = self.exchange_seconds if len(slots_R) > 1 else 0.0
         sent_S, exchanges = self._exchanges(rows_SR, sum(slots_R), latency)
         replicas = np.zeros(rows_SR.shape[:-2])
@@ -154,12 +152,12 @@ class CostModel:
         )
 
     def can_be_hierarchical(self, ranks: int) -> bool:
-        """Whether so many ranks are on several equal nodes."""
+        """Returns whether so many ranks are on several equal nodes."""
         per_node = self.ranks_per_node or ranks
         return ranks % per_node == 0 and ranks > per_node
 
     def _exchanges(self, rows_SR: NDArray[Any], slots: int, latency: float) -> tuple[NDArray[Any], Floats]:
-        """(..., S): rows that each rank puts in order and sends; (...): seconds of the exchanges of rows."""
+        """Returns (..., S), rows that each rank puts in order and sends; (...): seconds of the exchanges of rows."""
         ranks = rows_SR.shape[-1]
         if self.exchange == "flat":
             return rows_SR.sum(-1), 2 * self.transfer_seconds(rows_SR * self.row_bytes) + EXCHANGES * latency
@@ -173,8 +171,8 @@ class CostModel:
         return between.sum(-1) + inside.sum(-1), 2 * seconds + HIERARCHICAL_EXCHANGES * latency
 
     def transfer_seconds(self, bytes_SR: NDArray[Any]) -> Floats:
-        """(...): until each rank has sent and received its part of `bytes_SR` (..., S, R), without latency. Links work
-        in both directions at once, those within a node beside those between nodes."""
+        """Returns (...), the seconds until each rank has sent and received its part of `bytes_SR` (..., S, R), without
+        latency. Links work in both directions at once, those within a node beside those between nodes."""
         ranks = np.arange(bytes_SR.shape[-1])
         node_R = ranks // (self.ranks_per_node or len(ranks))
         near = node_R[:, None] == node_R
@@ -184,19 +182,20 @@ class CostModel:
         return self.together(np.maximum(slow, fast))
 
     def migration_seconds(self, old: ExpertPlacement, new: ExpertPlacement) -> float:
-        """Seconds to go from `old` to `new`; 0 where they are equal."""
+        """Returns the seconds to go from `old` to `new`; 0 where they are equal."""
         if old == new:
             return 0.0
         cost = migration_cost(old, new, weight_bytes=self.weight_bytes, optimizer_bytes=self.optimizer_bytes)
         return cost.busiest_rank_bytes / self.bytes_per_second
 
     def together(self, seconds_R: NDArray[Any]) -> Floats:
-        """(...): until the last rank is done with its part (..., R), which takes so many seconds of a rank alone."""
+        """Returns (...), the seconds until the last rank is done with its part (..., R), which takes so many seconds of
+        a rank alone."""
         return np.asarray(seconds_R.max(-1)) if self.cores is None else self.cores.seconds(seconds_R)
 
     @staticmethod
     def _busier_way(bytes_SR: NDArray[Any]) -> NDArray[Any]:
-        """(..., R): what each rank sends, or receives, whichever is more."""
+        """Returns (..., R), what each rank sends, or receives, whichever is more."""
         return np.maximum(bytes_SR.sum(-1), bytes_SR.sum(-2))
 
 
@@ -209,11 +208,18 @@ def measured_cost_model(
     expert_share: float = EXPERT_SHARE,
     bytes_per_second: float = LINK_BYTES_PER_SECOND,
 ) -> CostModel:
-    """CostModel of one layer whose experts have `weight_bytes` and `optimizer_bytes` each.
+    """Returns the cost model of one layer from the measured time of steps.
 
-    `step_seconds`: the mean of steps that planned nothing. `rows`: assignments in a step at the busiest rank, summed
-    over all MoE layers, so that each row of this layer has its part of the step. Pass equal
-    numbers on all ranks, so that all ranks decide alike.
+    Pass equal numbers on all ranks, so that all ranks decide alike.
+
+    Args:
+        step_seconds: The mean of steps that planned nothing.
+        rows: Assignments in a step at the busiest rank, summed over all MoE layers, so that each row of this layer has
+            its part of the step.
+        weight_bytes: The weights of one expert.
+        optimizer_bytes: The optimizer state of one expert.
+        expert_share: The fraction of a step that grows with the rows of the busiest rank.
+        bytes_per_second: The speed of one rank's link.
     """
     return CostModel(
         seconds_per_row=expert_share * step_seconds / max(rows, 1.0),
@@ -221,31 +227,3 @@ def measured_cost_model(
         weight_bytes=weight_bytes,
         optimizer_bytes=optimizer_bytes,
     )
-
-
-def link_bytes_per_second(
-    group: dist.ProcessGroup | None, device: torch.device, *, megabytes: int = 16, repeats: int = 3
-) -> float:
-    """Measured bytes per second at which a rank of `group` sends to the next one while it receives from the one before:
-    the median of `repeats`, of the slowest rank, hence the same on all. A collective. LINK_BYTES_PER_SECOND where there
-    is no other rank."""
-    ranks = world_size(group)
-    if ranks == 1:
-        return LINK_BYTES_PER_SECOND
-    size = megabytes * 2**20
-    me = dist.get_rank(group)
-    sizes_out = [0] * ranks
-    sizes_in = [0] * ranks
-    sizes_out[(me + 1) % ranks] = sizes_in[(me - 1) % ranks] = size
-    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
-    incoming = torch.empty_like(outgoing)
-    seconds = []
-    for _ in range(1 + repeats):
-        dist.barrier(group)
-        began = time.perf_counter()
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
-        float(incoming[-1])  # waits for the device
-        seconds.append(time.perf_counter() - began)
-    slowest = torch.tensor(statistics.median(seconds[1:]), device=device)  # The first one opens connections.
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return size / float(slowest)

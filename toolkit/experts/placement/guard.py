@@ -26,19 +26,19 @@ class MigrationGuard:
       the next (a gain above noise);
     - once there are `recent` windows, the smallest gain of all windows (a plan that helps wherever the load has been).
 
-    A plan must save `margin` times what it costs. It is rolled back where it was worse in `patience` windows in a row.
+    Args:
+        cost_model: Says what a placement and a migration cost.
+        history: The windows whose loads are kept.
+        recent: See above.
+        patience: A plan is rolled back where it was worse in so many windows in a row.
+        margin: A plan must save so many times what it costs.
     """
 
     def __init__(
         self, cost_model: CostModel, *, history: int = 20, recent: int = 6, patience: int = 2, margin: float = 1.5
     ):
-        self.cost_model, self.history, self.recent, self.patience, self.margin = (
-            cost_model,
-            history,
-            recent,
-            patience,
-            margin,
-        )
+        self.cost_model = cost_model
+        self.history, self.recent, self.patience, self.margin = history, recent, patience, margin
         self.refused = 0
         """Plans that `accepts` has refused, in this process."""
         self.reason = ""
@@ -48,7 +48,7 @@ class MigrationGuard:
         """Earlier placements, latest last, with the seconds per step that each would have saved in the last windows."""
 
     def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
-        """Record a window; `load_E`: its mean number of rows per expert and step, over all ranks.
+        """Records a window; `load_E`: its mean number of rows per expert and step, over all ranks.
 
         Returns the placement to roll back to: one of the last `patience` that were replaced, if it would have been
         better than `current` in each of the last `patience` windows and the migration pays within `steps`; else None.
@@ -68,8 +68,8 @@ class MigrationGuard:
         return max(better, key=lambda pair: pair[0])[1]
 
     def accepts(self, current: ExpertPlacement, plan: ExpertPlacement, *, steps: int) -> bool:
-        """Whether `plan` saves more than its migration costs within `steps`, the steps until the next plan. The caller
-        must apply an accepted plan; of a refused one, `refused` counts and `reason` says why."""
+        """Returns whether `plan` saves more than its migration costs within `steps`, the steps until the next plan. The
+        caller must apply an accepted plan; of a refused one, `refused` counts and `reason` says why."""
         if plan == current:
             return False
         promise = self.promise(current, plan)
@@ -82,7 +82,7 @@ class MigrationGuard:
         return True
 
     def promise(self, current: ExpertPlacement, plan: ExpertPlacement) -> float:
-        """The predicted gain of `plan`, in seconds per step; 0 while there are fewer than FEWEST_WINDOWS."""
+        """Returns the predicted gain of `plan`, in seconds per step; 0 while there are fewer than FEWEST_WINDOWS."""
         if len(self._windows) < FEWEST_WINDOWS:
             return 0.0
         gains = np.array([self._gain(load, current, plan) for load in self._windows])
@@ -91,7 +91,7 @@ class MigrationGuard:
         return above_noise if len(gains) < self.recent else max(above_noise, float(gains.min()))
 
     def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
-        """Seconds per step that `plan` saves under `load_E`."""
+        """Returns the seconds per step that `plan` saves under `load_E`."""
         return self.cost_model.step_seconds(load_E, current) - self.cost_model.step_seconds(load_E, plan)
 
     def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:

@@ -16,7 +16,7 @@ from toolkit.experts.placement.placement import ExpertPlacement
 
 
 def shares(placement: ExpertPlacement) -> Floats:
-    """(E, R): the fraction of each expert's load that each rank computes; replicas share it equally."""
+    """Returns (E, R), the fraction of each expert's load that each rank computes; replicas share it equally."""
     share_ER = np.zeros((placement.num_experts, placement.ranks))
     for expert in range(placement.num_experts):
         places = placement.replicas(expert)
@@ -25,7 +25,7 @@ def shares(placement: ExpertPlacement) -> Floats:
 
 
 def max_over_mean(load: NDArray[Any]) -> Floats:
-    """max / mean over the last axis (1 where there is no load), for each step or layer.
+    """Returns max / mean over the last axis (1 where there is no load), for each step or layer.
 
     Average the result over steps, not the loads: a mean of loads hides the imbalance of each step.
     """
@@ -34,7 +34,7 @@ def max_over_mean(load: NDArray[Any]) -> Floats:
 
 
 def rank_imbalance(load_E: Load, placement: ExpertPlacement) -> float:
-    """max / mean of the load per rank: how much longer the busiest rank computes than with a balanced load."""
+    """Returns max / mean of the load per rank: how much longer the busiest rank computes than with a balanced load."""
     return float(max_over_mean(checked_load(load_E, placement) @ shares(placement)))
 
 
@@ -51,7 +51,7 @@ class ExpertImbalance:
 
 
 def expert_imbalance(load_E: Load) -> ExpertImbalance:
-    """The measures of one load (E). Without any assignments it counts as balanced, and each expert as dead."""
+    """Returns the measures of one load (E). Without any assignments it counts as balanced, and each expert as dead."""
     load = as_floats(load_E)
     mean = float(load.mean())
     if not mean:

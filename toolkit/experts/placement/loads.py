@@ -18,13 +18,13 @@ Load = Tensor | NDArray[Any] | Sequence[float]
 
 
 def as_floats(load_E: Load) -> Floats:
-    """`load_E` as float64 (E) on the host, wherever it was counted."""
+    """Returns `load_E` as float64 (E) on the host, wherever it was counted."""
     return np.asarray(load_E.cpu() if isinstance(load_E, Tensor) else load_E, dtype=np.float64)
 
 
 def checked_load(load_E: Load, current: ExpertPlacement) -> Floats:
-    """`load_E` as float64 (E), scaled so that the largest is in [0.5, 1), or all are 0: no sum or quotient of them can
-    overflow. The factor is a power of two, so scaling rounds nothing.
+    """Returns `load_E` as float64 (E), scaled so that the largest is in [0.5, 1), or all are 0: no sum or quotient of
+    them can overflow. The factor is a power of two, so scaling rounds nothing.
 
     Raises ValueError unless there is a finite number, at least 0, for each expert.
     """

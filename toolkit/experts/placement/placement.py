@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError, require_choice
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.run.config.experts import InitialPlacement
+
+EMPTY_ROW = -1
+"""The id of a row that holds nothing."""
 
 
 class Place(NamedTuple):
@@ -54,7 +56,8 @@ class ExpertPlacement:
 
     @classmethod
     def from_slot_of_expert(cls, slot_of_expert: Sequence[int], ranks: int) -> ExpertPlacement:
-        """Without replicas: `slot_of_expert[e]` counts slots through all ranks, which are filled evenly."""
+        """Returns a placement without replicas; `slot_of_expert[e]` counts slots through all ranks, which are filled
+        evenly."""
         if len(slot_of_expert) % ranks or sorted(slot_of_expert) != list(range(len(slot_of_expert))):
             raise ValueError(f"slots {tuple(slot_of_expert)} do not fill {ranks} rank(s) evenly")
         by_slot = sorted(range(len(slot_of_expert)), key=slot_of_expert.__getitem__)
@@ -88,19 +91,19 @@ class ExpertPlacement:
         return tuple(tuple(places) for places in replicas)
 
     def replicas(self, expert: int) -> tuple[Place, ...]:
-        """The places of `expert`, by rank."""
+        """Returns the places of `expert`, by rank."""
         return self._replicas[expert]
 
     def owner(self, expert: int) -> Place:
-        """The replica that the optimizer updates: that of the lowest rank."""
+        """Returns the replica that the optimizer updates: that of the lowest rank."""
         return self._replicas[expert][0]
 
     def replica_on(self, expert: int, rank: int) -> Place | None:
-        """The place of `expert` on `rank`, or None."""
+        """Returns the place of `expert` on `rank`, or None."""
         return next((place for place in self._replicas[expert] if place.rank == rank), None)
 
     def experts_on(self, rank: int) -> list[int]:
-        """The expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
+        """Returns the expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
         return list(self.slots[rank])
 
     @property
@@ -117,33 +120,34 @@ class ExpertPlacement:
         return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
 
     def slots_of_experts(self) -> Tensor:
-        """int64 (E, most replicas): the global slots of each expert's replicas by rank, then `EMPTY_ROW`."""
+        """Returns int64 (E, most replicas), the global slots of each expert's replicas by rank, then `EMPTY_ROW`."""
         width = max(len(places) for places in self._replicas)
         rows = [[rank * self.stride + slot for rank, slot in places] for places in self._replicas]
         return torch.tensor([row + [EMPTY_ROW] * (width - len(row)) for row in rows])
 
     def num_replicas(self) -> Tensor:
-        """int64 (E)."""
+        """Returns int64 (E), the number of replicas of each expert."""
         return torch.tensor([len(places) for places in self._replicas])
 
     def expert_of_slot(self) -> Tensor:
-        """int64 (ranks, stride): the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer slots."""
+        """Returns int64 (ranks, stride), the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer
+        slots."""
         return torch.tensor([[*row, *[EMPTY_ROW] * (self.stride - len(row))] for row in self.slots])
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Returns what JSON can hold."""
         return {"num_experts": self.num_experts, "slots": [list(row) for row in self.slots]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExpertPlacement:
-        """The reverse of `to_dict`; raises ValueError where the numbers contradict each other."""
+        """Returns the placement that `to_dict` wrote; raises ValueError where the numbers contradict each other."""
         placement = cls(tuple(tuple(int(e) for e in row) for row in data["slots"]))
         if placement.num_experts != data["num_experts"]:
             raise ValueError(f"slots hold {placement.num_experts} experts, not {data['num_experts']}")
         return placement
 
     def __str__(self) -> str:
-        """A line per rank, `.` for an empty slot, `'` behind a replica whose owner is elsewhere.
+        """Returns a line per rank, `.` for an empty slot, `'` behind a replica whose owner is elsewhere.
 
         rank 0 | 0  3  .
         rank 1 | 1  2  3'
@@ -164,17 +168,23 @@ class ExpertPlacement:
 
 
 def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = None) -> ExpertPlacement:
-    """Consecutive blocks of experts, the default of most libraries and of this one.
+    """Returns consecutive blocks of experts, the default of most libraries and of this one.
 
-    With `slots_per_rank` the experts need not divide the ranks: the first ranks take one more, and slots left over
-    are spare. Raises UserError where the experts do not fit.
+    Args:
+        num_experts: The number of experts.
+        ranks: The ranks of an EP group.
+        slots_per_rank: With it the experts need not divide the ranks: the first ranks take one more, and slots left
+            over are spare. None: as many as experts per rank.
+
+    Raises:
+        UserError: If the experts do not fit.
     """
     if slots_per_rank is None:
         if num_experts % ranks:
             fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
             raise UserError(
-                f"--experts {num_experts} cannot be spread equally over --ep-size {ranks}: "
-                f"use an expert parallel size out of {fitting}, or a multiple of {ranks} experts."
+                f"ep_size={ranks}: {num_experts} experts cannot be spread equally over so many ranks; "
+                f"use one of {fitting}, or a multiple of {ranks} experts."
             )
         slots_per_rank = num_experts // ranks
     if num_experts > ranks * slots_per_rank:
@@ -194,8 +204,17 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
 def initial_placement(
     num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
 ) -> ExpertPlacement:
-    """`contiguous` blocks of experts, as equal as possible, or expert e on rank e mod `ranks` (`round_robin`); each
-    rank has `spare_slots` empty slots more. Raises UserError for another `kind`."""
+    """Returns where experts are at the start.
+
+    Args:
+        num_experts: The number of experts.
+        ranks: The ranks of an EP group.
+        kind: "contiguous" blocks of experts, as equal as possible, or "round_robin", expert e on rank e mod `ranks`.
+        spare_slots: Empty slots that each rank has more.
+
+    Raises:
+        UserError: For another `kind`.
+    """
     require_choice("placement", kind, InitialPlacement)
     if kind == "round_robin":
         rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
@@ -208,7 +227,7 @@ def initial_placement(
 
 
 def with_spare_slots(placement: ExpertPlacement, per_rank: int) -> ExpertPlacement:
-    """The same experts in the same slots, and `per_rank` empty slots more on each rank."""
+    """Returns the same experts in the same slots, and `per_rank` empty slots more on each rank."""
     return ExpertPlacement(tuple((*row, *[EMPTY_ROW] * per_rank) for row in placement.slots))
 
 
@@ -224,12 +243,12 @@ class Move:
 
     @property
     def travels(self) -> bool:
-        """Whether it leaves its rank."""
+        """Says whether it leaves its rank."""
         return self.source_rank != self.rank
 
 
 def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """The rows to copy to get from `old` to `new`, by destination; none for replicas that stay in their slot.
+    """Returns the rows to copy to get from `old` to `new`, by destination; none for replicas that stay in their slot.
 
     A rank that has a replica copies from itself, any other from the owner. Experts that are not in `old` have nothing
     to copy.
@@ -247,7 +266,7 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 
 
 def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """The moves of what only owners have, such as optimizer rows: from owner to owner.
+    """Returns the moves of what only owners have, such as optimizer rows: from owner to owner.
 
     Not a subset of `moves`: a rank whose weights stay in their slot can become the owner.
     """
@@ -262,12 +281,13 @@ def _same_ranks(old: ExpertPlacement, new: ExpertPlacement) -> None:
 
 
 def bytes_moved(moves: Iterable[Move], bytes_per_expert: int) -> int:
-    """Bytes that leave their rank."""
+    """Returns the bytes that leave their rank."""
     return bytes_per_expert * sum(move.travels for move in moves)
 
 
 def bytes_on_busiest_rank(parts: Iterable[tuple[Sequence[Move], int]]) -> int:
-    """The most bytes that one rank sends, or that one receives, whichever is more: links work both ways at once.
+    """Returns the most bytes that one rank sends, or that one receives, whichever is more: links work both ways at
+    once.
 
     `parts`: moves, and the bytes of each of them.
     """

@@ -19,12 +19,24 @@ def plan_layer(
     steps: int,
     **options: Any,
 ) -> ExpertPlacement | None:
-    """The placement for the next window of `steps`: the planner's, an earlier one that the guard returns to, or None to
-    keep `current`. The caller must apply the result, because the guard counts on it.
+    """Plans one layer for the next window, which is assumed to be as long as the last one.
 
-    `load_E`: the mean number of assignments per expert and step over the ranks of one EP group, in the last window.
-    The next window is assumed to be as long. `options` are the planner's. Raises UserError for an unknown planner. A
-    pure function of its arguments and of the guard's state: ranks with equal arguments get equal results.
+    A pure function of its arguments and of the guard's state: ranks with equal arguments get equal results.
+
+    Args:
+        planner: A planner or its name.
+        load_E: The mean number of assignments per expert and step over the ranks of one EP group, in the last window.
+        current: The placement now.
+        guard: Decides whether a plan is worth its migration; None: every plan is.
+        steps: The steps of a window.
+        options: Those of the planner.
+
+    Returns:
+        The planner's placement, an earlier one that the guard returns to, or None to keep `current`. The caller must
+        apply it, because the guard counts on it.
+
+    Raises:
+        UserError: If the planner is not known.
     """
     choose = planner_named(planner) if isinstance(planner, str) else planner
     load = as_floats(load_E)

@@ -17,7 +17,8 @@ from toolkit.experts.placement.placement import ExpertPlacement, bytes_moved, by
 
 
 def rows_per_slot(load_SE: NDArray[Any], placement: ExpertPlacement, *, sources: Sequence[int] | None = None) -> Ints:
-    """int64 (..., S, G): how many of each rank's assignments go to each slot, in one forward or in each of several.
+    """Returns int64 (..., S, G), how many of each rank's assignments go to each slot, in one forward or in each of
+    several.
 
     A rank that has a replica of the expert uses it. Otherwise the i-th of a rank's tokens for an expert with n replicas
     goes to replica (rank + i) mod n. `sources` names the ranks of S; None means all. Raises ValueError unless `load_SE`
@@ -53,24 +54,26 @@ class Traffic:
     """What each rank sends to each; the diagonal stays on its rank."""
 
     def bytes_dispatched(self, bytes_per_row: int) -> Ints:
-        """(R): sent by each rank to others in dispatch."""
+        """Returns (R), sent by each rank to others in dispatch."""
         return (self.rows_SR.sum(1) - self.rows_SR.diagonal()) * bytes_per_row
 
     def bytes_combined(self, bytes_per_row: int) -> Ints:
-        """(R): sent by each rank to others in combine."""
+        """Returns (R), sent by each rank to others in combine."""
         return (self.rows_SR.sum(0) - self.rows_SR.diagonal()) * bytes_per_row
 
     def bytes_trained(self, dispatched: int, combined: int) -> Ints:
-        """(R): sent by each rank to others in a forward and its backward, given bytes per row of the two exchanges."""
+        """Returns (R), sent by each rank to others in a forward and its backward, given bytes per row of the two
+        exchanges."""
         return self.bytes_dispatched(dispatched + combined) + self.bytes_combined(dispatched + combined)
 
     def cross_node_rows(self, node_of_rank: Sequence[int]) -> int:
-        """Rows that go to another node, one for each assignment: two for a token with two experts on another node."""
+        """Returns the rows that go to another node, one for each assignment: two for a token with two experts on
+        another node."""
         node = np.asarray(node_of_rank)
         return int(self.rows_SR[node[:, None] != node].sum())
 
     def cross_node_fraction(self, node_of_rank: Sequence[int]) -> float:
-        """The part of all rows that goes to another node, see `cross_node_rows`; 0 where there are none."""
+        """Returns the part of all rows that goes to another node, see `cross_node_rows`; 0 where there are none."""
         total = int(self.rows_SR.sum())
         return self.cross_node_rows(node_of_rank) / total if total else 0.0
 
@@ -78,13 +81,13 @@ class Traffic:
 def rows_between_ranks(
     load_SE: NDArray[Any], placement: ExpertPlacement, *, sources: Sequence[int] | None = None
 ) -> Ints:
-    """int64 (..., S, R): how many of each rank's assignments go to each rank; see `rows_per_slot`."""
+    """Returns int64 (..., S, R), how many of each rank's assignments go to each rank; see `rows_per_slot`."""
     rows = rows_per_slot(load_SE, placement, sources=sources)
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
 
 def hierarchical_rows(rows_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Twice (..., S, R): rows between nodes, and rows inside them, if each token goes to a node once.
+    """Returns twice (..., S, R), rows between nodes, and rows inside them, if each token goes to a node once.
 
     `rows_SR` (..., S, R): assignments of each rank to each rank, with equally many consecutive ranks on each of M
     nodes. `visits_SM` (..., S, M): tokens of each rank that have experts on each node. A row goes to the rank with the
@@ -103,7 +106,8 @@ def hierarchical_rows(rows_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[N
 
 
 def hierarchical_traffic(rows_SR: Ints, crossings_SM: Ints) -> tuple[Traffic, Traffic]:
-    """Traffic between nodes, and inside them: see `hierarchical_rows`. `crossings_SM`: visits to other nodes."""
+    """Returns the traffic between nodes, and inside them: see `hierarchical_rows`. `crossings_SM`: visits to other
+    nodes."""
     between, inside = hierarchical_rows(rows_SR, crossings_SM)
     return Traffic(between), Traffic(inside)
 
@@ -111,8 +115,8 @@ def hierarchical_traffic(rows_SR: Ints, crossings_SM: Ints) -> tuple[Traffic, Tr
 def expected_visits(
     rows_SR: NDArray[Any], nodes: int, *, top_k: int, slots: int, nodes_per_token: int | None = None
 ) -> Floats:
-    """(..., S, M): tokens of each rank that have experts on each of `nodes`, given `rows_SR` (..., S, R) assignments to
-    each rank, `top_k` per token.
+    """Returns (..., S, M), tokens of each rank that have experts on each of `nodes`, given `rows_SR` (..., S, R)
+    assignments to each rank, `top_k` per token.
 
     An estimate, because loads do not tell which experts one token chose. Exact where each of a token's choices is any
     of the `slots` that it has not chosen yet, all equally likely; too high where experts of one node are chosen
@@ -131,7 +135,7 @@ def expected_visits(
 
 
 def replica_rows(placement: ExpertPlacement) -> Ints:
-    """int64 (R, R): of how many experts that each rank owns each rank has a replica."""
+    """Returns int64 (R, R), of how many experts that each rank owns each rank has a replica."""
     rows_RR = np.zeros((placement.ranks, placement.ranks), dtype=np.int64)
     for expert in range(placement.num_experts):
         owner, *others = placement.replicas(expert)
@@ -161,7 +165,7 @@ class MigrationCost:
 def migration_cost(
     old: ExpertPlacement, new: ExpertPlacement, *, weight_bytes: int, optimizer_bytes: int = 0
 ) -> MigrationCost:
-    """The cost of going from `old` to `new`, given the bytes of a physical expert's weights and of an expert's
+    """Returns the cost of going from `old` to `new`, given the bytes of a physical expert's weights and of an expert's
     optimizer state."""
     weights = moves(old, new)
     states = owner_moves(old, new)

@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.metrics import RowBytes
-from toolkit.experts.routing.routing_log import Choices, RoutedForward
+from toolkit.experts.routing.routing_log import Choices, RoutedForward, RowBytes
 
 
 class Forwards(NamedTuple):
@@ -34,7 +33,7 @@ class Forwards(NamedTuple):
     """int64: distinct tokens that went to each other node, numbered within the EP group, of which there are at most as
     many as ranks; 0 where `ExpertStack.count_crossings` was not called."""
     last_choices: list[Choices | None]
-    """Of the last of these forwards, per layer; None unless asked for."""
+    """The choices of the last of these forwards, per layer; None unless asked for."""
 
 
 class ModelForwards:
@@ -45,18 +44,19 @@ class ModelForwards:
         self.names = [name or "moe" for name in named]
         self.stacks = list(named.values())
         self.row_bytes = [RowBytes(0, 0)] * len(self.stacks)
-        """Of the last forward that was taken, per layer."""
+        """The bytes of rows in the last forward that was taken, per layer."""
         self._layers: list[Any] = [model.get_submodule(name) for name in named]
         self._cursors = [stack.log.follow(choices=choices) for stack in self.stacks]
         self.may_drop = any(getattr(layer, "capacity", None) is not None for layer in self._layers)
-        """Whether any layer has a capacity."""
+        """Says whether any layer has a capacity."""
 
     def __len__(self) -> int:
         """Forwards that wait to be taken."""
         return max(map(len, self._cursors), default=0)
 
     def active(self) -> NDArray[np.bool_]:
-        """(L, E): which logical experts of each layer are active: all but in layers of dynamic experts. A host sync."""
+        """Returns (L, E), which logical experts of each layer are active: all but in layers of dynamic experts. A host
+        sync."""
         active_LE = np.zeros((len(self.stacks), self.num_experts), dtype=bool)
         for index, (layer, stack) in enumerate(zip(self._layers, self.stacks, strict=True)):
             active_E = getattr(getattr(layer, "router", None), "active_E", None)
@@ -69,10 +69,13 @@ class ModelForwards:
         return max((stack.num_experts for stack in self.stacks), default=0)
 
     def take(self, *, fill: bool = False) -> list[Forwards]:
-        """The forwards since the last call, in order.
+        """Returns the forwards since the last call, in order.
 
-        Layers that were called less often than others get calls without tokens at the end if they `fill`. Otherwise
-        raises UserError.
+        Args:
+            fill: Whether layers that were called less often than others get calls without tokens at the end.
+
+        Raises:
+            UserError: If layers were called less often than others and `fill` is False.
         """
         by_layer = [cursor.take() for cursor in self._cursors]
         calls = [len(forwards) for forwards in by_layer]

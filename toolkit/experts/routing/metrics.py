@@ -20,6 +20,7 @@ from toolkit.experts.placement.loads import Floats, Ints
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.traffic import Traffic, hierarchical_traffic, rows_between_ranks
+from toolkit.experts.routing.routing_log import RowBytes
 
 PER_FORWARD = {"received_FLW", "imbalance_FL"}
 
@@ -31,7 +32,7 @@ class _Sums:
         return vars(self)
 
     def then(self, later: Self) -> Self:
-        """These forwards and `later` ones."""
+        """Returns these forwards and `later` ones."""
         before = self.parts()
         after = later.parts()
         return type(self)(
@@ -59,11 +60,11 @@ class DispatchCounts(_Sums):
     many as ranks; over all forwards; 0 if they were not counted."""
 
     def flat(self) -> Ints:
-        """All numbers in one array, for one reduction over ranks."""
+        """Returns all numbers in one array, for one reduction over ranks."""
         return np.concatenate([part.ravel() for part in self.parts().values()])
 
     def unflat(self, numbers: Ints) -> DispatchCounts:
-        """The inverse of `flat`, for counts of the same shapes."""
+        """Returns the inverse of `flat`, for counts of the same shapes."""
         ends = np.cumsum([part.size for part in self.parts().values()])[:-1]
         pieces = zip(np.split(numbers, ends), self.parts().values(), strict=True)
         return DispatchCounts(*[piece.reshape(part.shape) for piece, part in pieces])
@@ -78,10 +79,16 @@ def count(
     dropped_LE: NDArray[Any] | None = None,
     crossings_LSR: NDArray[Any] | None = None,
 ) -> DispatchCounts:
-    """Counts of forwards under one placement per layer, given the rows that ranks `sources` sent to experts.
+    """Counts what some ranks sent in forwards under one placement per layer.
 
-    `crossings_LSR` cannot be derived from loads, which do not tell which experts one token chose: see
-    `toolkit.experts.layer.stack.crossings`.
+    Args:
+        sent_FLSE: The rows that each source rank sent to each expert.
+        placements: The placement of each layer.
+        sources: The ranks of S, in the order of EP groups.
+        world_size: The number of all ranks.
+        dropped_LE: Assignments that a capacity dropped; None: none.
+        crossings_LSR: Distinct tokens that each source sent to each other node (`toolkit.experts.layer.stack.crossings`); None:
+            not counted. Loads do not tell which experts one token chose, so it cannot be derived from them.
     """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
@@ -116,17 +123,17 @@ class Window(_Sums):
 
     @classmethod
     def of(cls, counts: DispatchCounts) -> Window:
-        """`counts`: summed over all ranks."""
+        """Returns the window of `counts` that are summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW) * counts.received_FLW.any(-1)
         return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_LWR)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the sums as JSON values."""
         return {name: part.tolist() for name, part in self.parts().items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
-        """The inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
+        """Returns the inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
         parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in like.parts().items()}
         parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
         if parts["sent_LWR"].shape != like.sent_LWR.shape:
@@ -135,7 +142,8 @@ class Window(_Sums):
 
 
 def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Balance over experts, whatever their placement, given each layer's load (E) of its active experts, not all 0."""
+    """Returns the balance over experts, whatever their placement, given each layer's load (E) of its active experts,
+    not all 0."""
     over_mean = [load_E / load_E.mean() for load_E in loads]
     each = [expert_imbalance(load_E) for load_E in loads]
     return {
@@ -148,16 +156,8 @@ def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
-
-    dispatched: int
-    combined: int
-
-
 def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
-    """Balance over ranks, and the lower bound of their imbalance in the slots of `placements`."""
+    """Returns the balance over ranks, and the lower bound of their imbalance in the slots of `placements`."""
     # Without forwards that a layer was not called in.
     imbalance_FL = np.where(window.imbalance_FL > 0, window.imbalance_FL, np.nan)
     imbalance_FL = imbalance_FL.compress(window.imbalance_FL.any(1), 0).compress(window.imbalance_FL.any(0), 1)
@@ -185,8 +185,15 @@ def traffic_metrics(
     node_of_rank: Sequence[int],
     hierarchical: bool = False,
 ) -> dict[str, float]:
-    """Bytes of the rows that dispatch and combine sent, forward and backward; without what activation checkpointing
-    sends again. With a `hierarchical` exchange `window` must have crossings."""
+    """Returns the bytes that dispatch and combine sent, forward and backward, without what recomputation sends again.
+
+    Args:
+        window: The sums over all ranks; with crossings where the exchange is `hierarchical`.
+        row_bytes: The bytes of a row, per layer.
+        steps: The optimizer steps of the window.
+        node_of_rank: The node of each rank, in the order of EP groups.
+        hierarchical: Whether a row was sent once to each node and spread there.
+    """
     world, group = window.sent_LWR.shape[1:]
     sent_W = np.zeros(world, dtype=np.int64)
     home = between = 0
@@ -218,15 +225,15 @@ def traffic_metrics(
 
 
 def deduplicated_metrics(window: Window) -> dict[str, float]:
-    """`moe/cross_node_fraction` if a token were sent to each node once, however many of its experts are there. Live
-    only: traces do not have crossings."""
+    """Returns `moe/cross_node_fraction` as it would be if a token were sent to each node once, however many of its
+    experts are there. Live only: traces do not have crossings."""
     rows = int(window.sent_LWR.sum())
     return {"moe/cross_node_fraction_deduplicated": int(window.crossings_LWR.sum()) / rows if rows else 0.0}
 
 
 def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:
-    """The cost of replicas beyond the first in one EP group, given bytes of one expert per layer: memory of weights and
-    gradients; and traffic of a step, gradients to the owner and weights back."""
+    """Returns the cost of replicas beyond the first in one EP group, given bytes of one expert per layer: memory of
+    weights and gradients; and traffic of a step, gradients to the owner and weights back."""
     extra = [sum(len(place.replicas(e)) - 1 for e in range(place.num_experts)) for place in placements]
     total = sum(replicas * size for replicas, size in zip(extra, weight_bytes, strict=True))
     return {

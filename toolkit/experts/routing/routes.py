@@ -24,7 +24,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing, replaying
 
 NO_ROUTE = -1
-"""In each of a token's places: it has no recorded experts, so its router chooses."""
+"""What is in each of a token's places where it has no recorded experts, so that its router chooses."""
 
 
 @dataclass(eq=False)
@@ -36,29 +36,34 @@ class Routes:
     weights; -1 in all K places of a token without a route. A call on sequences (B, S) has T = B * S tokens."""
 
     def __len__(self) -> int:
-        """Calls of the model."""
+        """Returns the calls of the model."""
         return max(map(len, self.layers), default=0)
 
     def __getitem__(self, call: int) -> Routes:
-        """The routes of one call, for micro-batches that are replayed in another order."""
+        """Returns the routes of one call, for micro-batches that are replayed in another order."""
         return Routes([[calls[call]] for calls in self.layers])
 
     def __add__(self, later: Routes) -> Routes:
-        """The calls of both, in order: micro-batches of one step. Raises UserError where their layers differ."""
+        """Returns the calls of both, in order: micro-batches of one step. Raises UserError where their layers
+        differ."""
         if len(self.layers) != len(later.layers):
             raise UserError(f"routes of {len(self.layers)} and of {len(later.layers)} layers: join those of one model.")
         return Routes([first + second for first, second in zip(self.layers, later.layers, strict=True)])
 
     @classmethod
     def from_rollout(cls, routed_experts: Sequence[ArrayLike], attention_mask: ArrayLike) -> Routes:
-        """The routes of one call on B sequences, from the `routed_experts` that vLLM and SGLang return with each.
+        """Returns the routes of one call on B sequences, from what vLLM and SGLang return with each.
 
-        `routed_experts`: B integer arrays (length, layers, K). Their layers are those with experts, or all hidden ones;
-        the rows of a dense layer are ignored. `attention_mask`: (B, S), nonzero at the tokens of each sequence, padded
-        at either side. An array has a row for each token, or one less, because a server does not feed the last token to
-        the model. That token, padding, and rows of -1 (in unsigned arrays the largest value) have no route.
+        An array has a row for each token, or one less, because a server does not feed the last token to the model. That
+        token, padding, and rows of -1 (in unsigned arrays the largest value) have no route.
 
-        Raises UserError for arrays of other shapes.
+        Args:
+            routed_experts: B integer arrays (length, layers, K). Their layers are those with experts, or all hidden
+                ones; the rows of a dense layer are ignored.
+            attention_mask: (B, S), nonzero at the tokens of each sequence, padded at either side.
+
+        Raises:
+            UserError: If arrays have other shapes.
         """
         mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
         arrays = [_signed(array, index) for index, array in enumerate(routed_experts)]
@@ -83,10 +88,16 @@ class Routes:
         return cls([[layer_TK] for layer_TK in ids_BSLK.flatten(0, 1).unbind(1)])
 
     def to_rollout(self, attention_mask: ArrayLike) -> list[NDArray[np.int32]]:
-        """For each sequence an array (length, layers, K), as `from_rollout` reads it.
+        """Returns for each sequence an array (length, layers, K), as `from_rollout` reads it.
 
-        `attention_mask`: (B, S), as there. Of several calls on the same B sequences, as in generation, tokens are
-        joined; they may lack the last one, which was not fed. Raises UserError where there are other numbers of tokens.
+        Tokens of several calls on the same B sequences, as in generation, are joined; the last one, which was not fed,
+        may be missing.
+
+        Args:
+            attention_mask: (B, S), nonzero at the tokens of each sequence.
+
+        Raises:
+            UserError: If there are other numbers of tokens.
         """
         mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
         sequences, length = mask_BS.shape
@@ -103,7 +114,8 @@ class Routes:
         return [ids_SLK[mask_S[: len(ids_SLK)]].numpy() for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
 
     def flipped(self, other: Routes) -> float:
-        """The fraction of assignments whose expert is none of the token's experts in `other`; 0 where all agree.
+        """Returns the fraction of assignments whose expert is none of the token's experts in `other`; 0 where all
+        agree.
 
         Tokens without a route are left out. Raises UserError for routes of other shapes.
         """
@@ -141,16 +153,18 @@ class Given(NamedTuple):
     """int64; -1 for tokens whose router chooses."""
     largest: int
     complete: bool
-    """Whether no token is left to its router: known on the host, so that a forward need not wait for the device."""
+    """Says whether no token is left to its router: known on the host, so that a forward need not wait for the
+    device."""
 
     def fill(self, choose: Callable[[], Int[Tensor, "T K"]], device: torch.device) -> Int[Tensor, "T K"]:
-        """int64 (T, K): the given experts, and where there are none those of `choose`."""
+        """Returns int64 (T, K), the given experts, and where there are none those of `choose`."""
         ids_TK = self.ids_TK.to(device)
         return ids_TK if self.complete else torch.where(ids_TK == NO_ROUTE, choose(), ids_TK)
 
 
 def given(layer: str, ids_TK: Tensor) -> Given:
-    """`ids_TK` of the layer so named. Raises UserError for tokens with a part of a route, or with an expert twice."""
+    """Returns `ids_TK` of the layer so named, checked. Raises UserError for tokens with a part of a route, or with an
+    expert twice."""
     ids_TK = ids_TK.detach().to(torch.int64)
     missing_TK = ids_TK < 0
     sorted_TK = ids_TK.sort(-1).values
@@ -185,24 +199,25 @@ class RouteHook:
         self._replayed: list[Given] | None = None
         self._next = 0
         self._recent: list[Given | None] = []
-        """Of the last forwards that a backward may repeat, two at most; None where the router chose for itself."""
+        """What was chosen in the last forwards that a backward may repeat, two at most; None where the router chose for
+        itself."""
         self._repeated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the model, which record and replay nothing."""
+        """Returns the state for copies of the model, which record and replay nothing."""
         return type(self)(self.layer).__dict__
 
     @property
     def is_active(self) -> bool:
-        """Whether calls are recorded or replayed."""
+        """Says whether calls are recorded or replayed."""
         return bool(self.records) or self._replayed is not None
 
     def repeats(self) -> bool:
-        """Whether this is the recomputation of a call that was recorded or replayed."""
+        """Returns whether this is the recomputation of a call that was recorded or replayed."""
         return any(call is not None for call in self._recent) and recomputing()
 
     def replay(self, calls: list[Given] | None) -> None:
-        """Give the next forwards these routes, one each; None ends that."""
+        """Gives the next forwards these routes, one each; None ends that."""
         if calls is not None and self._replayed is not None:
             raise UserError("replay_routes is already replaying routes on this model: end it before the next.")
         self._replayed, self._next = calls, 0
@@ -215,7 +230,7 @@ class RouteHook:
     def choose(
         self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
     ) -> Int[Tensor, "T K"]:
-        """A whole call of a router that would choose as `own`."""
+        """Makes a whole call of a router that would choose as `own`."""
         if not tokens:
             return own()
         fixed = self.begin(tokens)
@@ -226,7 +241,8 @@ class RouteHook:
         return ids_TK
 
     def begin(self, tokens: int) -> Given | None:
-        """What is given to this call, or None. Raises UserError where there is nothing left, or for other tokens."""
+        """Returns what is given to this call, or None. Raises UserError where there is nothing left, or for other
+        tokens."""
         if recomputing():
             return None if replaying() else self._of_first_run()
         if self._replayed is None:
@@ -246,7 +262,7 @@ class RouteHook:
         return found
 
     def check(self, fixed: Given, top_k: int, choices: int) -> None:
-        """Raise UserError where the router takes other numbers of experts than `fixed` has."""
+        """Raises UserError where the router takes other numbers of experts than `fixed` has."""
         if fixed.ids_TK.shape[1] != top_k:
             raise UserError(
                 f"routes have {fixed.ids_TK.shape[1]} experts per token, but layer {self.layer!r} takes {top_k}: "
@@ -259,7 +275,7 @@ class RouteHook:
             )
 
     def end(self, ids_TK: Int[Tensor, "T K"]) -> None:
-        """Record what this call used."""
+        """Records what this call used."""
         if recomputing():
             return
         for record in self.records:
@@ -267,7 +283,7 @@ class RouteHook:
         self._note(Given(ids_TK.detach(), NO_ROUTE, True) if self.is_active else None)
 
     def pass_by(self) -> None:
-        """In place of `begin` and `end`, where nothing is recorded or given."""
+        """Stands for `begin` and `end` where nothing is recorded or given."""
         if recomputing():
             self._repeated = True
         else:

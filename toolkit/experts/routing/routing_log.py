@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,17 @@ from torch import Tensor
 
 from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.metrics import RowBytes
 
 MOST_ASSIGNMENTS = 2**18
 """Assignments of a layer whose expert ids are kept (8 bytes each) before pairs are counted."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
+
+    dispatched: int
+    combined: int
 
 
 class Choices(NamedTuple):
@@ -44,13 +52,13 @@ class Choices(NamedTuple):
     """bool: False where the router filled up a choice that a token does not have, and for padding; None for neither."""
 
     def kept(self) -> Bool[Tensor, "T K"]:
-        """bool (T, K)"""
+        """Returns `kept_TK`, True everywhere where it is None."""
         if self.kept_TK is None:
             return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
         return self.kept_TK
 
     def load(self, num_experts: int) -> Int[Tensor, " E"]:
-        """int64 (E): how many of the kept choices are each expert's."""
+        """Returns int64 (E), how many of the kept choices are each expert's."""
         ids_N = self.expert_ids_TK.flatten()
         return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
 
@@ -80,7 +88,7 @@ class RoutingLog:
         self.load_E = torch.zeros(num_experts, dtype=torch.int64)
         """Assignments per expert since this process began, dropped ones included."""
         self.dropped_E = torch.zeros_like(self.load_E)
-        """Those that a capacity dropped."""
+        """The assignments that a capacity dropped."""
         self.last_load_E = self.load_E
         """The load of the last forward alone, in training or evaluation: what router losses need."""
         self.pairs_EE: Int[Tensor, "E E"] | None = None
@@ -95,14 +103,14 @@ class RoutingLog:
         return RoutingLog, (self.num_experts, self.groups)
 
     def cursor(self, *, pairs: bool = False) -> Cursor:
-        """A reader of sums, from now on; with `pairs` also of how often two experts were chosen together."""
+        """Returns a reader of sums, from now on; with `pairs` also of how often two experts were chosen together."""
         if pairs and self.pairs_EE is None:
             self.pairs_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.int64)
             self._has_readers = True
         return Cursor(self, pairs=pairs)
 
     def follow(self, *, choices: bool = False) -> ForwardCursor:
-        """A reader of single forwards, from now on; with `choices` also of each token's experts.
+        """Returns a reader of single forwards, from now on; with `choices` also of each token's experts.
 
         What it has not taken is kept for it, so it should read after each step, or every few. Entries are no longer
         kept once the cursor is garbage collected.
@@ -113,7 +121,7 @@ class RoutingLog:
         return cursor
 
     def add(self, forward: RoutedForward) -> None:
-        """Count one training forward."""
+        """Counts one training forward."""
         self.load_E = self.load_E.to(forward.load_E.device) + forward.load_E
         if forward.dropped_E is not None:
             self.dropped_E = self.dropped_E.to(forward.dropped_E.device) + forward.dropped_E
@@ -132,7 +140,7 @@ class RoutingLog:
             follower.deliver(forward)
 
     def fold_pairs(self) -> Int[Tensor, "E E"]:
-        """`pairs_EE` of all forwards so far."""
+        """Returns `pairs_EE` of all forwards so far."""
         assert self.pairs_EE is not None
         if self._unpaired:
             found_EE = count_pairs(self._unpaired, self.num_experts)
@@ -149,17 +157,17 @@ class Cursor:
         self.advance()
 
     def advance(self) -> None:
-        """Mark everything as read."""
+        """Marks everything as read."""
         self._read_E = self.log.load_E
         self._read_EE = self.log.fold_pairs() if self.pairs else None
 
     def new_load_E(self) -> Int[Tensor, " E"]:
-        """int64 (E): this rank's new assignments per expert."""
+        """Returns int64 (E), this rank's new assignments per expert."""
         return self.log.load_E - self._read_E.to(self.log.load_E.device)
 
     def new_source_load_RE(self) -> Int[Tensor, "R E"]:
-        """int64 (R, E): the new assignments of all ranks by the EP rank of their source, summed over EP groups. A
-        collective."""
+        """Returns int64 (R, E), the new assignments of all ranks by the EP rank of their source, summed over EP groups.
+        A collective."""
         groups = self.log.groups
         new_E = self.new_load_E()
         source_load_RE = new_E.new_zeros(groups.ep_size, len(new_E))
@@ -167,18 +175,19 @@ class Cursor:
         return sum_over_ranks(source_load_RE)
 
     def new_pairs_EE(self) -> Int[Tensor, "E E"]:
-        """int64 (E, E): new pairs over all ranks, see `count_pairs`. A collective. Only of cursors with `pairs`."""
+        """Returns int64 (E, E), new pairs over all ranks, see `count_pairs`. A collective. Only of cursors with
+        `pairs`."""
         assert self._read_EE is not None
         now_EE = self.log.fold_pairs()
         return sum_over_ranks(now_EE - self._read_EE.to(now_EE.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have not read yet, as JSON can hold it. A collective."""
+        """Returns what all ranks have not read yet, as JSON can hold it. A collective."""
         state = {"load": self.new_source_load_RE().tolist()}
         return state | {"pairs": self.new_pairs_EE().tolist()} if self.pairs else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
+        """Marks as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
         self.advance()
         groups = self.log.groups
         load_RE = torch.tensor(state["load"], device=self._read_E.device)
@@ -202,17 +211,18 @@ class ForwardCursor:
         return len(self._waiting)
 
     def take(self) -> list[RoutedForward]:
-        """The forwards since the last time, in order."""
+        """Returns the forwards since the last time, in order."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     def deliver(self, forward: RoutedForward) -> None:
-        """To be called by the log."""
+        """Takes in a forward; the log calls it."""
         self._waiting.append(forward if self.choices else forward._replace(choices=None))
 
 
 def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
-    """int64 (E, E): how many tokens chose both experts; the diagonal holds the tokens that chose the expert at all."""
+    """Returns int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
+    all."""
     ids_TK = torch.cat([part.expert_ids_TK for part in choices])
     kept_TK = torch.cat([part.kept() for part in choices]).long()
     cells_TKK = ids_TK[:, :, None] * num_experts + ids_TK[:, None, :]
@@ -222,7 +232,7 @@ def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E 
 
 
 def new_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
-    """int64 (E) of each layer: new assignments per expert over all ranks, in one reduction. A collective."""
+    """Returns int64 (E) of each layer, new assignments per expert over all ranks, in one reduction. A collective."""
     if not cursors:
         return []
     counts = sum_over_ranks(torch.cat([cursor.new_load_E() for cursor in cursors]))
@@ -230,7 +240,7 @@ def new_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
 
 
 def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
-    """`new_loads`, which are then read. A collective."""
+    """Returns `new_loads`, and marks them as read. A collective."""
     loads = new_loads(cursors)
     for cursor in cursors:
         cursor.advance()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import is_main
-from toolkit.experts.parallel.ownership import EMPTY_ROW
+from toolkit.experts.placement.placement import EMPTY_ROW
 
 _names_are_read = ContextVar("names_are_read", default=False)
 

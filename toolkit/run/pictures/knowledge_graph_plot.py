@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 PLAIN = "#8d95a3"
-"""Of an expert without a prevalent class."""
+"""The colour of an expert without a prevalent class."""
 EDGES = {
     "similarity": ("similar", "#4269d0", "-"),
     "coactivation": ("co-activated", "#9aa1ab", "-"),
@@ -128,7 +128,7 @@ def _draw_layer(
 
 
 def _stands_out(node: Mapping[str, Any]) -> bool:
-    """Whether one class is at least twice as frequent as with equal frequencies."""
+    """Returns whether one class is at least twice as frequent as with equal frequencies."""
     return bool(node["top_classes"]) and node["classes"][node["top_classes"][0]] >= 2 / len(node["classes"])
 
 
@@ -168,7 +168,7 @@ def _edges_to_draw(state: LayerState) -> list[Mapping[str, Any]]:
 
 
 def _radius(node: Mapping[str, Any], room: float) -> float:
-    """In points; the area grows with the share of the load."""
+    """Returns the radius in points; the area grows with the share of the load."""
     return room * (11 + 45 * math.sqrt(node["share"])) if node["active"] else 8 * room
 
 

@@ -25,7 +25,7 @@ class LayerState:
     nodes: Mapping[int, Node]
     """The knowledge graph's experts by uid, removed ones too."""
     edges: Sequence[Mapping[str, Any]]
-    """With `source`, `target`, `kind` and `weight`."""
+    """Edges with `source`, `target`, `kind` and `weight`."""
     uids_of_logical: Sequence[int | None]
     logical_on_ranks: Sequence[Sequence[int]]
     """The logical expert in each slot of each rank; negative where the slot is empty."""
@@ -49,13 +49,13 @@ class Epoch:
     """One line of the file."""
 
     number: float
-    """Epochs done at its end; fractional where --max-steps ended the run within an epoch."""
+    """Epochs done at its end; fractional where `max_steps` ended the run within an epoch."""
     first_step: int
     """Optimizer steps done at its start."""
     step: int
     """Optimizer steps done at its end."""
     seconds: float
-    """Of training, without evaluations."""
+    """Seconds of training, without evaluations."""
     world_size: int
     device: str
     layers: Mapping[str, LayerState]

@@ -22,6 +22,10 @@ class BiasBalancing(Callback):
 
     b_e += rate * sign(mean load - load_e), with the loads of the global batch (Wang et al. 2024, arXiv 2408.15664,
     algorithm 1). Acts on routers made with `balance="bias"`.
+
+    Args:
+        model: The model before it is prepared.
+        rate: How much a bias changes in a step.
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 1e-3):
@@ -40,7 +44,7 @@ class BiasBalancing(Callback):
 
 
 class WholeStepBalance(Callback):
-    """With gradient accumulation, takes the balance loss over the global batch and not over each micro-batch.
+    """Takes the balance loss, with gradient accumulation, over the global batch and not over each micro-batch.
 
     The loss multiplies loads with probabilities, so it is no sum over micro-batches: the backward of the first needs
     the loads of the last. This callback first runs the forwards of all micro-batches without gradients to count loads.

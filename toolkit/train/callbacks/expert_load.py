@@ -32,8 +32,11 @@ class ExpertLoad(Callback):
     computes: `expert_metrics` always, and with expert parallelism `balance_metrics`, `traffic_metrics`,
     `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load` are the smallest
     and largest fraction over the last whole epoch, of experts that were active throughout it; `expert_load_notice` is
-    there where that epoch, or a run that ends within one, was uneven: a sentence for the summary. `ranks_per_node` None
-    takes the launcher's number.
+    there where that epoch, or a run that ends within one, was uneven: a sentence for the summary.
+
+    Args:
+        model: The model before it is prepared.
+        ranks_per_node: Ranks that share a node; None takes the launcher's number.
     """
 
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):

@@ -5,17 +5,15 @@ All ranks measure the same numbers and so make the same changes at the same step
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.experts.dynamic.coverage import CoverageAlarm, Lack
-from toolkit.experts.dynamic.dynamic_experts import DynamicExperts
 from toolkit.experts.dynamic.graph import KnowledgeGraph, Similarity
 from toolkit.experts.dynamic.plans import (
     Merge,
@@ -26,11 +24,13 @@ from toolkit.experts.dynamic.plans import (
     plan_merges,
     plan_placement,
     plan_prunes,
+    plan_sleep,
 )
-from toolkit.experts.dynamic.probe import Probe, ScoresSamples, last_rows, next_rows, probe_samples
+from toolkit.experts.dynamic.probe import Probe, probe_samples
 from toolkit.experts.dynamic.roster import EventKind, ExpertRoster, LifecycleEvent
 from toolkit.experts.dynamic.similarity import compare_experts
-from toolkit.experts.dynamic.sleep import SleepSchedule
+from toolkit.experts.dynamic.surgery import DynamicExperts
+from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.optimizer_rows import RowsInUse
 from toolkit.experts.routing.routing_log import take_loads
@@ -48,12 +48,20 @@ PROBE_SAMPLES = 256
 COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "kept", "sleep", "undone")
 
 
+class ScoresSamples(Protocol):
+    """A task with a loss per sample."""
+
+    def sample_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(N): the loss of each sample, in nats."""
+        ...
+
+
 class Knowledge(Protocol):
     """Knowledge graphs that are equal on all ranks: `LifecycleReport` has them."""
 
     @property
     def graphs(self) -> Mapping[str, KnowledgeGraph]:
-        """By layer."""
+        """The graphs by layer."""
         ...
 
     def observe(self, step: int) -> None:
@@ -64,12 +72,8 @@ class Knowledge(Protocol):
 class Lifecycle(Callback):
     """Splits experts when coming samples are not covered; replays, merges and prunes experts in sleep phases.
 
-    Acts on the layers of `model` that `make_dynamic_moe` made, and does nothing without any. `task` gives a loss per
-    sample; `memory` holds the samples to replay, which a callback such as `continual.Remember` stores.
-    `min_experts` remain active in each layer. With `balance`, replay has the balance loss of the global batch, as other
-    steps have. `seed` is that of the layers' initial weights.
-
-    With `knowledge`, experts that many tokens are both routed to are not merged, and stay on one rank where possible.
+    Acts on the layers of `model` that `make_dynamic_moe` made, and does nothing without any. With `knowledge`, experts
+    that many tokens are both routed to are not merged, and stay on one rank where possible.
 
     The loss on recent and remembered samples is measured before and after each change of a sleep. The change is undone
     if the loss rose by more than `config.undo_above`, and by more than two standard errors of the rise.
@@ -78,6 +82,15 @@ class Lifecycle(Callback):
     `lifecycle/uncovered`, `lifecycle/loss_before_sleep` and `lifecycle/loss_after_sleep`. Adds to the run's results
     `active_experts` (of the layer with the most) and the counts `lifecycle_grow`, `_merge`, `_prune`, `_kept`, `_sleep`
     and `_undone`.
+
+    Args:
+        model: The model before it is prepared.
+        task: Gives the loss of each sample.
+        memory: The samples to replay, which a callback such as `continual.Remember` stores.
+        config: When to grow and to sleep, and which changes to make.
+        min_experts: So many experts remain active in each layer.
+        balance: Gives replay the balance loss of the global batch, as other steps have; None: no balance loss.
+        seed: That of the layers' initial weights.
     """
 
     def __init__(
@@ -97,21 +110,16 @@ class Lifecycle(Callback):
         self.balance = balance
         self.knowledge: Knowledge | None = None
         self.similarities: dict[str, dict[Pair, Similarity]] = {}
-        """By layer, of the pairs with similar outputs in the last sleep."""
-        self.seconds = {"check": 0.0, "sleep": 0.0}
-        """Spent in this process."""
+        """The similarity of the pairs with similar outputs in the last sleep, by layer."""
         self.alarm = CoverageAlarm(tolerated=config.plateau_threshold, cooldown=config.cooldown_checks)
-        self.schedule = SleepSchedule(
-            config.sleep_every, config.min_sleep_every, config.max_sleep_every, config.adaptive_sleep
-        )
         self._initial = self.experts.most_active()
-        self.next_sleep = self.schedule.steps(self._initial, self._initial)
+        self.next_sleep = self._steps_until_sleep()
         self._cursors = {name: layer.expert_stack.log.cursor() for name, layer in self.layers.items()}
         """The assignments since the last sleep."""
         self._readings: dict[str, float] = {}
         self._rows: RowsInUse | None = None
         self._routers_known = False
-        """Whether the routers were refreshed since weights were loaded."""
+        """Says whether the routers were refreshed since weights were loaded."""
 
     @property
     def rosters(self) -> Mapping[str, ExpertRoster]:
@@ -141,14 +149,12 @@ class Lifecycle(Callback):
         if not self.layers:
             return
         step = trainer.state.step
-        with self._timed("check"):
-            if self.config.grow and step % self.config.check_every == 0:
-                self.check(trainer)
-            if self.config.grow and self.config.grow_every and step % self.config.grow_every == 0:
-                self.grow(trainer, "schedule")
+        if self.config.grow and step % self.config.check_every == 0:
+            self.check(trainer)
+        if self.config.grow and self.config.grow_every and step % self.config.grow_every == 0:
+            self.grow(trainer, "schedule")
         if self.config.sleep and step >= self.next_sleep:
-            with self._timed("sleep"):
-                self.sleep(trainer)
+            self.sleep(trainer)
         if trainer.at_log_step:
             active = [len(roster) for roster in self.rosters.values()]
             trainer.record("lifecycle/experts", sum(active) / len(active))
@@ -172,20 +178,20 @@ class Lifecycle(Callback):
     # --- growth -------------------------------------------------------------------------------------------------
 
     def check(self, trainer: Trainer) -> None:
-        """Measure how many coming samples are not covered, and grow if the alarm says so."""
+        """Measures how many coming samples are not covered, and grows if the alarm says so."""
         rows = next_rows(trainer, self.config.check_samples)
-        probe = probe_samples(trainer, self.task, list(self.layers.values()), rows)
+        probe = self._probe(trainer, rows, list(self.layers.values()))
         self._readings["uncovered"] = probe.uncovered
         lack = self.alarm.observe(probe.uncovered, probe.samples)
         if lack is not None:
             self.grow(trainer, lack)
 
     def grow(self, trainer: Trainer, lack: Lack) -> None:
-        """In each layer split the experts with the most routing weight of uncovered tokens."""
+        """Splits in each layer the experts with the most routing weight of uncovered tokens."""
         rows = self._with_remembered(trainer, next_rows(trainer, PROBE_SAMPLES), "grow")
         fresh = self.config.new_expert == "fresh"
         for _ in range(self.config.growths_at_once if lack == "shift" else 1):
-            probe = probe_samples(trainer, self.task, list(self.layers.values()), rows)
+            probe = self._probe(trainer, rows, list(self.layers.values()))
             for index, (name, layer) in enumerate(self.layers.items()):
                 roster = self.rosters[name]
                 weight_E = probe.uncovered_weight(index, roster.logical_experts).tolist()
@@ -198,14 +204,14 @@ class Lifecycle(Callback):
     # --- sleep --------------------------------------------------------------------------------------------------
 
     def sleep(self, trainer: Trainer) -> None:
-        """Replay, merge, prune, even out the ranks, and schedule the next sleep."""
+        """Replays, merges, prunes, evens out the ranks, and schedules the next sleep."""
         step = trainer.state.step
         events = len(self.history)
         loads = take_loads(list(self._cursors.values()))
         if self.knowledge is not None:
             self.knowledge.observe(step)
         rows = self._with_remembered(trainer, last_rows(trainer, PROBE_SAMPLES), "sleep")
-        before = now = probe_samples(trainer, self.task, [], rows)
+        before = now = self._probe(trainer, rows)
         if self.config.replay_steps and len(self.memory):
             now = self._attempt(trainer, rows, now, "", partial(self._replay, trainer))
         for name, load_E in zip(self.layers, loads, strict=True):
@@ -224,13 +230,24 @@ class Lifecycle(Callback):
         changes = [event.kind for event in self.history[events:]]
         detail = {"before": before.loss, "after": now.loss, "changes": changes}
         self.history.append(LifecycleEvent(step, "", "sleep", (), detail))
-        self.next_sleep = step + self.schedule.steps(self.experts.most_active(), self._initial)
+        self.next_sleep = step + self._steps_until_sleep()
+
+    def _steps_until_sleep(self) -> int:
+        config = self.config
+        return plan_sleep(
+            self.experts.most_active(),
+            self._initial,
+            every=config.sleep_every,
+            min_every=config.min_sleep_every,
+            max_every=config.max_sleep_every,
+            adaptive=config.adaptive_sleep,
+        )
 
     def _attempt(self, trainer: Trainer, rows: Tensor, before: Probe, layer: str, change: Callable[[], None]) -> Probe:
-        """Make a change, and undo it if it made the losses worse; returns the losses afterwards."""
+        """Makes a change, and undoes it if it made the losses worse; returns the losses afterwards."""
         undo = self.experts.undo_point(trainer.optimizer)
         change()
-        after = probe_samples(trainer, self.task, [], rows)
+        after = self._probe(trainer, rows)
         if not after.is_worse(before, self.config.undo_above):
             return after
         undone = undo()
@@ -241,13 +258,13 @@ class Lifecycle(Callback):
         return before
 
     def _try_without(self, trainer: Trainer, name: str, rows: Tensor, now: Probe, needed: float) -> Probe:
-        """Prune experts on trial without which the loss is hardly higher; returns the losses afterwards."""
+        """Prunes experts on trial without which the loss is hardly higher; returns the losses afterwards."""
         step = trainer.state.step
         limits = {"min_age": self.config.min_age, "min_experts": self.min_experts}
         for uid in self.experts.on_trial(name, step=step, **limits):
             undo = self.experts.undo_point(trainer.optimizer)
             self._carry_out(trainer, name, Prune(uid, {}))
-            without = probe_samples(trainer, self.task, [], rows)
+            without = self._probe(trainer, rows)
             undo()
             why = {"gain": without.loss / max(now.loss, 1e-12) - 1, "loss": now.loss, "loss_without": without.loss}
             if why["gain"] < needed:
@@ -258,7 +275,7 @@ class Lifecycle(Callback):
         return now
 
     def _replay(self, trainer: Trainer) -> None:
-        """Optimizer steps on remembered samples, augmented as others are, at the learning rate `replay_lr`."""
+        """Makes optimizer steps on remembered samples, augmented as others are, at the learning rate `replay_lr`."""
         size = self.config.replay_batch_size or trainer.run.config.batch_size
         multiplier = self.config.replay_lr / trainer.base_rates[0]
         for turn in range(self.config.replay_steps):
@@ -270,7 +287,8 @@ class Lifecycle(Callback):
             self._show_all_rows()
 
     def _removals(self, trainer: Trainer, name: str, rows: Tensor, load_E: list[int]) -> list[Plan]:
-        """Merges, then prunes, of one layer, given the assignments of all ranks since the last sleep."""
+        """Returns the merges, then the prunes, of one layer, given the assignments of all ranks since the last
+        sleep."""
         roster = self.rosters[name]
         config = self.config
         load = {record.uid: float(load_E[record.logical_id]) for record in roster.active}
@@ -303,17 +321,29 @@ class Lifecycle(Callback):
         return [*merges, *prunes]
 
     def _compare(self, trainer: Trainer, name: str, rows: Tensor) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Distance of outputs of all pairs that are old enough, and similarity of weights of those that may merge."""
+        """Returns the distance of outputs of all pairs that are old enough, and the similarity of weights of those that
+        may merge."""
         layer = self.layers[name]
         graph = self._graph(name)
         old = self.rosters[name].older_than(self.config.min_age, trainer.state.step)
         if len(old) < 2:
             return {}, {}
-        x_TD = probe_samples(trainer, self.task, [layer], rows).views[0].x_TD
+        x_TD = self._probe(trainer, rows, [layer]).views[0].x_TD
         apart = None if graph is None else graph.often_coactivated
         return compare_experts(layer, x_TD, old, max_distance=self.config.merge_distance, keep_apart=apart)
 
     # --- parts --------------------------------------------------------------------------------------------------
+
+    def _probe(self, trainer: Trainer, rows: Tensor, layers: Sequence[MoE] = ()) -> Probe:
+        """Evaluates `rows` of the training table, equal on all ranks, with views of `layers`. A collective."""
+        model = trainer.raw_model
+        batch = trainer.batches.part_of(rows)
+
+        def sample_losses() -> Tensor:
+            with trainer.autocast():
+                return self.task.sample_losses(model, batch)
+
+        return probe_samples(model, sample_losses, layers, samples=len(rows))
 
     def _carry_out(self, trainer: Trainer, name: str, plan: Plan, **more: Any) -> None:
         self.experts.carry_out(name, plan, trainer.optimizer, step=trainer.state.step, **more)
@@ -322,16 +352,10 @@ class Lifecycle(Callback):
         return None if self.knowledge is None else self.knowledge.graphs[name]
 
     def _with_remembered(self, trainer: Trainer, rows: Tensor, purpose: str) -> Tensor:
-        """`rows`, and as many remembered ones if there are any."""
+        """Returns `rows`, and as many remembered ones if there are any."""
         if not len(self.memory):
             return rows
         return torch.cat([rows, self.memory.draw(len(rows), purpose, trainer.state.step)])
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[what] += time.perf_counter() - start
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -357,3 +381,21 @@ class Lifecycle(Callback):
         self._readings = dict(state["readings"])
         for name, cursor in self._cursors.items():
             cursor.load_state_dict(state["load"][name])
+
+
+def next_rows(trainer: Trainer, samples: int) -> Tensor:
+    """Returns the first `samples` rows of the training table that the coming steps will use; fewer where the run
+    ends."""
+    rows = torch.empty(0, dtype=torch.int64)
+    for batch in trainer.batches.order.batches(trainer.state.step):
+        rows = torch.cat([rows, batch])
+        if len(rows) >= samples:
+            break
+    return rows[:samples]
+
+
+def last_rows(trainer: Trainer, samples: int) -> Tensor:
+    """Returns the last `samples` rows of the training table that were used; the first step needs to be done."""
+    step = trainer.state.step
+    first = max(0, step - -(-samples // trainer.run.config.batch_size))
+    return torch.cat(list(islice(trainer.batches.order.batches(first), step - first)))[-samples:]

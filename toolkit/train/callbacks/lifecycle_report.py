@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from toolkit.experts.dynamic.graph import KnowledgeGraph, Similarity
-from toolkit.experts.dynamic.plans import Pair
-from toolkit.experts.dynamic.roster import ExpertRoster, LifecycleEvent
-from toolkit.experts.dynamic.routing_statistics import Ids, RoutingCounts, RoutingStatistics
-from toolkit.experts.layer.moe_layer import MoE, moe_layers
+from toolkit.experts.dynamic.graph import KnowledgeGraph
+from toolkit.experts.dynamic.routing_statistics import Ids, RoutingStatistics
+from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.run.tracking.jsonl import MetricsFile
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, graph_stem
 from toolkit.train.callbacks.base import Callback
@@ -24,41 +21,20 @@ if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
 
 
-class HasRosters(Protocol):
-    """What the report reads: the `Lifecycle` callback, or `StaticRosters`."""
-
-    @property
-    def rosters(self) -> Mapping[str, ExpertRoster]:
-        """By layer."""
-        ...
-
-    @property
-    def history(self) -> Sequence[LifecycleEvent]: ...
-
-    @property
-    def similarities(self) -> Mapping[str, Mapping[Pair, Similarity]]:
-        """By layer, of the pairs with similar outputs in the last sleep."""
-        ...
-
-
-class StaticRosters:
-    """Rosters of layers whose experts never change: the uid of each expert is its logical id."""
-
-    def __init__(self, model: nn.Module):
-        self.rosters: Mapping[str, ExpertRoster] = {
-            name: ExpertRoster.initial(len(layer.load_E), len(layer.load_E))
-            for name, layer in moe_layers(model).items()
-        }
-        self.history: Sequence[LifecycleEvent] = ()
-        self.similarities: Mapping[str, Mapping[Pair, Similarity]] = {}
-
-
 class LifecycleReport(Callback):
-    """Each epoch: updates one `KnowledgeGraph` per layer (`graphs`, equal on all ranks), appends a line to
-    lifecycle.jsonl and writes the graphs as JSON and GraphML. Pictures are drawn when the run ends.
+    """Keeps a `KnowledgeGraph` per layer (`graphs`, equal on all ranks) and writes what became of experts each epoch.
 
-    `batch[label]` holds the class of each sample. Records `moe/specialisation/<layer>`, the mean over active experts
-    weighted by load. A step keeps references to its routing; there is one reduction over ranks per epoch.
+    An epoch appends a line to lifecycle.jsonl and writes the graphs as JSON and GraphML; pictures are drawn from them
+    when the run ends. Records `moe/specialisation/<layer>`, the mean over active experts weighted by load. A step keeps
+    references to its routing; there is one reduction over ranks per epoch.
+
+    Args:
+        model: The model, whose MoE layers are reported.
+        lifecycle: The callback that changes its experts.
+        num_classes: The number of classes of samples.
+        label: The key under which a batch has the class of each sample.
+        edge_decay: What the weight of an edge that is not measured again is multiplied by, each epoch.
+        edge_floor: The weight below which a measured edge is removed.
     """
 
     runs_after = (Lifecycle,)
@@ -67,15 +43,15 @@ class LifecycleReport(Callback):
         self,
         model: nn.Module,
         *,
+        lifecycle: Lifecycle,
         num_classes: int,
-        lifecycle: HasRosters | None = None,
         label: str = "label",
         edge_decay: float = 0.99,
         edge_floor: float = 0.1,
     ):
         self.layers = moe_layers(model)
         self.label = label
-        self.lifecycle: HasRosters = lifecycle or StaticRosters(model)
+        self.lifecycle = lifecycle
         self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
         self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
         self._events_observed = self._events_written = 0
@@ -106,7 +82,7 @@ class LifecycleReport(Callback):
         self._close_file()
 
     def _observe_events(self, step: int) -> None:
-        """Add the similarities of a sleep to the graphs; they are not in checkpoints, and overwritten by the next."""
+        """Adds the similarities of a sleep to the graphs; they are not in checkpoints, and overwritten by the next."""
         new = self.lifecycle.history[self._events_observed :]
         self._events_observed = len(self.lifecycle.history)
         if any(event.kind == "sleep" for event in new):
@@ -115,10 +91,14 @@ class LifecycleReport(Callback):
                 self.graphs[name].observe_similarity(pairs)
 
     def observe(self, step: int) -> None:
-        """Update the graphs with what was routed since the last update. A collective."""
+        """Updates the graphs with what was routed since the last update. A collective."""
         counts = self.statistics.take()
         for name, graph in self.graphs.items():
-            observe(graph, self.lifecycle.rosters[name], counts[name], self.layers[name], step=step)
+            roster, placement = self.lifecycle.rosters[name], self.layers[name].placement
+            graph.observe_roster(roster, step=step)
+            graph.decay()
+            rank_of = {record.uid: placement.owner(record.logical_id).rank for record in roster.active}
+            graph.observe_routing(counts[name].ids, counts[name].together_EE, counts[name].classes_EC, rank_of)
 
     def _close_epoch(self, trainer: Trainer) -> None:
         """A collective."""
@@ -161,7 +141,7 @@ class LifecycleReport(Callback):
         )
 
     def _seconds_so_far(self) -> float:
-        """Of training in this epoch, without evaluations."""
+        """Returns the seconds of training in this epoch, without evaluations."""
         return self._seconds + (0.0 if self._clock is None else time.perf_counter() - self._clock)
 
     def _close_file(self) -> None:
@@ -190,16 +170,8 @@ class LifecycleReport(Callback):
         self._seconds = state["seconds"]
 
 
-def observe(graph: KnowledgeGraph, roster: ExpertRoster, counts: RoutingCounts, layer: MoE, *, step: int) -> None:
-    """Update `graph` with the counts of an epoch, or since the last sleep."""
-    graph.observe_roster(roster, step=step)
-    graph.decay()
-    rank_of = {record.uid: layer.placement.owner(record.logical_id).rank for record in roster.active}
-    graph.observe_routing(counts.ids, counts.together_EE, counts.classes_EC, rank_of)
-
-
 def mean_specialisation(graph: KnowledgeGraph) -> float:
-    """Over active experts, weighted by their share of the load."""
+    """Returns the mean specialisation of active experts, weighted by their share of the load."""
     nodes = [node for node in graph.graph.nodes.values() if node["active"]]
     total = sum(node["share"] for node in nodes)
     return sum(node["share"] * node["specialisation"] for node in nodes) / total if total else 0.0

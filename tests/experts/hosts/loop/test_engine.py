@@ -25,9 +25,9 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.parallel.ownership import EMPTY_ROW, ownership_of
+from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.parallel.prepare import prepare
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.train.callbacks.expert_load import ExpertLoad
 
 DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 6

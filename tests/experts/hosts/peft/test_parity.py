@@ -16,8 +16,7 @@ from tests.experts.hosts.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64, relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.recompute import replay_contexts
-from toolkit.experts.parallel.ownership import EMPTY_ROW
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 
 STEPS, SAMPLES, TOLERANCE = 3, 8, 1e-6
 ORDER = (5, 0, 7, 2, 6, 1, 4, 3)

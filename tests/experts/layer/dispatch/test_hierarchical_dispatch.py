@@ -23,8 +23,7 @@ from toolkit.experts.layer.dispatch.dispatch import DispatchPlan, LocalDispatche
 from toolkit.experts.layer.stack import make_dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import rows_of_nodes
-from toolkit.experts.parallel.ownership import EMPTY_ROW
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 
 WORLD = 8
 LAYOUTS = [(8, 4), (8, 2), (4, 2)]

@@ -34,12 +34,18 @@ from toolkit.experts.routing.routes import Given, RouteHook, Routes, given
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
-    """Within it, the experts that every forward of `model` chooses are added to the `Routes` that it gives.
+    """Records, within it, the experts that every forward of `model` chooses.
 
-    `model` is any that `ExpertParallel` spreads, before or after `prepare`, and bare or as Accelerate wrapped it. Of a
-    model that is spread, each rank records its own tokens. Recomputation in a backward is not recorded again.
+    Each rank records its own tokens. Recomputation in a backward is not recorded again.
 
-    Raises UserError for a model without routers of top-k experts, and after a forward of a router that has none.
+    Args:
+        model: Any model that `ExpertParallel` spreads, before or after `prepare`, bare or as Accelerate wrapped it.
+
+    Yields:
+        The routes, to which each forward is added.
+
+    Raises:
+        UserError: If the model has no routers of top-k experts, or after a forward of a router that is none.
     """
     hooks = route_hooks(model)
     routes = Routes([[] for _ in hooks])
@@ -54,14 +60,19 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
-    """Within it, the forwards of `model` use the experts of `routes`, call by call, and choose for tokens without any.
+    """Has the forwards of `model`, within it, use recorded experts, call by call.
 
     Weights are computed from the scores of `model`'s routers, as these do, so routers have their gradient. Loads,
     balance losses and placement go by the experts that are used. Gradient checkpointing repeats a forward with its
-    routes, also after the end of this context. On several ranks, each replays its own tokens.
+    routes, also after the end of this context.
 
-    Raises UserError for routes of other layers, tokens, experts or numbers of experts per token, and at its end where
-    calls are left over.
+    Args:
+        model: A model as `record_routes` takes it.
+        routes: The experts of this rank's tokens. For tokens without a route the router chooses.
+
+    Raises:
+        UserError: For routes of other layers, tokens, experts or numbers of experts per token, and at the end where
+            calls are left over.
     """
     hooks = route_hooks(model)
     layers = _layers_with_experts(model, list(hooks), routes)
@@ -84,7 +95,8 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
 
 
 def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
-    """The hook of each layer with experts, by its name, in the order of layers. They are made once, and stay."""
+    """Returns the hook of each layer with experts, by its name, in the order of layers. They are made once, and
+    stay."""
     blocks = hook_blocks(model)
     hooks = {}
     for name, module in model.named_modules():
@@ -101,7 +113,8 @@ def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
 
 
 def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
-    """Those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute` routes once."""
+    """Returns those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute` routes
+    once."""
     return {name: _hook_of_block(name, experts, model) for name, experts in _foreign_experts(model).items()}
 
 
@@ -124,7 +137,7 @@ def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
             f"layer {name!r}: {type(router).__name__} does not choose a fixed number out of the same experts for each "
             "token, so it has no routes: use a top-k router."
         )
-    if router.route_hook is None:
+    if not isinstance(router.route_hook, RouteHook):
         router.route_hook = RouteHook(name)
     return router.route_hook
 
@@ -139,7 +152,7 @@ def _hook_of_block(name: str, experts: nn.Module, model: nn.Module) -> RouteHook
 
 
 def _block_of(experts: str, model: nn.Module) -> nn.Module:
-    """The module in which the experts so named have a router beside them."""
+    """Returns the module in which the experts so named have a router beside them."""
     name = outside_wrappers(experts).rpartition(".")[0]
     while name and len(list(model.get_submodule(name).children())) == 1:  # of DBRX, whose tables are further inside
         name = name.rpartition(".")[0]
@@ -156,7 +169,8 @@ def _refuse_new_drops(name: str, model: nn.Module) -> None:
 
 
 def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> list[list[Tensor]]:
-    """The layers of `routes` for those so named: all of them, or out of all hidden layers those with these numbers."""
+    """Returns the layers of `routes` for those so named: all of them, or out of all hidden layers those with these
+    numbers."""
     if len(routes.layers) == len(names):
         return routes.layers
     numbers = [int(found[1]) if (found := re.search(r"\.(\d+)(\.|$)", f".{name}")) else -1 for name in names]
@@ -205,7 +219,8 @@ class _BlockWatch:
         return self.hook.is_active or in_region()
 
     def _end_choice(self, _experts: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before the experts are called: what they are called with shows whether they were chosen by topk."""
+        """Ends the choice before the experts are called: what they are called with shows whether they were chosen by
+        topk."""
         call, self._call = self._call, None
         if call is not None:
             call.__exit__(None, None, None)
@@ -227,11 +242,11 @@ class _Call(TorchFunctionMode):
         super().__init__()
         self.hook, self.tokens = hook, tokens
         self.sizes = (experts, experts + 1)
-        """Of the scores that a router chooses by; ZAYA's has one for no expert."""
+        """The numbers of scores that a router chooses by; ZAYA's has one for no expert."""
         self.given = hook.begin(tokens)
         self.chosen_TK: Tensor | None = None
         self.top_k: int | None = None
-        """Of the last `topk` that could have been the choice."""
+        """The number of experts in the last `topk` that could have been the choice."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -264,7 +279,7 @@ class _Call(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def finish(self, ids: Tensor | None) -> None:
-        """Check and record the choice, where the experts are called with `ids`."""
+        """Checks and records the choice, where the experts are called with `ids`."""
         chosen_TK = self.chosen_TK
         if chosen_TK is None and self.given is not None and self.top_k is not None:
             self.hook.check(self.given, self.top_k, max(self.sizes))

@@ -21,8 +21,7 @@ from toolkit.experts.hosts.spreading.foreign import has_stacked_parameters, num_
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.ownership import EMPTY_ROW
-from toolkit.experts.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
 from toolkit.experts.state.state_dict import refuse_partial_state_dict, rows_of, take_rows
 from toolkit.run.config.experts import InitialPlacement
 

@@ -23,7 +23,7 @@ valid, because a bound for a smaller load holds for a larger one."""
 
 
 def lower_bound(load_E: Load, placement: ExpertPlacement, *, replicas: bool = False, search: int = 0) -> float:
-    """The rank imbalance below which no placement of the experts in the slots of `placement` can get.
+    """Returns the rank imbalance below which no placement of the experts in the slots of `placement` can get.
 
     With `replicas`, spare slots may hold replicas, which share their expert's load equally; without, each expert is
     placed once. The bound is not always attainable. For few experts on few ranks `search` tightens it: a branch and

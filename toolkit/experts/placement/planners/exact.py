@@ -15,7 +15,7 @@ class SearchTooLong(Exception):
 def fit(
     weights: Sequence[float], room: Sequence[int], limit: float, *, spare: int, nodes: int
 ) -> list[list[int]] | None:
-    """The items of each rank, none loaded above `limit`; None where no placement achieves that.
+    """Returns the items of each rank, none loaded above `limit`; None where no placement achieves that.
 
     Items may have `spare` replicas in all beyond the first of each; replicas are on different ranks and share the
     weight equally. Raises SearchTooLong after `nodes` partial placements.

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.placement.loads import Floats, Ints
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.placement.planners.packing import NO_GAIN, PackingState
 
 POWER = 16
@@ -20,7 +19,7 @@ WIDTH, PATIENCE = 16, 3
 
 
 def unevenness(load_R: Floats) -> Floats:
-    """The power mean of the ranks' loads over their mean, along the last axis: 1 where all are equal."""
+    """Returns the power mean of the ranks' loads over their mean, along the last axis: 1 where all are equal."""
     mean = load_R.mean(-1, keepdims=True)
     return np.asarray(((load_R / mean) ** POWER).mean(-1) ** (1 / POWER))
 
@@ -32,13 +31,13 @@ class Level:
     held_BG: Ints
     """What each slot holds, named by the slot where it was at the start."""
     load_BR: Floats
-    """Over the mean of all ranks."""
+    """The load over the mean of all ranks."""
     moves_B: Ints
     """Experts that have moved: one into an empty slot, two by an exchange."""
 
 
 def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator[Level]:
-    """A beam search from the present placement: yields the placements after no exchange, one, two, and so on. Each
+    """Searches in a beam from the present placement: yields the placements after no exchange, one, two, and so on. Each
     level tries every exchange on every placement of the last, and keeps `WIDTH`. Ends when nothing becomes more even,
     or at `max_moves`.
 
@@ -89,9 +88,9 @@ def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator
 def fewest_exchanges(
     packing: PackingState, like: PackingState, *, tolerance: float, target: float, max_moves: int | None
 ) -> ExpertPlacement | None:
-    """The first placement of the search whose imbalance and unevenness are within `tolerance` of those of `like`, or
-    whose imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are limited; else
-    None."""
+    """Returns the first placement of the search whose imbalance and unevenness are within `tolerance` of those of
+    `like`, or whose imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are
+    limited; else None."""
     wanted = float(unevenness(like.load_R)) + tolerance
     enough = max(target, like.imbalance + tolerance)
     best, best_held_G = np.inf, None
@@ -109,8 +108,8 @@ def fewest_exchanges(
 def worthwhile_exchanges(
     packing: PackingState, *, gain: float, target: float, max_moves: int | None
 ) -> ExpertPlacement:
-    """The exchanges that together lower the unevenness most, less `gain` for every two experts that move; no more once
-    the imbalance is `target`."""
+    """Returns the exchanges that together lower the unevenness most, less `gain` for every two experts that move; no
+    more once the imbalance is `target`."""
     best, best_held_G = np.inf, None
     for level in even_placements(packing, max_moves=max_moves):
         cost = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2

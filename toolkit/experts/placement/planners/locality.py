@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.placement.loads import Floats, Load, checked_load
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.placement.planners.packing import LITTLE_GAIN, PackingState, pack, settle
 from toolkit.experts.placement.planners.registry import register_planner
 from toolkit.experts.placement.planners.simple import lpt
@@ -23,11 +22,19 @@ Matrix = NDArray[Any] | Sequence[Sequence[float]]
 def affinity(
     load_E: Load, current: ExpertPlacement, *, together_EE: Matrix, tolerance: float = 0.05
 ) -> ExpertPlacement:
-    """Put experts that are often chosen together on one rank, so that a token is sent to fewer ranks.
+    """Puts experts that are often chosen together on one rank, so that a token is sent to fewer ranks.
 
-    `together_EE[e, f]`: how many tokens chose both. Plans from scratch, without replicas. The imbalance is at most (1 +
-    `tolerance`) times that of `lpt`, and at least as many pairs share a rank as with `lpt`, or with a `current` within
-    the tolerance. Raises ValueError where `together_EE` is not symmetric, or of another shape.
+    Plans from scratch, without replicas. At least as many pairs share a rank as with `lpt`, or with a `current` within
+    the tolerance.
+
+    Args:
+        load_E: The load of each expert.
+        current: The placement now.
+        together_EE: How many tokens chose both of two experts.
+        tolerance: The imbalance is at most (1 + `tolerance`) times that of `lpt`.
+
+    Raises:
+        ValueError: If `together_EE` is not symmetric, or of another shape.
     """
     load = checked_load(load_E, current)
     together = np.array(together_EE, dtype=np.float64)
@@ -42,7 +49,7 @@ def affinity(
 
 
 def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float) -> list[list[int]]:
-    """Heaviest first, each expert to the rank whose experts it is chosen together with most, beyond chance."""
+    """Gives, heaviest first, each expert to the rank whose experts it is chosen together with most, beyond chance."""
     of_each = together.sum(1)
     surplus = together - np.outer(of_each, of_each) / max(float(of_each.sum()), 1e-300)
     room = np.array(current.slots_per_rank)
@@ -62,7 +69,7 @@ def _grow(load: Floats, together: Floats, current: ExpertPlacement, limit: float
 
 
 def _pairs_on_one_rank(packing: PackingState, together: Floats) -> float:
-    """How many co-activations are of two experts on one rank; for placements without replicas."""
+    """Returns how many co-activations are of two experts on one rank; for placements without replicas."""
     held = packing.expert_G != EMPTY_ROW
     rank_E = np.empty(len(together), dtype=np.int64)
     rank_E[packing.expert_G[held]] = packing.rank_G[held]
@@ -78,11 +85,20 @@ def node_aware(
     source_load_RE: Matrix,
     tolerance: float = 0.05,
 ) -> ExpertPlacement:
-    """Put experts on the node that sends them most tokens, so that fewer tokens cross nodes.
+    """Puts experts on the node that sends them most tokens, so that fewer tokens cross nodes.
 
-    `source_load_RE[r, e]`: assignments of rank r to expert e. Plans from scratch, without replicas. The imbalance is at
-    most (1 + `tolerance`) times that of `lpt`, and no more tokens cross nodes than with `lpt`, or with a `current`
-    within the tolerance. Raises ValueError where `node_of_rank` or `source_load_RE` are not of the placement's ranks.
+    Plans from scratch, without replicas. No more tokens cross nodes than with `lpt`, or with a `current` within the
+    tolerance.
+
+    Args:
+        load_E: The load of each expert.
+        current: The placement now.
+        node_of_rank: The node of each rank.
+        source_load_RE: The assignments of each rank to each expert.
+        tolerance: The imbalance is at most (1 + `tolerance`) times that of `lpt`.
+
+    Raises:
+        ValueError: If `node_of_rank` or `source_load_RE` are not of the placement's ranks.
     """
     load = checked_load(load_E, current)
     source_load = np.asarray(source_load_RE, dtype=np.float64)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.placement.loads import Floats, Ints
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.placement.planners.exact import SearchTooLong, fit
 
 NO_GAIN = 1e-9
@@ -190,7 +189,7 @@ class PackingState:
 
 
 def even_counts(items: int, room: Sequence[int]) -> list[int]:
-    """Divide `items` so that counts differ only where there is no more room; the first get one more.
+    """Divides `items` so that counts differ only where there is no more room; the first get one more.
 
     Raises ValueError where there is too little room.
     """
@@ -208,7 +207,7 @@ def even_counts(items: int, room: Sequence[int]) -> list[int]:
 
 
 def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] | None = None) -> list[list[int]]:
-    """The items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
+    """Returns the items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
     processing time first, with a limit of items per bin).
 
     An item with `replicas` goes to as many bins, each with its part of the weight. Where too few bins have room, it
@@ -229,7 +228,7 @@ def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] 
 
 
 def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> ExpertPlacement:
-    """Give the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
+    """Gives the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
     rows = []
     for experts, before in zip(experts_R, current.slots, strict=True):
         if not experts:
@@ -242,12 +241,12 @@ def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
 
 
 def balanced(load_E: Floats, current: ExpertPlacement) -> PackingState:
-    """Longest processing time first, then exchanges until none helps: from scratch, without replicas."""
+    """Packs by longest processing time first, then exchanges until none helps: from scratch, without replicas."""
     packing = PackingState(settle(pack(load_E.tolist(), current.slots_per_rank), current), load_E)
     packing.level(min_gain=LITTLE_GAIN)
     return packing
 
 
 def as_even(current: ExpertPlacement, plan: PackingState, load_E: Floats) -> bool:
-    """Whether `plan` is no more even than `current`, so that nothing needs to move."""
+    """Returns whether `plan` is no more even than `current`, so that nothing needs to move."""
     return PackingState(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)

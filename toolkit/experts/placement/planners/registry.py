@@ -16,13 +16,13 @@ A pure function: the same on every rank that calls it with the same load. Ties a
 """
 
 PLANNERS: dict[str, Planner] = {}
-"""The planners by the name that `--planner` takes; `register_planner` adds one."""
+"""The planners by name; `register_planner` adds one."""
 
 P = TypeVar("P", bound=Planner)
 
 
 def register_planner(name: str) -> Callable[[P], P]:
-    """Make a planner known by `name`, for ours and for users' own; raises ValueError where the name is taken."""
+    """Makes a planner known by `name`, for ours and for users' own; raises ValueError where the name is taken."""
 
     def register(planner: P) -> P:
         if name in PLANNERS:
@@ -35,7 +35,7 @@ def register_planner(name: str) -> Callable[[P], P]:
 
 
 def planner_named(name: str) -> Planner:
-    """The planner registered as `name`; raises UserError for an unknown one."""
+    """Returns the planner registered as `name`; raises UserError for an unknown one."""
     if name not in PLANNERS:
         raise UserError(f"planner {name!r} is not known: use one of {', '.join(sorted(PLANNERS))}.")
     return PLANNERS[name]

@@ -28,8 +28,8 @@ FEW_SLOTS = 64
 
 
 def replicas_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
-    """Replicas per expert: each of `spare` slots goes to the expert whose replicas have the most load, up to `most`
-    each.
+    """Returns replicas per expert: each of `spare` slots goes to the expert whose replicas have the most load, up to
+    `most` each.
 
     No other division of the slots makes the busiest replica lighter. With `at_once`, experts whose replicas have no
     more load than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one.
@@ -140,12 +140,19 @@ def replicate(
     group_size: int = 1,
     max_replicas: int | None = None,
 ) -> ExpertPlacement:
-    """Plan from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
+    """Plans from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
 
-    With `node_of_rank`, first groups of `group_size` consecutive experts are packed on nodes, then experts are
-    replicated within their node, so that a router that is limited to a few groups reaches few nodes. `max_replicas`
-    bounds the replicas beyond the first, over all experts; default, as many as spare slots. Returns `current` where it
-    keeps to that and is as even already, and no nodes are given.
+    Args:
+        load_E: The load of each expert.
+        current: The placement now.
+        node_of_rank: The node of each rank. With it, first groups of `group_size` consecutive experts are packed on
+            nodes, then experts are replicated within their node, so that a router that is limited to a few groups
+            reaches few nodes.
+        group_size: The consecutive experts of a group.
+        max_replicas: The replicas beyond the first, over all experts; None: as many as spare slots.
+
+    Returns:
+        The plan, or `current` where it keeps to `max_replicas`, is as even already, and no nodes are given.
     """
     load = checked_load(load_E, current)
     room = current.slots_per_rank

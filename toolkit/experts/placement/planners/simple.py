@@ -26,7 +26,7 @@ OTHERS_GAIN = 0.8
 
 @register_planner("contiguous")
 def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """Consecutive blocks; ignores the load. The default of other libraries, for comparison."""
+    """Plans consecutive blocks; ignores the load. The default of other libraries, for comparison."""
     checked_load(load_E, current)
     ids = iter(range(current.num_experts))
     counts = even_counts(current.num_experts, current.slots_per_rank)
@@ -35,7 +35,7 @@ def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 @register_planner("round_robin")
 def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """Expert e on rank e modulo ranks, as far as slots allow; ignores the load."""
+    """Plans expert e on rank e modulo ranks, as far as slots allow; ignores the load."""
     checked_load(load_E, current)
     counts = even_counts(current.num_experts, current.slots_per_rank)
     rounds = range(max(counts))
@@ -48,10 +48,19 @@ def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 @register_planner("lpt")
 def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> ExpertPlacement:
-    """Longest processing time first: the heaviest remaining expert goes to the rank with the least load and a free slot
-    (Graham 1969). Moves nearly every expert. With `level`, exchanges follow until none lowers the busiest rank; up to
-    FEW experts are then placed by a short search, where it finds a better placement. Returns `current` where it is as
-    even already and has no replicas."""
+    """Plans by longest processing time first (Graham 1969), which moves nearly every expert.
+
+    The heaviest remaining expert goes to the rank with the least load and a free slot.
+
+    Args:
+        load_E: The load of each expert.
+        current: The placement now.
+        level: Whether exchanges follow until none lowers the busiest rank; up to FEW experts are then placed by a
+            short search, where it finds a better placement.
+
+    Returns:
+        The plan, or `current` where it is as even already and has no replicas.
+    """
     load = checked_load(load_E, current)
     packing = (
         balanced(load, current)
@@ -64,7 +73,7 @@ def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> Expert
 
 
 def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> PackingState:
-    """The most even placement found by bisection over load limits; `packing` where none is better."""
+    """Returns the most even placement found by bisection over load limits; `packing` where none is better."""
     mean = float(load.sum()) / current.ranks
     low = max(mean, float(load.max()))
     high = packing.imbalance * mean
@@ -93,16 +102,19 @@ def swap(
     tolerance: float = 0.01,
     max_moves: int | None = None,
 ) -> ExpertPlacement:
-    """The few exchanges that gain most, starting from `current`: never worse than it, replicas are kept.
+    """Plans the few exchanges that gain most, starting from `current`: never worse than it, replicas are kept.
 
     Up to FEW experts without replicas: the fewest exchanges found by a search that come within `tolerance` of the
     imbalance of `lpt`, and the plan of `lpt` where none are found. Otherwise: the best exchange, repeated until it
     would lower the imbalance by no more than half of `tolerance`. Where nothing lowers the busiest rank, exchanges
-    continue among the other ranks, because one of them may be the busiest next. A larger `tolerance` moves fewer
-    experts.
+    continue among the other ranks, because one of them may be the busiest next.
 
-    Ends early at an imbalance of `target`, or when `max_moves` experts have moved (an exchange of two experts moves
-    two, a move into a spare slot one).
+    Args:
+        load_E: The load of each expert.
+        current: The placement now.
+        target: The imbalance at which it ends early.
+        tolerance: See above; a larger one moves fewer experts.
+        max_moves: The experts that may move; an exchange of two moves two, a move into a spare slot one. None: any.
     """
     load = checked_load(load_E, current)
     packing = PackingState(current, load)
@@ -124,7 +136,7 @@ def few_swaps(
     gain: float = 0.01,
     max_moves: int | None = None,
 ) -> ExpertPlacement:
-    """As `swap`, but only exchanges that gain at least `gain`, a fraction of a rank's mean load.
+    """Does as `swap` does, but only exchanges that gain at least `gain`, a fraction of a rank's mean load.
 
     Less even than `lpt` on the window that it plans for. Where loads change from window to window, it matches `lpt` on
     the next window.

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.placement.each_step import borrow, try_each_step
 from tests.experts.placement.placements import placements
-from toolkit.commands.lab.each_step import try_each_step
 from toolkit.commands.lab.report import STAY, Rules, case_of_workload, try_planner
-from toolkit.experts.placement.each_step import borrow
+from toolkit.commands.lab.workloads import Sizes
 from toolkit.experts.placement.imbalance import shares
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.placement.workloads import Sizes
 
 
 def test_a_hot_expert_is_divided_exactly_and_an_even_load_borrows_nothing():

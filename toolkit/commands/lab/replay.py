@@ -23,7 +23,7 @@ class Replay:
     load_TR: NDArray[np.float64]
     """Rows per step and rank; replicas share an expert's rows equally."""
     placements: tuple[ExpertPlacement, ...]
-    """In force from step 0, `every`, 2 * `every`, and so on."""
+    """The placements in force from step 0, `every`, 2 * `every`, and so on."""
     every: int
 
     @property
@@ -47,8 +47,16 @@ def replay(
     guard: MigrationGuard | None = None,
     **options: Any,
 ) -> Replay:
-    """Replay `load_TE`, int64 (steps, E), with a plan for the mean load of each `every` steps after them; `planner`
-    None plans nothing."""
+    """Replays recorded loads with a plan after each window of steps, made for the window's mean load.
+
+    Args:
+        load_TE: int64 (steps, E), the assignments to each expert.
+        start: The placement of the first window.
+        planner: A planner or its name; None plans nothing.
+        every: The steps of a window.
+        guard: Decides whether a plan is carried out; None: all are.
+        options: Those of the planner.
+    """
     placement = start
     placements = [start]
     loads_TR = []
@@ -63,8 +71,8 @@ def replay(
 
 
 def worst_span(load_TE: NDArray[Any], run: Replay, cost_model: CostModel) -> float:
-    """Seconds with plans over seconds without, in the worst span of two plans. Migrations are included; without plans
-    means under the placement before the two. At most 1 where planning was never worse than no plans."""
+    """Returns the seconds with plans over those without, in the worst span of two plans: at most 1 where planning was
+    never worse. Migrations are included; without plans means under the placement before the two."""
 
     def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
         return float(cost_model.expert_seconds(loads @ shares(placement), placement.slots_per_rank).sum())

@@ -1,0 +1,121 @@
+"""Routing traces: assignments per source rank and expert in each training forward of a run.
+
+A trace is one `.npz` file: a ZIP of arrays, `load_<n>` int32 (F, L, S, E) and `step_<n>` int64 (F) in chunks,
+`together` int64 (L, E, E), and `metadata` as JSON text. No pickle. Letters as in `toolkit.experts.routing.metrics`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import UserError
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.routing.routing_log import RowBytes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The contents of a trace file."""
+
+    load_FLSE: NDArray[np.int32]
+    step_F: NDArray[np.int64]
+    """The optimizer step of each forward, from 0."""
+    placements: list[tuple[int, tuple[ExpertPlacement, ...]]]
+    """(first forward, placements from then on, one per layer)"""
+    metadata: dict[str, Any]
+    together_LEE: NDArray[np.int64] | None = None
+    """How many tokens chose both experts, in one forward of every tenth step or so."""
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self.metadata["layers"])
+
+    @property
+    def row_bytes(self) -> list[RowBytes]:
+        """Per layer."""
+        return [RowBytes(*pair) for pair in self.metadata["row_bytes"]]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the loads."""
+        shape = json.dumps(self.load_FLSE.shape).encode()
+        return hashlib.sha256(shape + np.ascontiguousarray(self.load_FLSE, dtype="<i4").tobytes()).hexdigest()
+
+    def load_TLSE(self) -> NDArray[np.int64]:
+        """Returns the loads per optimizer step."""
+        steps = np.unique(self.step_F, return_inverse=True)[1]
+        load = np.zeros((int(steps.max()) + 1, *self.load_FLSE.shape[1:]), dtype=np.int64)
+        np.add.at(load, steps, self.load_FLSE)
+        return load
+
+
+class TraceFile:
+    """Writes a trace in chunks, to `<path>.part` until it is closed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._part = path.with_name(path.name + ".part")
+        self._chunks = 0
+        self._forwards = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._zip = zipfile.ZipFile(self._part, "w", zipfile.ZIP_DEFLATED)
+        self._placements: list[dict[str, Any]] = []
+
+    def add(self, load_FLSE: NDArray[Any], step_F: Sequence[int], placements: Sequence[ExpertPlacement]) -> None:
+        """Appends forwards under the same placements, one per layer."""
+        now = [placement.to_dict() for placement in placements]
+        if not self._placements or self._placements[-1]["layers"] != now:
+            self._placements.append({"forward": self._forwards, "layers": now})
+        self._write(f"load_{self._chunks:05d}", np.asarray(load_FLSE, dtype=np.int32))
+        self._write(f"step_{self._chunks:05d}", np.asarray(step_F, dtype=np.int64))
+        self._chunks, self._forwards = self._chunks + 1, self._forwards + len(step_F)
+
+    def close(self, metadata: dict[str, Any], together_LEE: NDArray[Any] | None = None) -> None:
+        """Writes the metadata and renames the file to its final name."""
+        facts = {"format": FORMAT, **metadata, "placements": self._placements}
+        self._write("metadata", np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8))
+        if together_LEE is not None:
+            self._write("together", np.asarray(together_LEE, dtype=np.int64))
+        self._zip.close()
+        self._part.replace(self.path)
+
+    def _write(self, name: str, array: NDArray[Any]) -> None:
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, array, allow_pickle=False)
+        self._zip.writestr(f"{name}.npy", buffer.getvalue())
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads the trace in `path`; raises UserError for a missing or damaged file."""
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            metadata = json.loads(file["metadata"].tobytes())
+            chunks = sorted(name for name in file.files if name.startswith("load_"))
+            load_FLSE = np.concatenate([file[name] for name in chunks])
+            step_F = np.concatenate([file[name.replace("load_", "step_")] for name in chunks])
+            together = file["together"] if "together" in file.files else None
+            placements = [
+                (change["forward"], tuple(ExpertPlacement.from_dict(layer) for layer in change["layers"]))
+                for change in metadata.pop("placements")
+            ]
+            if metadata["format"] != FORMAT:
+                raise UserError(f"trace {path} has format {metadata['format']}: record it anew for format {FORMAT}.")
+    except FileNotFoundError:
+        raise UserError(f"trace {path} does not exist: record one with a TraceRecorder.") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as a trace ({error}): give one that a TraceRecorder wrote.") from None
+    return Trace(load_FLSE, step_F, placements, metadata, together)

@@ -1,0 +1,113 @@
+"""The callback that moves experts between ranks while a `Trainer` trains."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.experts.layer.moe_layer import experts_on_ranks
+from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.moving.replan import Replanner
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.run.config.experts import ExpertRunConfig
+    from toolkit.train.trainer import Trainer
+
+
+class Replan(Callback):
+    """Moves experts between ranks every `every` steps, as `planner` says; None leaves them where they are.
+
+    `options` are those of `Replanner`; `from_config` takes all from a recipe's config.
+
+    Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, and
+    `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
+    `moe/predicted_imbalance`, what the current plans predicted, mean over layers that have one, to compare with
+    `moe/rank_imbalance_of_sum`; and of this rank `perf/planner_ms` and `perf/migration_ms` since the last line. The
+    run's sums are in its results. `moe/placement/<layer>`, the logical experts on each rank, is on the first line and
+    on each line after which it is another.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
+        stacks = expert_stacks(model) if planner else {}
+        self._model = model
+        self._placements: dict[str, list[list[int]]] = {}
+        """Those on the last lines of metrics that had one, by layer."""
+        self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
+        self._experts = self._bytes = self._optimizer_bytes = 0
+        self._refused = self._refused_before = 0
+        """Plans refused since the last line, and those of this process up to the last step."""
+        self._predicted: dict[str, float] = {}
+        self._seconds = (0.0, 0.0)
+        """Of planning and of migrating up to the last line, in this process."""
+
+    @classmethod
+    def from_config(cls, model: torch.nn.Module, config: ExpertRunConfig) -> Replan:
+        """As the flags `--planner`, `--replan-every`, `--no-guard` and those of the guard's assumptions say."""
+        return cls(
+            model,
+            planner=config.planner,
+            every=config.replan_every,
+            guarded=config.guard,
+            link_gbytes_per_second=config.link_gbytes_per_second,
+            expert_time_share=config.expert_time_share,
+        )
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if not self.replanner.stacks:
+            return
+        moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
+        self._refused += self.replanner.plans_refused - self._refused_before
+        self._refused_before = self.replanner.plans_refused
+        self._experts += sum(migration.report.cost.experts for migration in moved)
+        self._bytes += sum(migration.report.cost.bytes for migration in moved)
+        self._optimizer_bytes += sum(migration.report.cost.optimizer_bytes for migration in moved)
+        self._predicted |= {migration.layer: migration.predicted_imbalance for migration in moved}
+        if trainer.at_log_step:
+            trainer.record("moe/migrated_experts", self._experts)
+            trainer.record("moe/migration_bytes", self._bytes)
+            trainer.record("moe/migration_optimizer_bytes", self._optimizer_bytes)
+            trainer.record("moe/plans_refused", self._refused)
+            for layer, experts in experts_on_ranks(self._model).items():
+                if experts != self._placements.get(layer):
+                    trainer.record(f"moe/placement/{layer}", experts)
+                    self._placements[layer] = experts
+            if self._predicted:
+                trainer.record("moe/predicted_imbalance", fmean(self._predicted.values()))
+            before = self._seconds
+            self._seconds = (
+                self.replanner.planner_seconds,
+                sum(migration.report.seconds for migration in self.replanner.migrations),
+            )
+            trainer.record("perf/planner_ms", 1e3 * (self._seconds[0] - before[0]))
+            trainer.record("perf/migration_ms", 1e3 * (self._seconds[1] - before[1]))
+            sums = {"migrated_experts": self._experts, "migration_bytes": self._bytes, "plans_refused": self._refused}
+            for name, value in sums.items():
+                trainer.results[name] = trainer.results.get(name, 0) + value
+            amortised = trainer.results["migration_bytes"] / trainer.state.step
+            trainer.record("moe/migration_bytes_per_step", amortised)
+            self._experts = self._bytes = self._optimizer_bytes = self._refused = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.replanner.stacks:
+            return {}
+        return {
+            "replanner": self.replanner.state_dict(),
+            "experts": self._experts,
+            "bytes": self._bytes,
+            "optimizer_bytes": self._optimizer_bytes,
+            "refused": self._refused,
+            "predicted": self._predicted,
+            "placements": self._placements,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.replanner.load_state_dict(state["replanner"])
+        self._experts = state["experts"]
+        self._bytes = state["bytes"]
+        self._optimizer_bytes = state["optimizer_bytes"]
+        self._predicted = dict(state["predicted"])
+        self._refused = state["refused"]
+        self._placements = state.get("placements", {})  # which checkpoints of earlier versions lack
