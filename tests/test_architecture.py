@@ -32,7 +32,7 @@ toolkit.experts.moving
 toolkit.experts.routing
 toolkit.experts.state
 toolkit.experts.layer
-toolkit.experts.routing.routing_log
+toolkit.experts.routing.routing_log  toolkit.experts.routing.model_inputs
 toolkit.experts.parallel
 toolkit.experts.placement
 toolkit.experts.options
@@ -70,7 +70,7 @@ FENCES = {
 }
 """A library -> where in `toolkit/` it may be imported."""
 ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers", "ray"}
-OF_THE_EXPERTS = {"torch", "numpy", "jaxtyping", "pydantic", "safetensors", "scipy", "networkx", "toolkit"}
+OF_THE_EXPERTS = {"torch", "numpy", "jaxtyping", "pydantic", "safetensors", "scipy", "networkx", "lazy_loader", "toolkit"}
 """What `toolkit/experts/` imports, its hosts apart."""
 FLAGS_ARE_KNOWN_TO = ("toolkit.commands", "toolkit.train", "toolkit.run", "toolkit.errors")
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}

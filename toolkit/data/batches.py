@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from toolkit.data.identity import Identity, identity
-from toolkit.data.table import TensorTable
+from toolkit.data.table import Batch, TensorTable
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.task import Batch
 
 Augment = Callable[[Batch, Tensor], Batch]
 """Changes a training batch, given the visit (epoch * samples + row) of each of its samples."""

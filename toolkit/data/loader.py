@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from toolkit.compat import new_iterator
 from toolkit.data.batches import EvalBatches, bounds
 from toolkit.data.identity import Identity, identity_of_length
+from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import extremes_over_ranks
 from toolkit.experts.parallel.seeding import derive_seed
-from toolkit.train.task import Batch
 
 Look = Callable[[Mapping[str, Any]], object]
 """Raises UserError for a global batch that cannot be learned from: on every rank, because each reads all of it."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from toolkit.data.batches import BatchOrder
-from toolkit.data.table import TensorTable
+from toolkit.data.table import Batch, TensorTable
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.task import Batch
 
 BATCHES_PER_POOL = 20
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from toolkit.run.launch.node import usable_cores
+from toolkit.run.launch.world import usable_cores
 
 if TYPE_CHECKING:
     import torch

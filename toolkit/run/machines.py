@@ -8,8 +8,8 @@ from pathlib import Path
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch.node import ranks_per_node
 
 SEEN = ".ranks"
 

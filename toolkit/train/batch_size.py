@@ -25,10 +25,10 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, is_out_of_memory
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import extremes_over_ranks
+from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.run.folder import write_json, write_text
 from toolkit.run.hardware import mappable_bytes, memory_limit_bytes, peak_bytes, reset_peak
-from toolkit.run.launch.node import ranks_per_node
 from toolkit.run.run import Run
 from toolkit.train.task import Task
 

@@ -21,6 +21,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import MigrationReport, link_bytes_per_second, migrate
 from toolkit.experts.parallel.collectives import is_main, world_size
+from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.placement.cost_model import (
     EXPERT_SHARE,
     LINK_BYTES_PER_SECOND,
@@ -33,7 +34,6 @@ from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.plan import plan_layer
 from toolkit.experts.placement.planners.registry import Planner, planner_named
 from toolkit.experts.routing.routing_log import take_loads
-from toolkit.run.launch.node import ranks_per_node
 
 COUNTED = frozenset({"node_of_rank", "source_load_RE", "together_EE"})
 """What training can tell planners besides the load, by the names of their arguments."""

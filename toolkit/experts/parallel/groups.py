@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from toolkit.compat import timeout_of
 from toolkit.errors import UserError, require_choice, require_count
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
-from toolkit.experts.parallel.nodes import rows_of_nodes
+from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
 from toolkit.experts.parallel.waits import waits
 from toolkit.run.config.experts import ExpertExchange
-from toolkit.run.launch.node import ranks_per_node
 
 Partition = tuple[tuple[int, ...], ...]
 """Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""

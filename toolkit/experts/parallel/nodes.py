@@ -1,10 +1,35 @@
-"""The ranks of an EP group on each node."""
+"""Which ranks are on which node, as the launcher says, and the ranks of an EP group on each."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from toolkit.errors import UserError
+
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def ranks_per_node(default: int) -> int:
+    """Processes that the launcher started on this node, from LOCAL_WORLD_SIZE; `default`, which is those of the world,
+    where it does not say.
+
+    Nodes are emulated on one machine by as many launchers: `torchrun --nnodes 2 --nproc-per-node 2` for each.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or default)
+
+
+def launched_world() -> int | None:
+    """How many processes the launcher of this one started, or None where there was none.
+
+    Raises UserError where the environment says something else than a number.
+    """
+    for name in WORLD_SIZES:
+        if value := os.environ.get(name):
+            if not value.isdecimal() or int(value) < 1:
+                raise UserError(f"{name}={value} in the environment is no number of processes: unset it.")
+            return int(value)
+    return None
 
 
 def rows_of_nodes(ep_ranks: Sequence[int], per_node: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.experts.layer.stack import weight_bytes
 from toolkit.experts.parallel.collectives import rank, world_size
+from toolkit.experts.parallel.nodes import ranks_per_node as launched_per_node
 from toolkit.experts.routing.forwards import ModelForwards
 from toolkit.experts.routing.metrics import (
     DispatchCounts,
@@ -22,7 +23,6 @@ from toolkit.experts.routing.metrics import (
     replica_metrics,
     traffic_metrics,
 )
-from toolkit.run.launch.node import ranks_per_node as launched_per_node
 
 MOST_WAITING = 512
 """Forwards whose loads are kept before they are reduced, if readings are rare."""

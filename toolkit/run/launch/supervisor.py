@@ -20,12 +20,12 @@ from toolkit.errors import (
     EXIT_SMALLER_BATCHES,
     EXIT_USER_ERROR,
 )
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, Children, holding_signals
-from toolkit.run.launch.node import usable_cores
 from toolkit.run.launch.port import reserve_port, world_environment
 from toolkit.run.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, restarted
-from toolkit.run.launch.world import BLOCKED, launched_world
+from toolkit.run.launch.world import BLOCKED, usable_cores
 
 PREEMPTED_GRACE_S = 60.0
 """How long the other ranks may go on saving once one was preempted, in seconds; after any other failure, and before the

@@ -20,12 +20,11 @@ from types import FrameType
 from typing import NoReturn
 
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
+from toolkit.experts.parallel.nodes import launched_world, ranks_per_node
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
-from toolkit.run.launch.node import ranks_per_node
 from toolkit.run.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, past_restarts, restarted, send
 
-WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
     *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", REPORT_PIPE, RESTARTED, ELASTIC),
@@ -38,17 +37,9 @@ BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
 # --- the world size ----------------------------------------------------------------------------------------------
 
 
-def launched_world() -> int | None:
-    """How many processes the launcher of this one started, or None where there was none.
-
-    Raises UserError where the environment says something else than a number.
-    """
-    for name in WORLD_SIZES:
-        if value := os.environ.get(name):
-            if not value.isdecimal() or int(value) < 1:
-                raise UserError(f"{name}={value} in the environment is no number of processes: unset it.")
-            return int(value)
-    return None
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -46,12 +46,12 @@ from toolkit.experts.parallel.gradients import (
     refresh_replicas,
 )
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.parallel.prepare import Dense, prepare, refuse_meta
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.state.state_dict import is_spread, read_names, whole_state_dict
 from toolkit.run.config.experts import InitialPlacement
-from toolkit.run.launch.world import launched_world
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
