@@ -60,7 +60,7 @@ FENCES = {
         "toolkit.data.loader",
         "toolkit.commands.doctor",
         "toolkit.experts.hosts.loop.engine",
-        "toolkit.experts.hosts.loop.prepare_arguments",
+        "toolkit.experts.hosts.prepare_arguments",
     ),
     "transformers": ("toolkit.compat", "toolkit.experts.hosts.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.experts.hosts.peft",),
