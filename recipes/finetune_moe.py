@@ -70,10 +70,11 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     """The base with its adapters."""
-    from toolkit.experts.hosts.peft.build import add_adapters
+    from toolkit.data.hub import model_folder
+    from toolkit.experts.hosts.peft.lora_model import add_adapters
 
     kernel = tk.transformers.use_toolkit_kernel()
-    plain = tk.transformers.causal_lm(base, vocab_size=vocab_size, experts_implementation=kernel)
+    plain = tk.transformers.causal_lm(model_folder(base), vocab_size=vocab_size, experts_implementation=kernel)
     return add_adapters(plain, config, seed=config.seed)
 
 

@@ -12,8 +12,8 @@ from .experts.dynamic.dynamic_layer import make_dynamic_moe as make_dynamic_moe
 from .experts.hosts import transformers as transformers
 from .experts.hosts.loop.engine import ExpertParallel as ExpertParallel
 from .experts.hosts.loop.parameter_groups import parameter_groups as parameter_groups
-from .experts.hosts.loop.routes import record_routes as record_routes
-from .experts.hosts.loop.routes import replay_routes as replay_routes
+from .experts.hosts.loop.route_hooks import record_routes as record_routes
+from .experts.hosts.loop.route_hooks import replay_routes as replay_routes
 from .experts.hosts.spreading.spread import spread_experts as spread_experts
 from .experts.layer.losses import RouterPenalty as RouterPenalty
 from .experts.layer.moe_layer import MoE as MoE

@@ -24,7 +24,7 @@ from tests.experts.hosts.transformers.families import EXPERTS, awaken, tokens
 from tests.support.equality import in_float64
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
-from toolkit.experts.hosts.peft.saving import save_merged
+from toolkit.experts.hosts.peft.merged_weights import save_merged
 from toolkit.experts.hosts.transformers import causal_lm, place_experts, save_pretrained
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.placement.placement import ExpertPlacement

@@ -28,7 +28,7 @@ from tests.experts.hosts.loop.test_routes import ROUTERS, gradients, kl, logits,
 from tests.experts.hosts.transformers.mixtures import IN_FLOAT32, families
 from tests.support.equality import in_float64, relative_difference
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.routes import record_routes, replay_routes
+from toolkit.experts.hosts.loop.route_hooks import record_routes, replay_routes
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from activity.voting import class_weights
 from autoencoder.labels import FewLabels
 from continual.streams import split_stream
 from speech.legendre import LegendreMemory
-from toolkit.experts.hosts.transformers.shapes import language_model_config
+from toolkit.experts.hosts.transformers.language_models import language_model_config
 from toolkit.experts.placement.placement import initial_placement
 from toolkit.run.config.experts import LifecycleConfig
 from toolkit.run.config.run import DDPConfig

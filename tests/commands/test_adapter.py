@@ -39,7 +39,7 @@ def trained(folder: Path, shared: bool) -> None:
     from peft import LoraConfig, get_peft_model
 
     from toolkit.experts.hosts.loop.engine import ExpertParallel
-    from toolkit.experts.hosts.peft.saving import save_merged
+    from toolkit.experts.hosts.peft.merged_weights import save_merged
 
     torch.manual_seed(0)
     settings = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"], target_parameters=MATRICES)
@@ -154,7 +154,7 @@ def test_what_is_no_adapter_is_refused_in_one_line(saved: Path, tmp_path: Path, 
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     code, _, err = verify(capsys, folder)
     assert (code, err.count("\n")) == (2, 1)
-    assert "give it as --base" in err
+    assert "names none either: give the folder or Hub name of the base model" in err
 
 
 def test_without_peft_it_says_what_to_install(

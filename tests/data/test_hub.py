@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -11,11 +12,10 @@ from huggingface_hub import constants
 
 from tests.data.test_sources import REVISION
 from tests.support.helpers import free_port
-from toolkit.data.hub import pretrained_folder, why_out_of_reach
+from toolkit.data.hub import model_folder, pretrained_folder, why_out_of_reach
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer, load_tokenizer
 from toolkit.errors import UserError
-from toolkit.experts.hosts.transformers import causal_lm
 
 pytestmark = pytest.mark.usefixtures("online")
 
@@ -31,7 +31,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> str:
     ("load", "says"),
     [
         (lambda: load_tokenizer("gpt2"), "--tokenizer 'gpt2' is neither a folder nor in the Hub's cache, and {hub}"),
-        (lambda: causal_lm("some/model"), "model 'some/model' is neither a folder nor in the Hub's cache, and {hub}"),
+        (lambda: model_folder("some/one"), "model 'some/one' is neither a folder nor in the Hub's cache, and {hub}"),
         (
             lambda: load_text(
                 "some/text", None, tokenizer="bytes", block_size=8, batch_size=1, on_main=lambda read: read()
@@ -69,7 +69,7 @@ def test_an_error_of_any_http_library_is_one_line(monkeypatch):
     monkeypatch.setattr("toolkit.data.hub.why_out_of_reach", lambda: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     with pytest.raises(UserError, match=r"model 'some/model' cannot be downloaded \(ConnectError\)"):
-        causal_lm("some/model")
+        model_folder("some/model")
 
 
 @pytest.mark.usefixtures("unreachable")
@@ -106,3 +106,19 @@ def test_a_proxy_is_asked_and_a_hub_that_is_down_is_out_of_reach(monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", "http://503.invalid")
         assert why_out_of_reach() == "http://503.invalid answers 503"
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no/such-model-anywhere", "neither a folder nor in the Hub's cache"),
+        ("not a name at all", "neither a folder nor a Hub name"),
+        ("{empty}", "has no config.json"),
+    ],
+)
+def test_weights_that_cannot_be_found_are_refused_at_once(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=words):
+        model_folder(name.format(empty=tmp_path))

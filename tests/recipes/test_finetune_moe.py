@@ -151,7 +151,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs):
 def test_stock_peft_and_plain_transformers_measure_the_same_bits_per_byte(run, runs):
     from transformers import AutoModelForCausalLM
 
-    verified = verify_adapter(runs / run / "adapter", str(runs / "base"), runs / run / "merged")
+    verified = verify_adapter(runs / run / "adapter", str(runs / "base"), runs / run / "merged", load=causal_lm)
     assert not verified.faults
     assert (runs / run / "merged" / "tokenizer.json").exists()
     use_toolkit_kernel()

@@ -22,9 +22,11 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
 
+    from toolkit.data.hub import model_folder
     from toolkit.experts.hosts.peft.verify import verify_adapter
+    from toolkit.experts.hosts.transformers import causal_lm
 
-    found = verify_adapter(args.folder, args.base, args.merged)
+    found = verify_adapter(args.folder, args.base, args.merged, load=lambda name: causal_lm(model_folder(name)))
     sys.stdout.write("".join(f"{line}\n" for line in found.lines))
     sys.stdout.flush()
     sys.stderr.write("".join(f"fault: {fault}\n" for fault in found.faults))

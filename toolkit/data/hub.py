@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -72,6 +73,20 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
             f"{what} {name!r} cannot be downloaded ({type(error).__name__}): "
             "check its name and the network, or give a folder."
         ) from error
+
+
+def model_folder(source: str | os.PathLike[str]) -> str:
+    """Return the folder of a model's files, downloaded where they are neither here nor in the cache.
+
+    Raises UserError, within seconds, downloads aside, where there is none.
+    """
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    folder = pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])
+    if not (Path(folder) / "config.json").is_file():
+        raise UserError(
+            f"model folder {source} has no config.json: give one that save_pretrained wrote, or a Hub name."
+        )
+    return folder
 
 
 def check_name(name: str) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from toolkit.data.hub import model_folder
 from toolkit.data.identity import identity
 from toolkit.errors import UserError
-from toolkit.experts.hosts.peft.saving import save_merged
-from toolkit.experts.hosts.transformers.build import model_folder
-from toolkit.experts.hosts.transformers.saving import save_pretrained, write_on_main
+from toolkit.experts.hosts.loop.pretrained_files import save_pretrained, write_on_main
+from toolkit.experts.hosts.peft.merged_weights import save_merged
 from toolkit.run.config.adapters import AdapterOptions
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig

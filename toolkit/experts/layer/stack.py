@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
 from toolkit.experts.layer.dispatch.order import SlotOrder
-from toolkit.experts.parallel.gradients import average_in_backward
+from toolkit.experts.parallel.gradients import average_in_backward, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.unwrapping import unwrapped
@@ -89,8 +90,14 @@ class ExpertStack:
         for parameter in self.parameters.values():
             average_in_backward(parameter, is_synchronising)
 
-    def note_gradients(self, optimizer: Optimizer) -> None:
-        """Have `awaits_step` say whether gradients came since the last step of `optimizer`."""
+    def stop_averaging(self) -> None:
+        """Undo `average_in_backward`; copies that were made meanwhile go on."""
+        self._is_synchronising = None
+        for parameter in self.parameters.values():
+            stop_averaging(parameter)
+
+    def note_gradients(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        """Have `awaits_step` say whether gradients came since the last step of `optimizer`; returns the hooks."""
 
         stack = ref(self)  # a hook of a parameter that held `self` would keep the parameter for ever
 
@@ -101,10 +108,9 @@ class ExpertStack:
 
             return call
 
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(note(True))
-        optimizer.register_step_post_hook(note(False))
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(note(True)) for parameter in trained]
+        return [*hooks, optimizer.register_step_post_hook(note(False))]
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

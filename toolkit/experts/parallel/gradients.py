@@ -77,6 +77,12 @@ def has_averaging_hooks(parameter: Tensor) -> bool:
     return hasattr(parameter, "averaging_hooks")
 
 
+def stop_averaging(parameter: Tensor) -> None:
+    """Remove the hooks of `average_in_backward`, where `parameter` has them."""
+    for hook in vars(parameter).pop("averaging_hooks", ()):
+        hook.remove()
+
+
 def average_accumulated(parameters: Iterable[Tensor]) -> None:
     """Average what micro-batches accumulated in parameters that the last one of the step did not use, as where it
     skipped their layer: no backward has. To be called before gradients are clipped, and before the step. A collective,

@@ -12,7 +12,7 @@ from toolkit.run.config.run import require
 class AdapterOptions:
     """Adapters, and what is trained in full.
 
-    What `toolkit.experts.hosts.peft.build.add_adapters` takes.
+    What `toolkit.experts.hosts.peft.lora_model.add_adapters` takes.
     """
 
     lora_rank: int = 8

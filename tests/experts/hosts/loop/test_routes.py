@@ -25,7 +25,7 @@ from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.loop.routes import hook_blocks, record_routes, replay_routes
+from toolkit.experts.hosts.loop.route_hooks import hook_blocks, record_routes, replay_routes
 from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint, replay_contexts

@@ -16,7 +16,7 @@ from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.peft.saving import save_merged
+from toolkit.experts.hosts.peft.merged_weights import save_merged
 from toolkit.experts.hosts.transformers import causal_lm, save_pretrained
 
 FAMILIES = ("mixtral", "gpt_oss", "nemotron_h")

@@ -24,9 +24,9 @@ from tests.support.equality import IN_FLOAT64, assert_equal_rows, relative_diffe
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.loop.routes import record_routes
+from toolkit.experts.hosts.loop.route_hooks import record_routes
 from toolkit.experts.hosts.transformers import causal_lm
-from toolkit.experts.hosts.transformers.trainer import expert_trainer
+from toolkit.experts.hosts.transformers.expert_trainer import expert_trainer
 from toolkit.experts.routing.routes import Routes
 
 FAMILY = "qwen3_moe"

@@ -22,7 +22,7 @@ from toolkit.experts.hosts.transformers import (
     replan_callback,
     use_toolkit_ep,
 )
-from toolkit.experts.hosts.transformers.host import ToolkitEP
+from toolkit.experts.hosts.transformers.toolkit_ep import ToolkitEP
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.placement.placement import ExpertPlacement
 

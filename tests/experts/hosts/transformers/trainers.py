@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.experts.hosts.transformers.families import VOCAB, tokens
 from tests.support.equality import in_float64
-from toolkit.experts.hosts.transformers.trainer import expert_trainer
+from toolkit.experts.hosts.transformers.expert_trainer import expert_trainer
 
 STEPS, SAMPLES = 3, 8
 ALL = ("Trainer", "SFTTrainer", "GRPOTrainer")

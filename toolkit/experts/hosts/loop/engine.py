@@ -4,7 +4,8 @@
     model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
 
 The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
-Accelerate would get wrong without an error is corrected here, or refused: see `docs/train/accelerate.md`.
+Accelerate would get wrong without an error is corrected here, or refused: see `docs/train/accelerate.md`. What is replaced
+for it is listed in `toolkit.experts.hosts.loop.patches`, and `close` takes it back.
 """
 
 from __future__ import annotations
@@ -15,28 +16,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
+from toolkit.compat import is_marked_as_prepared
 from toolkit.errors import UserError, require_choice
-from toolkit.experts.hosts.loop.balance import describe_balance
 from toolkit.experts.hosts.loop.join import join_forwards
-from toolkit.experts.hosts.loop.prepare_arguments import fit_optimizer, model_and_optimizer, refuse_schedulers
-from toolkit.experts.hosts.loop.prepared_optimizer import load_only_own_states, train_only_with
+from toolkit.experts.hosts.loop.libraries import libraries
+from toolkit.experts.hosts.loop.patches import Patches, Undo
+from toolkit.experts.hosts.loop.prepared_optimizer import OnlyOptimizer, fit_optimizer, load_only_own_states
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
-from toolkit.experts.hosts.loop.routes import hook_blocks
-from toolkit.experts.hosts.spreading.adapters import adapt_experts, why_no_experts
-from toolkit.experts.hosts.spreading.spread import (
-    PlacementOf,
-    find_experts,
-    num_experts,
-    refuse_spread_by_transformers,
-    spread_experts,
-)
+from toolkit.experts.hosts.loop.route_hooks import hook_blocks
+from toolkit.experts.hosts.spreading.foreign import num_experts
+from toolkit.experts.hosts.spreading.spread import PlacementOf, require_experts, spread_experts
+from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.parallel.gradients import (
@@ -50,6 +49,7 @@ from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.parallel.prepare import Dense, prepare, refuse_meta
 from toolkit.experts.routing.load_meter import LoadMeter
+from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.state.state_dict import is_spread, read_names, whole_state_dict
 from toolkit.run.config.experts import InitialPlacement
 
@@ -115,6 +115,8 @@ class ExpertParallel:
         self.spare_slots, self._place = spare_slots, placement
         self.groups = groups or ExpertGroups()
         self._makes_groups = groups is None
+        self.patches = Patches()
+        """What `prepare` changed of other libraries' objects."""
         self.stacks: dict[str, ExpertStack] = {}
         """The experts of each layer, by the layer's name; their `placement` says where each one is."""
         self.replanner: Replanner | None = None
@@ -131,6 +133,9 @@ class ExpertParallel:
         self.steps = 0
         """Optimizer steps since `prepare`."""
         self._meter: LoadMeter | None = None
+        self._model: Any = None
+        self._prepared: Any = None
+        self._optimizer: Any = None
 
     @property
     def migrations(self) -> list[Migration]:
@@ -140,25 +145,30 @@ class ExpertParallel:
     def prepare(self, *objects: Any) -> tuple[Any, ...]:
         """Spread the experts of a model, and let Accelerate prepare everything. A collective.
 
-        `objects`, in any order, which is that of the result: the model and its optimizer, the first of their kinds, and
-        what else Accelerate prepares. All ranks hold the same model; each keeps the rows of its own experts, in place,
-        so the optimizer stays valid (it must not have stepped yet). It has all experts; the rest may be in further
-        optimizers, which under FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`,
-        where `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the optimizer.
-        Raises UserError where a model or an optimizer is missing or was prepared before, a parameter is on the meta
-        device, no experts are found, ranks cannot share them, a scheduler would step once per process, or two balance
-        penalties are active. Rank 0 prints which one is.
+        Args:
+            *objects: The model and its optimizer, the first of their kinds, and what else Accelerate prepares, in any
+                order. All ranks hold the same model; each keeps the rows of its own experts, in place, so the optimizer
+                stays valid (it must not have stepped yet). It has all experts; the rest may be in further optimizers,
+                which under FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`,
+                where `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the
+                optimizer.
+
+        Returns:
+            What Accelerate made of them, in that order. Rank 0 prints which balance penalty is active.
+
+        Raises:
+            UserError: A model or an optimizer is missing or was prepared before, a parameter is on the meta device, no
+                experts are found, ranks cannot share them, a scheduler would step once per process, or two balance
+                penalties are active.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
-        model, optimizer = model_and_optimizer(objects)
-        refuse_schedulers(self.accelerator, objects)
+        model, optimizer = _model_and_optimizer(objects)
+        _refuse_schedulers(self.accelerator, objects)
         refuse_meta(model)
-        refuse_spread_by_transformers(model)
-        adapt_experts(model)
-        layers = find_experts(model)
-        if not layers:
-            raise UserError(why_no_experts(model))
+        for library in libraries():
+            library.refuse_spread(model)
+        layers = require_experts(model)
         balance = describe_balance(model)
         if self._makes_groups:
             self.groups = make_expert_groups(self._fitting_ep_size(layers))
@@ -169,29 +179,44 @@ class ExpertParallel:
             self._average_in_backward(model)
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
+        more = [each for each in objects if isinstance(each, torch.optim.Optimizer) and each is not optimizer]
         prepared = prepare(
-            self.accelerator,
-            model,
-            optimizer,
-            more_optimizers=[
-                each for each in objects if isinstance(each, torch.optim.Optimizer) and each is not optimizer
-            ],
-            dense=self.dense,
-            fsdp_size=self.fsdp_size,
+            self.accelerator, model, optimizer, more_optimizers=more, dense=self.dense, fsdp_size=self.fsdp_size
         )
         self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
-        optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters()))
-        if self.accelerator.num_processes > 1:
-            optimizer.register_step_pre_hook(ReplicaCheck(prepared[0]))
-        for stack in self.stacks.values():
-            stack.note_gradients(optimizer)
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
-        train_only_with(optimizer, self.expert_parameters())
-        load_only_own_states(optimizer, self.stacks)
+        self._follow_steps(optimizer)
+        self.patches.keep(
+            OnlyOptimizer(optimizer, self.expert_parameters()), *load_only_own_states(optimizer, self.stacks)
+        )
         self._correct_accelerate()
+        self._correct_model()
         self.accelerator.print(balance)
         known = {id(model): prepared[0], id(optimizer): prepared[1]}
         return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
+
+    def close(self) -> None:
+        """Take back what `prepare` replaced and hooked: see `toolkit.experts.hosts.loop.patches`.
+
+        Where several share an accelerator, close the last one first.
+
+        The model stays spread: it can be called on all ranks, and saved by `save_pretrained` of
+        `toolkit.experts.hosts.transformers` and `whole_state_dict` of `toolkit.experts.state.state_dict`. Its experts can be trained no
+        more where ranks have different ones, and a step of an optimizer that has them raises UserError. Nothing here
+        keeps the model in memory. A second call does nothing.
+        """
+        self.patches.undo()
+        self.stacks = {}
+        self._model = self._prepared = self._optimizer = self._meter = None
+        if self.replanner is not None:
+            self.replanner.watch({})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The stacked parameters of all layers."""
@@ -229,15 +254,12 @@ class ExpertParallel:
         self._require_prepared("join")
         if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
             raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
-        wrapped = self._prepared
-        if isinstance(wrapped, DistributedDataParallel):
-            wrapped.require_forward_param_sync = False  # or each forward would broadcast buffers
-        try:
+        with Patches() as meanwhile:
+            if isinstance(self._prepared, DistributedDataParallel):
+                # Or each forward would broadcast buffers.
+                meanwhile.replace(self._prepared, "require_forward_param_sync", False)
             with self.accelerator.autocast(), join_forwards(models or (self._model,), list(self.stacks.values())):
                 yield
-        finally:
-            if isinstance(wrapped, DistributedDataParallel):
-                wrapped.require_forward_param_sync = True
 
     def metrics(self) -> dict[str, float]:
         """Balance and traffic over all ranks since the last call, by the names of `docs/experts/moe.md#read-the-metrics`.
@@ -281,7 +303,9 @@ class ExpertParallel:
 
     def _require_prepared(self, called: str) -> None:
         if not self.stacks:
-            raise UserError(f"{called} was called before prepare: call prepare(model, optimizer) first.")
+            raise UserError(
+                f"{called} was called before prepare, or after close: call prepare(model, optimizer) first."
+            )
 
     # --- before training ----------------------------------------------------------------------------------------
 
@@ -296,22 +320,29 @@ class ExpertParallel:
         accelerator = self.accelerator  # a hook of a parameter that held `self` would keep the model for ever
         for stack in self.stacks.values():
             stack.average_in_backward(lambda: accelerator.sync_gradients)
+            self.patches.keep(Undo(stack.stop_averaging))
         for name, parameter in model.named_parameters():
             if is_owned(parameter) and not has_averaging_hooks(parameter):
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
+    def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have each step of `optimizer` begin with averaged gradients, and end with what `_after_step` does."""
+        keep = self.patches.keep
+        keep(optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters())))
+        if self.accelerator.num_processes > 1:
+            keep(optimizer.register_step_pre_hook(ReplicaCheck(self._prepared)))
+        for stack in self.stacks.values():
+            keep(*stack.note_gradients(optimizer))
+        keep(optimizer.register_step_post_hook(lambda *_: self._after_step()))
+
     def _correct_accelerate(self) -> None:
-        """Replace, on this accelerator and model, the methods that assume replicated parameters."""
-        accelerator = self.accelerator  # it keeps the function below, which with `self` would keep the model
-        accelerator.clip_grad_norm_ = self.clip_grad_norm_
-        of_accelerate = accelerator.get_state_dict
+        """Replace, on this accelerator, the methods that assume replicated parameters."""
+        accelerator = self.accelerator
 
         def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
             """Whole on rank 0 and empty elsewhere, for a model that is spread. A collective. `save_model` calls it."""
             inner = accelerator.unwrap_model(model) if unwrap else model
             return whole_state_dict(inner) if is_spread(inner) else of_accelerate(model, unwrap)
-
-        accelerator.get_state_dict = get_state_dict
 
         def refuse(*_: Any) -> None:
             raise UserError(
@@ -319,8 +350,14 @@ class ExpertParallel:
                 "use the save(folder) and load(folder) of ExpertParallel."
             )
 
-        accelerator.register_save_state_pre_hook(refuse)
-        accelerator.register_load_state_pre_hook(refuse)
+        self.patches.replace(accelerator, "clip_grad_norm_", self.clip_grad_norm_)
+        of_accelerate = self.patches.replace(accelerator, "get_state_dict", get_state_dict)
+        self.patches.keep(
+            accelerator.register_save_state_pre_hook(refuse), accelerator.register_load_state_pre_hook(refuse)
+        )
+
+    def _correct_model(self) -> None:
+        """Replace those methods of modules that would write one rank's experts, or read what is refused."""
 
         def refuse_weights(*_: Any, **__: Any) -> None:
             raise UserError(
@@ -330,9 +367,9 @@ class ExpertParallel:
 
         for module in self._model.modules():  # the model within PEFT's, too
             if hasattr(type(module), "save_pretrained"):
-                module.save_pretrained = refuse_weights  # type: ignore[assignment]
+                self.patches.replace(module, "save_pretrained", refuse_weights)
             if hasattr(type(module), "load_adapter"):
-                module.load_adapter = partial(read_names, module.load_adapter)  # type: ignore[assignment, arg-type]
+                self.patches.replace(module, "load_adapter", partial(read_names, module.load_adapter))
 
     # --- while training -----------------------------------------------------------------------------------------
 
@@ -344,3 +381,53 @@ class ExpertParallel:
             self._meter.fold_when_many()
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizer)
+
+
+def describe_balance(model: nn.Module) -> str:
+    """Return one line: the balance penalty is that of a `RouterPenalty`, the model's own, or none.
+
+    From now on its forwards tell padding from tokens (`toolkit.experts.routing.model_inputs`). Raises UserError for a model
+    that has both.
+    """
+    watch_inputs(model)
+    weight, own = balance_weight_of(model.modules()), own_balance_loss(model)
+    if weight and own:
+        raise UserError(TWO_BALANCE_LOSSES)
+    if weight:
+        return f"balance penalty: RouterPenalty, balance_weight={weight:g}."
+    if own:
+        return f"balance penalty: the model's own aux_loss, of each rank's tokens ({own})."
+    return "balance penalty: none."
+
+
+def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the first model and the first optimizer of `objects`. Raises UserError where one is missing, or was
+    prepared before."""
+    given = list(objects)
+    models = [each for each in given if isinstance(each, nn.Module)]
+    optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+    if not models or not optimizers:
+        raise UserError(
+            f"prepare got {', '.join(type(each).__name__ for each in given) or 'nothing'}: "
+            "give it a model and its optimizer, and what else Accelerate prepares."
+        )
+    was_prepared = isinstance(models[0], DistributedDataParallel) or is_marked_as_prepared(models[0])
+    if was_prepared or isinstance(optimizers[0], AcceleratedOptimizer):
+        raise UserError(
+            "accelerator.prepare or prepare_model was called with this model or optimizer before: call "
+            "ExpertParallel's prepare instead, once, and evaluate what it returns."
+        )
+    return models[0], optimizers[0]
+
+
+def _refuse_schedulers(accelerator: Accelerator, objects: Iterable[Any]) -> None:
+    """Raise UserError for a scheduler where Accelerate would have it take as many steps per optimizer step as there are
+    processes."""
+    multiplied = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
+    for other in objects:
+        if isinstance(other, torch.optim.lr_scheduler.LRScheduler) and multiplied and accelerator.num_processes > 1:
+            raise UserError(
+                f"{type(other).__name__}, once prepared, takes {accelerator.num_processes} steps per optimizer "
+                "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
+                "after optimizer.step() where accelerator.sync_gradients is True."
+            )

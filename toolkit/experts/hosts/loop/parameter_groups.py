@@ -8,10 +8,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.spreading.adapters import adapt_experts, why_no_experts
-from toolkit.experts.hosts.spreading.foreign import outside_wrappers
-from toolkit.experts.hosts.spreading.spread import find_experts
-from toolkit.experts.hosts.transformers.anatomy import routers
+from toolkit.experts.hosts.spreading.foreign import outside_wrappers, routers
+from toolkit.experts.hosts.spreading.spread import require_experts
 from toolkit.experts.layer.moe_layer import MoE
 
 Part = Literal["router", "experts", "rest"]
@@ -66,10 +64,7 @@ def parameter_groups(
 
 def _parts(model: nn.Module) -> dict[str, Part]:
     """The part of parameters by the beginning of their names, those of wrappers around a module included."""
-    adapt_experts(model)
-    layers = find_experts(model)
-    if not layers:
-        raise UserError(why_no_experts(model))
+    layers = require_experts(model)
     ours = {id(module.router) for module in layers.values() if isinstance(module, MoE)}
     holders = {id(module.experts if isinstance(module, MoE) else module) for module in layers.values()}
     if any(not isinstance(module, MoE) for module in layers.values()):

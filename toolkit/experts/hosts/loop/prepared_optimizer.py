@@ -13,23 +13,52 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.parallel.optimizer_rows import fit_states, has_stepped
+from toolkit.experts.parallel.ownership import is_owned
 
 _numbers = itertools.count()
 
 
-def train_only_with(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """From now on, a step of any other optimizer that has one of `parameters` raises UserError.
+def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
+    """Cut the states of `optimizer` as the experts of `stacks`. Raises UserError for one that has stepped, and for one
+    of other parameters than the model's, which would train nothing."""
+    if has_stepped(optimizer):
+        raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, stack in stacks.items():
+        for key, parameter in stack.parameters.items():
+            if parameter.requires_grad and id(parameter) not in trained:
+                raise UserError(
+                    f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
+                    "make it from model.parameters()."
+                )
+            fit_states(optimizer, parameter)
+
+
+class OnlyOptimizer:
+    """Until `remove` is called, a step of any other optimizer that has one of `parameters` raises UserError.
 
     Trainers make optimizers of their own. A step of such a one would neither copy weights to replicas nor move
-    experts, and what it steps with was clipped by the norm of one rank's experts.
+    experts, and what it steps with was clipped by the norm of one rank's experts. Afterwards a step of any optimizer
+    that has owned ones of them raises UserError: nothing averages their gradients then.
     """
-    _watch_steps()
-    optimizer.prepared_as = next(_numbers)  # type: ignore[attr-defined]
-    for parameter in parameters:
-        parameter.prepared_as = optimizer.prepared_as  # type: ignore[attr-defined]
+
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]):
+        _watch_steps()
+        self.optimizer, self.parameters = optimizer, list(parameters)
+        optimizer.prepared_as = next(_numbers)  # type: ignore[attr-defined]
+        for parameter in self.parameters:
+            parameter.prepared_as = optimizer.prepared_as  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        del self.optimizer.prepared_as  # type: ignore[attr-defined]
+        for parameter in self.parameters:
+            if not is_owned(parameter):
+                del parameter.prepared_as  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -44,16 +73,16 @@ def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
             if getattr(parameter, "prepared_as", number) != number:
                 raise UserError(
                     f"optimizer {type(optimizer).__name__} has experts that ExpertParallel prepared with another "
-                    "optimizer: step that one; for a Trainer, which makes its own, call expert_trainer with a model "
-                    "that was not prepared."
+                    "optimizer, or until it was closed: step that one, before close; for a Trainer, which makes its "
+                    "own, call expert_trainer with a model that was not prepared."
                 )
 
 
-def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
-    """From now on, `optimizer.load_state_dict` raises UserError for the state of other experts than this rank's.
+def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> list[RemovableHandle]:
+    """Have `optimizer.load_state_dict` raise UserError for the state of other experts than this rank's.
 
     A checkpoint of `optimizer.state_dict()` has those of the rank that wrote it, whose shapes are the same. What this
-    rank has kept itself, to undo steps, it may load until experts move.
+    rank has kept itself, to undo steps, it may load until experts move. Returns the hooks.
     """
 
     def say_whose(_: Optimizer, state: dict[str, Any]) -> None:
@@ -67,12 +96,14 @@ def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]
                 "has those of one rank only: use the save(folder) and load(folder) of ExpertParallel."
             )
 
-    optimizer.register_state_dict_post_hook(say_whose)
-    optimizer.register_load_state_dict_pre_hook(compare)
+    return [
+        optimizer.register_state_dict_post_hook(say_whose),
+        optimizer.register_load_state_dict_pre_hook(compare),
+    ]
 
 
 def _places(stacks: Mapping[str, ExpertStack]) -> dict[str, Any] | None:
-    """The place of this rank and the slots of all ranks by layer, in plain values; None where this rank has all
+    """Return the place of this rank and the slots of all ranks by layer, in plain values; None where this rank has all
     experts in order of their ids, as a model has them that was not prepared."""
     slots = {name: [list(row) for row in stack.placement.slots] for name, stack in stacks.items()}
     if all(slots[name] == [list(range(stack.num_experts))] for name, stack in stacks.items()):

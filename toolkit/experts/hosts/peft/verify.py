@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.peft import record
-from toolkit.experts.hosts.transformers.build import causal_lm
+from toolkit.experts.hosts.peft import adapter_record
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OLDEST_LAYOUT = (0, 19, 1)
@@ -54,23 +53,37 @@ class ExpertAdapter:
         return _where(~self.b_EOR.flatten(1).any(1))
 
 
-def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = None) -> Verification:
+Load = Callable[[str], nn.Module]
+"""Returns the model of transformers in a folder, or of a Hub name."""
+
+
+def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = None, *, load: Load) -> Verification:
     """Compare the adapters in `folder` with their configuration, stock PEFT, and what was recorded at saving.
 
-    `base`: a folder or Hub name; None takes the configuration's. `merged`: a folder that is said to hold the base with
-    these adapters merged. Raises UserError where there is nothing to compare, or PEFT is missing.
+    Args:
+        folder: Where `save_pretrained` wrote the adapters.
+        base: A folder or Hub name; None takes the configuration's.
+        merged: A folder that is said to hold the base with these adapters merged.
+        load: Loads base and merged, in float32: `toolkit.experts.hosts.transformers.causal_lm`.
+
+    Raises:
+        UserError: There is nothing to compare, or PEFT is missing.
     """
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise UserError("toolkit adapter needs PEFT, which is missing: pip install 'moe-toolkit[adapters]'.") from None
+        raise UserError(
+            "to verify adapters needs PEFT, which is missing: pip install 'moe-toolkit[adapters]'."
+        ) from None
     found = Verification()
     settings = _read_settings(folder)
     base = base or settings.get("base_model_name_or_path")
     if not base:
-        raise UserError(f"{folder / CONFIG} names no base model: give it as --base.")
+        raise UserError(
+            f"base={base}: {folder / CONFIG} names none either: give the folder or Hub name of the base model."
+        )
     _check_version(settings, found)
-    model = _load(folder, base, found)
+    model = _load(folder, base, load, found)
     if model is None:
         return found
     adapters = list(_expert_adapters(model))
@@ -80,7 +93,7 @@ def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = 
         found.faults.append("no adapter of an expert was ever changed: they were frozen, or not in the optimizer")
     _check_record(folder, model, found)
     if not found.faults:
-        _check_logits(model, base, merged, found)
+        _check_logits(model, base, merged, load, found)
     return found
 
 
@@ -107,8 +120,8 @@ def _check_version(settings: dict[str, Any], found: Verification) -> None:
         )
 
 
-def _load(folder: Path, base: str, found: Verification) -> Any:
-    """The base with the adapters, loaded by stock PEFT; None where they do not fit."""
+def _load(folder: Path, base: str, load: Load, found: Verification) -> Any:
+    """Return the base with the adapters, loaded by stock PEFT; None where they do not fit."""
     from peft import PeftConfig, get_peft_model
 
     try:
@@ -120,7 +133,7 @@ def _load(folder: Path, base: str, found: Verification) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT warns of is asked for below
         try:
-            model = get_peft_model(causal_lm(base), PeftConfig.from_pretrained(str(folder)))
+            model = get_peft_model(load(base), PeftConfig.from_pretrained(str(folder)))
             loaded = model.load_adapter(str(folder), "default")
         except (ValueError, RuntimeError, KeyError) as error:
             lines = [line.strip() for line in str(error).splitlines()]
@@ -175,9 +188,11 @@ def _check_rows(adapter: ExpertAdapter, found: Verification) -> None:
 def _check_record(folder: Path, model: Any, found: Verification) -> None:
     """Compare with what the ranks held, which `save_pretrained` of this toolkit writes beside the adapters."""
     try:
-        known = json.loads((folder / record.NAME).read_text(encoding="utf-8"))
+        known = json.loads((folder / adapter_record.NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found.lines.append(f"no {record.NAME}: it was not saved by this toolkit, so order and scaling are not compared")
+        found.lines.append(
+            f"no {adapter_record.NAME}: it was not saved by this toolkit, so order and scaling are not compared"
+        )
         return
     for name, scaling in known["scaling"].items():
         now = model.get_submodule(name).scaling["default"]
@@ -212,7 +227,7 @@ def _norms_of(model: nn.Module, name: str) -> Tensor | None:
 
 
 @torch.no_grad()
-def _check_logits(model: Any, base: str, merged: Path | None, found: Verification) -> None:
+def _check_logits(model: Any, base: str, merged: Path | None, load: Load, found: Verification) -> None:
     ids = torch.randint(model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     unmerged = model(input_ids=ids).logits
     with model.disable_adapter():
@@ -226,12 +241,12 @@ def _check_logits(model: Any, base: str, merged: Path | None, found: Verificatio
         found.lines.append(f"merged and unmerged logits agree within {off:.1g}")
     if merged is None:
         return
-    given = causal_lm(merged)
+    given = load(str(merged))
     off = _relative(given(input_ids=ids).logits, unmerged)
     if off <= min(SAME, effect / 2):
         found.lines.append(f"{merged} gives these logits within {off:.1g}")
         return
-    plain, wanted = causal_lm(base).state_dict(), whole.state_dict()
+    plain, wanted = load(base).state_dict(), whole.state_dict()
     dropped = [
         name
         for name, value in given.state_dict().items()

@@ -1,15 +1,16 @@
-"""Experts modules that are not ours: how one is recognised, and how it is called with rows in order of slots.
+"""Experts modules that are not ours: how one and its router are recognised, and how it is called with rows in order of
+slots.
 
-The interface is that of transformers' own expert parallelism: a module with `num_experts` whose parameters are stacked
-along dimension 0, called with (hidden (T, D), expert ids (T, K), weights (T, K)).
+A module with an integer `num_experts` whose parameters are stacked along dimension 0 holds experts. It is called with
+(hidden (T, D), expert ids (T, K), weights (T, K)). Its router is the sibling with one weight row per expert.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
+from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.placement.placement import contiguous
@@ -38,14 +40,64 @@ def has_stacked_parameters(module: nn.Module) -> bool:
     return isinstance(experts, int) and bool(parameters) and stacked
 
 
+def layers_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield our `MoE` layers, and modules outside of them that hold stacked experts, by name in order of modules."""
+    ours: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            ours.append(f"{name}." if name else "")
+            yield name, module
+        elif not any(name.startswith(prefix) for prefix in ours) and (
+            "expert_stack" in vars(module) or has_stacked_parameters(module)
+        ):
+            yield name, module
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of `model` that hold stacked experts and are not ours, by name."""
+    return {
+        name: module
+        for name, module in layers_with_experts(model)
+        if not isinstance(module, MoE) and ("expert_stack" in vars(module) or rows_of_router(module) is None)
+    }
+
+
+def rows_of_router(module: nn.Module) -> int | None:
+    """Return how many experts `module` chooses among if it is a router, else None."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the router of each experts module of `model` that is not ours, by the name of the experts module.
+
+    Raises:
+        UserError: A mixture has no sibling that could be its router, or several.
+    """
+    found = {}
+    for name, experts in experts_modules(model).items():
+        block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
+        beside: list[Any] = list(block.children())
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
+        candidates = [m for m in children if rows_of_router(m) == num_experts(experts)]
+        if len(candidates) != 1:
+            raise UserError(
+                f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
+                "that could be their router: use a model whose mixture has one router with a weight row per expert."
+            )
+        found[name] = candidates[0]
+    return found
+
+
 def num_experts(experts: nn.Module) -> int:
-    """Over all ranks: of our layer, or of a foreign module, whose own number is of this rank once it is sharded."""
+    """Return the number of experts over all ranks, of our layer or a foreign module, which counts its slots itself."""
     stack = getattr(experts, "expert_stack", None)
     return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
 
 
 def outside_wrappers(name: str) -> str:
-    """The name of the outermost of PEFT's wrappers around the module `name`, or that module's where there are none."""
+    """Return the name of the outermost wrapper around the module `name`, which each has as its `base_layer`; the same
+    name where there is none."""
     return re.sub(r"(\.base_layer)+$", "", name)
 
 

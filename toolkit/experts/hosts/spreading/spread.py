@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.peft.adapters import adapter_rows, stack_adapters
-from toolkit.experts.hosts.spreading.adapters import adapt_experts
+from toolkit.experts.hosts.loop.adapted_experts import adapt_experts, why_no_experts
+from toolkit.experts.hosts.loop.libraries import libraries
 from toolkit.experts.hosts.spreading.contract import check_experts
-from toolkit.experts.hosts.spreading.foreign import has_stacked_parameters, num_experts, run_experts
+from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -49,7 +48,8 @@ def spread_experts(
     for name, module in layers.items():
         if not isinstance(module, MoE):
             check_experts(name, module)
-    stack_adapters(model, layers.values())
+    for library in libraries():
+        library.stack_adapters(model, layers.values())
     for name, module in layers.items():
         experts, ranks = num_experts(module), groups.ep_size
         if isinstance(placement, str):
@@ -73,32 +73,33 @@ def spread_experts(
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers with experts that can be sharded, by name: our `MoE`, and foreign modules of stacked experts."""
-    layers: dict[str, nn.Module] = {}
-    ours: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, MoE):
-            ours.append(f"{name}." if name else "")
-            layers[name] = module
-        elif not any(name.startswith(prefix) for prefix in ours) and _holds_stacked_experts(module):
-            layers[name] = module
+    """Return the layers with experts that can be spread, by name: our `MoE`, and foreign modules of stacked experts."""
+    return {name: module for name, module in layers_with_experts(model) if _can_be_spread(module)}
+
+
+def require_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of `find_experts` after `adapt_experts`. Raises UserError where there is none."""
+    adapt_experts(model)
+    layers = find_experts(model)
+    if not layers:
+        raise UserError(why_no_experts(model))
     return layers
 
 
-def refuse_spread_by_transformers(model: nn.Module) -> None:
-    """Raise UserError for a model, with adapters or without, that was loaded into transformers' expert parallelism."""
-    for name, module in model.named_modules():
-        counts = isinstance(getattr(module, "num_experts", None), int)
-        if counts and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-            raise UserError(
-                f"the experts at {name!r} were loaded with a DistributedConfig, which has spread them, and not their "
-                "adapters: load the model without, because ExpertParallel spreads both."
-            )
+def _can_be_spread(module: nn.Module) -> bool:
+    if isinstance(module, MoE) or "expert_stack" in vars(module):
+        return True
+    taken = inspect.signature(module.forward).parameters.values()
+    required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
+    return len(required) <= 3 <= len(taken)
 
 
 def _stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     holder = module.experts if isinstance(module, MoE) else module
-    return dict(holder.named_parameters(recurse=False)) | adapter_rows(holder)
+    parameters = dict(holder.named_parameters(recurse=False))
+    for library in libraries():
+        parameters |= library.adapter_rows(holder)
+    return parameters
 
 
 def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
@@ -118,14 +119,6 @@ def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
                     f"the experts at {first!r} and {name!r} share parameters, and each layer places its own: "
                     "use one module in both places, or parameters for each."
                 )
-
-
-def _holds_stacked_experts(module: nn.Module) -> bool:
-    if "expert_stack" in vars(module):
-        return True
-    taken = inspect.signature(module.forward).parameters.values()
-    required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
-    return has_stacked_parameters(module) and len(required) <= 3 <= len(taken)
 
 
 def _dispatch_tokens(module: nn.Module, stack: ExpertStack) -> None:

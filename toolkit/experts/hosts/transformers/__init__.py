@@ -1,14 +1,18 @@
 """transformers as a host: its mixtures of experts, built, watched, placed and saved. Needs transformers to be called,
 not to be imported."""
 
-from toolkit.experts.hosts.transformers.anatomy import RouterWatch, experts_modules, routers, watch_routers
-from toolkit.experts.hosts.transformers.build import causal_lm
-from toolkit.experts.hosts.transformers.host import use_toolkit_ep
+from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
+from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
+from toolkit.experts.hosts.transformers.language_models import (
+    causal_lm,
+    describe_language_model,
+    language_model_config,
+    sample_tokens,
+)
 from toolkit.experts.hosts.transformers.model_card import export_language_model
-from toolkit.experts.hosts.transformers.sampling import sample_tokens
-from toolkit.experts.hosts.transformers.saving import save_pretrained
-from toolkit.experts.hosts.transformers.shapes import describe_language_model, language_model_config
+from toolkit.experts.hosts.transformers.router_watch import RouterWatch, watch_routers
+from toolkit.experts.hosts.transformers.toolkit_ep import use_toolkit_ep
 from toolkit.experts.hosts.transformers.trainer_callback import replan_callback
 from toolkit.experts.hosts.transformers.upcycle import upcycle
 from toolkit.experts.moving.migrate import place_experts

@@ -12,13 +12,42 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from toolkit.compat import apply_gate, has_default_gate, register_experts_function
+from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.libraries import Library
 from toolkit.experts.hosts.spreading.foreign import LowRank, in_order_of_slots, slots_of_rows
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 
 NAME = "toolkit"
+
+
+class TransformersLibrary(Library):
+    """The experts of transformers' mixtures: `toolkit.experts.hosts` registers it."""
+
+    def refuse_spread(self, model: nn.Module) -> None:
+        """Raise UserError for a model, with adapters or without, that was loaded into transformers' own expert
+        parallelism."""
+        for name, module in model.named_modules():
+            counts = isinstance(getattr(module, "num_experts", None), int)
+            if counts and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+                raise UserError(
+                    f"the experts at {name!r} were loaded with a DistributedConfig, which has spread them, and not "
+                    "their adapters: load the model without, because ExpertParallel spreads both."
+                )
+
+    def projections(self, experts: nn.Module) -> tuple[str, ...]:
+        """Return the matrices of an experts module in order of use; none for modules that are not described."""
+        if not all(hasattr(experts, name) for name in ("is_concatenated", "is_transposed", "has_bias")):
+            return ()
+        return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
+
+    def forward_with_adapters(
+        self, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        return experts_forward(experts, hidden_TD, ids_TK, weights_TK)
 
 
 def use_toolkit_kernel() -> str:
@@ -30,20 +59,13 @@ def use_toolkit_kernel() -> str:
 def experts_forward(
     experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T D"]:
-    """The forward of an experts module of transformers, (T, D) to (T, D)."""
+    """Return the output (T, D) of an experts module of transformers."""
     return in_order_of_slots(_feed_forward, experts, hidden_TD, ids_TK, weights_TK)
-
-
-def projections(experts: nn.Module) -> tuple[str, ...]:
-    """The matrices of an experts module of transformers in order of use; none for modules that are not described."""
-    if not all(hasattr(experts, name) for name in ("is_concatenated", "is_transposed", "has_bias")):
-        return ()
-    return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
 
 
 def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
     dtype = rows_ND.dtype
-    first, last = projections(experts)
+    first, last = TransformersLibrary().projections(experts)
     low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
     if not low_rank and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from toolkit.experts.hosts.transformers.sampling import TEMPERATURE
-from toolkit.experts.hosts.transformers.saving import save_pretrained, write_on_main
+from toolkit.experts.hosts.loop.pretrained_files import save_pretrained, write_on_main
+from toolkit.experts.hosts.transformers.language_models import TEMPERATURE
 from toolkit.version import __version__
 
 CARD = """---

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.balance import describe_balance
-from toolkit.experts.hosts.transformers.host import refuse_adapters
+from toolkit.experts.hosts.loop.engine import describe_balance
+from toolkit.experts.hosts.transformers.toolkit_ep import refuse_adapters
 from toolkit.experts.hosts.transformers.training_state import TrainingState
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner

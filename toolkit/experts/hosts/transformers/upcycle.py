@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.transformers.anatomy import experts_modules, routers
-from toolkit.experts.hosts.transformers.build import causal_lm
+from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
+from toolkit.experts.hosts.transformers.language_models import causal_lm
 from toolkit.experts.parallel.seeding import generator
 
 if TYPE_CHECKING:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.peft.record import describe_adapters, write_records
+from toolkit.experts.hosts.loop.libraries import libraries
 from toolkit.experts.parallel.collectives import on_main
 from toolkit.experts.state.state_dict import Gatherer, read_names
 
@@ -31,7 +32,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
             gather(state, name, value)
         else:  # PEFT leaves out the experts of the base, and takes what every rank has
             state[name] = value.detach()
-    records = None if saves_base else describe_adapters(inner)
+    records = [record for library in libraries() if (record := library.record(inner)) is not None]
     write_pretrained(inner, folder, state, records, **options)
 
 
@@ -39,10 +40,10 @@ def write_pretrained(
     model: Any,
     folder: str | os.PathLike[str],
     state: dict[str, Tensor],
-    records: dict[str, dict[str, Any]] | None = None,
+    records: Iterable[Callable[[Path], None]] = (),
     **options: Any,
 ) -> None:
-    """Have rank 0 write `state` as the type of `model` does, and `records` of adapters beside it. A collective.
+    """Have rank 0 write `state` as the type of `model` does, and `records` of it beside. A collective.
 
     Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
     """
@@ -51,8 +52,8 @@ def write_pretrained(
         # Not the instance's own: where the engine has spread experts, that one refuses. PEFT reads names of the
         # state dict of what `modules_to_save` has, and takes the values of `state`.
         read_names(type(model).save_pretrained, model, folder, state_dict=state, **options)
-        if records is not None:
-            write_records(folder, records)
+        for write_record in records:
+            write_record(Path(folder))
 
     write_on_main(folder, write)
 

@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.compat import undo_prepare_for_evaluation
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.transformers.anatomy import watch_routers
-from toolkit.experts.hosts.transformers.rollout_routes import RolloutRoutes
-from toolkit.experts.hosts.transformers.saving import save_pretrained
+from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
+from toolkit.experts.hosts.loop.route_hooks import record_routes
+from toolkit.experts.hosts.loop.route_hooks import replay_routes as replaying_routes
+from toolkit.experts.hosts.transformers.router_watch import watch_routers
 from toolkit.experts.hosts.transformers.training_state import ExpertTrainingState
 from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.routing.routes import Routes
 
 
 def expert_trainer(
@@ -62,6 +67,7 @@ def expert_trainer(
         routes: RolloutRoutes | None = None
         _spread_model: Any = None
         _prepared: Any = None
+        _is_spreading = False
         _saving: State | None = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,28 +81,25 @@ def expert_trainer(
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             self._make_experts()
+
+        def _make_experts(self) -> None:
+            self.experts = ExpertParallel(self.accelerator, **options)
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
                 """What Trainer calls with its model and optimizer when training begins, or, where the model was wrapped
                 in a former training, with the optimizer alone."""
+                if self._is_spreading:
+                    return of_accelerate(*given, **how)
                 if len(given) == 2 and given[0] is self.model is not self._spread_model:
-                    self.accelerator.prepare = of_accelerate
-                    try:
-                        self._prepared = self._spread(*given)
-                    finally:
-                        self.accelerator.prepare = prepare
-                    self._spread_model = self.model
+                    self._prepared = self._spread(*given)
                     return self._prepared
                 if self._prepared is not None and given[-1] is self.optimizer:
                     _refuse_replaced(self.model, self._spread_model, self.optimizer, self._prepared[1])
                     return self._prepared if len(given) == 2 else self._prepared[1]
                 return of_accelerate(*given, **how)
 
-            self.accelerator.prepare = prepare
-
-        def _make_experts(self) -> None:
-            self.experts = ExpertParallel(self.accelerator, **options)
+            self.experts.patches.replace(self.accelerator, "prepare", prepare)
             if self._saving is not None:
                 self._saving.follow(self.experts)
 
@@ -104,18 +107,25 @@ def expert_trainer(
             _refuse_model(model, replay_routes=replay_routes)
             self._spread_model = self._prepared = None  # lest two models take memory at once
             if self.experts.stacks:  # of a former model: model_init makes one for each training
+                self.experts.close()
                 self._make_experts()
             if balance_weight or z_weight:
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             undo_prepare_for_evaluation(model)  # `evaluate` before `train`, after which it would not be put under DDP
-            prepared = self.experts.prepare(model, optimizer)
-            model.save_pretrained = partial(_save_whole, model)
+            self._is_spreading = True
+            try:
+                prepared = self.experts.prepare(model, optimizer)
+            finally:
+                self._is_spreading = False
+            self._spread_model = model
+            replace = self.experts.patches.replace
+            replace(model, "save_pretrained", partial(_save_whole, model))
             if hasattr(model, "generate"):
                 generate = model.generate
                 if replay_routes:
                     self.routes = RolloutRoutes(model)
                     generate = partial(self.routes.generate, generate)
-                model.generate = partial(_generate_together, self.experts, generate)
+                replace(model, "generate", partial(_generate_together, self.experts, generate))
             return prepared
 
         def compute_loss(
@@ -226,3 +236,71 @@ def _refuse_other_generators(args: Any) -> None:
             raise UserError(
                 f"{setting}=True takes the weights that one rank has for those of the whole model: leave it out."
             )
+
+
+# --- the experts that generated a text, used again when the model is trained on it ---------------------------------
+
+
+class RolloutRoutes:
+    """Records the routes of what `model` generates while it is in training mode, and replays them.
+
+    Weights change between a rollout and the steps that learn from it, so a router would choose other experts for some
+    tokens, and the ratio of new and old probabilities would be that of two different networks.
+
+    Routes are replayed in every forward of `model` on these texts, whose tokens they are known by: those that learn,
+    and those that compute probabilities of a former policy. Only the last call of `generate` is kept. Raises UserError
+    in a forward with gradients on a text that it did not generate.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.known: dict[tuple[int, ...], NDArray[Any]] = {}
+        """(length, layers, K) by the tokens of prompt and completion, as `Routes.from_rollout` takes it."""
+        self._generates = False
+        self._replay = ExitStack()
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def generate(self, generate: Callable[..., Tensor], **inputs: Any) -> Tensor:
+        """`generate(**inputs)`, of `input_ids`, `attention_mask` and `generation_config`, recorded."""
+        if not self.model.training:
+            return generate(**inputs)
+        self._generates = True
+        try:
+            with record_routes(self.model) as routes:
+                sequences_BS = generate(**inputs | {"use_cache": True})  # so that each token is routed once
+        finally:
+            self._generates = False
+        mask_BS = _mask(sequences_BS, inputs["attention_mask"], inputs["generation_config"].eos_token_id)
+        arrays = routes.to_rollout(mask_BS.cpu())
+        self.known = dict(zip(_texts(sequences_BS, mask_BS), arrays, strict=True))
+        return sequences_BS
+
+    def _begin(self, model: nn.Module, _: Any, inputs: dict[str, Any]) -> None:
+        if self._generates or not self.known:
+            return
+        found = [self.known.get(text) for text in _texts(inputs["input_ids"], inputs["attention_mask"])]
+        arrays = [array for array in found if array is not None]
+        if len(arrays) == len(found):
+            routes = Routes.from_rollout(arrays, inputs["attention_mask"].cpu())
+            self._replay.enter_context(replaying_routes(model, routes))
+        elif model.training and torch.is_grad_enabled():
+            raise UserError(
+                f"replay_routes=True: {len(found) - len(arrays)} of {len(found)} sequences to learn from were not "
+                "generated by the last call of generate: leave it out for tools, other rollouts and masked completions."
+            )
+
+    def _end(self, *_: Any) -> None:
+        self._replay.close()
+
+
+def _texts(ids_BS: Tensor, mask_BS: Tensor) -> list[tuple[int, ...]]:
+    """The tokens of each sequence, without padding."""
+    return [tuple(ids_S[mask_S.bool()].tolist()) for ids_S, mask_S in zip(ids_BS.cpu(), mask_BS.cpu(), strict=True)]
+
+
+def _mask(sequences_BS: Tensor, prompt_mask_BP: Tensor, eos: int | list[int]) -> Tensor:
+    """int64 (B, S): 1 for the prompts' tokens, and for those of completions up to the first that ends one."""
+    completions = sequences_BS[:, prompt_mask_BP.shape[1] :]
+    is_end = torch.isin(completions, torch.tensor(eos, device=completions.device)).long()
+    return torch.cat([prompt_mask_BP, (is_end.cumsum(1) - is_end == 0).long()], dim=1)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from toolkit.experts.hosts.loop.libraries import libraries
 from toolkit.experts.hosts.spreading.foreign import in_order_of_slots
 from toolkit.experts.layer.grouped_mm import padded_places
 
@@ -118,17 +119,12 @@ def _one_by_one(part: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Ten
 
 
 def why_no_experts(model: nn.Module) -> str:
-    """One sentence on a model without experts that can be spread: what was found, and what to do instead."""
+    """Return a sentence on a model without experts that can be spread: what was found, and what to do instead."""
+    for library in libraries():
+        if reason := library.why_no_experts(model):
+            return reason
     found = [each for each in model.named_modules() if _experts_named(each[1])]
     kind = type(model).__name__
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "parameter_name"):
-            wrapped: Any = module
-            return (
-                f"adapters of {wrapped.parameter_name!r} of the experts at {name!r} "
-                f"({type(wrapped.get_base_layer()).__name__}) are not supported, because PEFT hides how these "
-                "experts are called: use adapters of attention, or call accelerator.prepare instead of ExpertParallel."
-            )
     if not found:
         return (
             f"model {kind} has no experts that are stacked tensors: give the module that holds them num_experts, "

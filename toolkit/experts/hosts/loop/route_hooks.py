@@ -5,7 +5,7 @@
     with replay_routes(model, routes):                 # or Routes.from_rollout(output.routed_experts, attention_mask)
         model(**batch).loss.backward()
 
-A router of transformers is not asked what it is: while its block runs up to the experts, the call of `torch.topk` that
+A router that is not ours is not asked what it is: while its block runs up to the experts, the call of `torch.topk` that
 chooses them returns the given ids, with the scores at these. So its own code computes their weights as ever, with
 softmax or sigmoid, before or after the choice, normalised and scaled.
 """
@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.errors import UserError
 from toolkit.experts.dynamic.dynamic_router import DynamicRouter
-from toolkit.experts.hosts.spreading.adapters import has_fused_tables
-from toolkit.experts.hosts.spreading.foreign import num_experts, outside_wrappers
-from toolkit.experts.hosts.transformers.anatomy import experts_modules
+from toolkit.experts.hosts.loop.adapted_experts import has_fused_tables
+from toolkit.experts.hosts.spreading.foreign import experts_modules, num_experts, outside_wrappers
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
 from toolkit.experts.layer.router import ExpertChoiceRouter
@@ -113,21 +112,11 @@ def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
 
 
 def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
-    """Returns those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute` routes
+    """Return those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute` routes
     once."""
-    return {name: _hook_of_block(name, experts, model) for name, experts in _foreign_experts(model).items()}
-
-
-def _foreign_experts(model: nn.Module) -> dict[str, nn.Module]:
-    ours = tuple(f"{name}." if name else "" for name, module in model.named_modules() if isinstance(module, MoE))
-    spread = {name: module for name, module in model.named_modules() if "expert_stack" in vars(module)}
     fused = {name: module for name, module in model.named_modules() if has_fused_tables(module)}
-    found = experts_modules(model) | spread | fused
-    return {
-        name: module
-        for name, module in found.items()
-        if not (isinstance(module, MoE) or (ours and name.startswith(ours)))
-    }
+    found = experts_modules(model) | fused
+    return {name: _hook_of_block(name, experts, model) for name, experts in found.items()}
 
 
 def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
@@ -189,7 +178,7 @@ def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> 
 
 
 class _BlockWatch:
-    """Records and gives the choices of a block of transformers, from its beginning to the call of its experts."""
+    """Records and gives the choices of a block that is not ours, from its beginning to the call of its experts."""
 
     def __init__(self, hook: RouteHook, experts: int):
         self.hook, self.experts = hook, experts

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.libraries import library_that_multiplies
 from toolkit.experts.hosts.loop.parameter_groups import parameter_groups
-from toolkit.experts.hosts.transformers.anatomy import experts_modules, routers
-from toolkit.experts.hosts.transformers.kernel import projections
+from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.config.adapters import AdapterOptions
 
@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int = 0) -> nn.Module:
-    """`model` as it is to be trained: in a model of PEFT with low-rank adapters, whose initial values depend on `seed`
-    alone, and everything else frozen; or as it is, with rank 0.
+    """Return `model` as it is to be trained. Call it before experts are spread and routers watched.
 
     Adapters of experts are of their stacked matrices, those of attention of its linear layers. A router that is trained
-    is saved with the adapters. Call it before experts are spread and routers watched. Raises UserError where PEFT is
-    missing, or the model has nothing of the kind.
+    is saved with the adapters.
+
+    Args:
+        model: What is adapted, in place.
+        options: Which adapters there are; with `lora_rank` 0 there are none, and `model` itself is trained.
+        seed: What the initial values of adapters depend on, alone.
+
+    Returns:
+        A model of PEFT with low-rank adapters and everything else frozen; or `model`, with rank 0.
+
+    Raises:
+        UserError: PEFT is missing, or the model has nothing of the kind.
     """
     if options.lora_rank == 0:
         if options.freeze_router:
@@ -36,8 +45,8 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int =
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
         raise UserError(
-            f"--lora-rank {options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
-            "train all weights with --lora-rank 0."
+            f"lora_rank={options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
+            "train all weights with lora_rank=0."
         ) from None
     config = LoraConfig(
         r=options.lora_rank,
@@ -54,7 +63,7 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int =
 
 
 def _attention_layers(model: nn.Module) -> list[str]:
-    """Names, from the attention's own on, of the linear layers of attention."""
+    """Return the names, from the attention's own on, of the linear layers of attention."""
     found = {
         f"{_in_layer(name)}.{child}": None
         for name, module in model.named_modules()
@@ -64,22 +73,23 @@ def _attention_layers(model: nn.Module) -> list[str]:
     }
     if not found:
         raise UserError(
-            f"--lora-attention: model {type(model).__name__} has no attention with linear layers: leave it out."
+            f"lora_attention=True: model {type(model).__name__} has no attention with linear layers: leave it out."
         )
     return list(found)
 
 
 def _expert_matrices(model: nn.Module) -> list[str]:
-    """Names, from the layer on, of the stacked matrices of experts."""
+    """Return the names, from the layer on, of the stacked matrices of experts."""
     found = {
         f"{_in_layer(name)}.{matrix}": None
         for name, module in experts_modules(model).items()
-        for matrix in projections(module)
+        if (library := library_that_multiplies(module)) is not None
+        for matrix in library.projections(module)
     }
     if not found:
         raise UserError(
-            f"--lora-experts: model {type(model).__name__} has no stacked experts that adapters are known for: "
-            "add --no-lora-experts."
+            f"lora_experts=True: model {type(model).__name__} has no stacked experts that adapters are known for: "
+            "take lora_experts=False."
         )
     return list(found)
 
@@ -90,5 +100,5 @@ def _router_modules(model: nn.Module) -> list[str]:
 
 
 def _in_layer(name: str) -> str:
-    """The part of a name behind the number of its layer: `mlp.experts` of `model.layers.3.mlp.experts`."""
+    """Return the part of a name behind the number of its layer: `mlp.experts` of `model.layers.3.mlp.experts`."""
     return re.split(r"(?:^|\.)\d+\.", name)[-1]

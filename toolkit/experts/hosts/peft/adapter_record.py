@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,8 @@ def _norms(parameter: Tensor) -> Tensor:
     return norms_E.double()
 
 
-def write_records(folder: str | os.PathLike[str], records: dict[str, dict[str, Any]]) -> None:
-    """Beside each adapter, where PEFT saves it: `default` in `folder`, others below it."""
+def write_records(records: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Write `records` beside each adapter, where PEFT saves it: `default` in `folder`, others below it."""
     for adapter, record in records.items():
-        place = Path(folder) if adapter == "default" else Path(folder) / adapter
+        place = folder if adapter == "default" else folder / adapter
         (place / NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

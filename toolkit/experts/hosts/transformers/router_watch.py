@@ -1,7 +1,7 @@
-"""The experts modules of a transformers model, and their routers.
+"""What the routers of a transformers model decide, for `RouterPenalty`.
 
-No model family is named: an experts module is what `toolkit.experts.hosts.spreading.foreign` describes, and its router the sibling with
-one weight row per expert, which returns (logits, weights, ids).
+No model family is named: experts and routers are what `toolkit.experts.hosts.spreading.foreign` finds, and a router returns (logits,
+weights, ids).
 """
 
 from __future__ import annotations
@@ -12,46 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.spreading.foreign import has_stacked_parameters, num_experts, outside_wrappers
+from toolkit.experts.hosts.spreading.foreign import routers, rows_of_router
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.router import Routing
 from toolkit.experts.routing.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
 from toolkit.experts.routing.routing_log import Choices
-
-
-def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of `model` that hold stacked experts, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if has_stacked_parameters(module) and _router_rows(module) is None
-    }
-
-
-def _router_rows(module: nn.Module) -> int | None:
-    """How many experts `module` chooses among, if it is a router."""
-    weight = getattr(module, "weight", None)
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
-
-
-def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The router of each experts module, by the name of the experts module.
-
-    Raises UserError where a mixture has no sibling that could be its router.
-    """
-    found = {}
-    for name, experts in experts_modules(model).items():
-        block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
-        beside: list[Any] = list(block.children())
-        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
-        candidates = [m for m in children if _router_rows(m) == num_experts(experts)]
-        if len(candidates) != 1:
-            raise UserError(
-                f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
-                "that could be their router: use a model whose mixture has one router with a weight row per expert."
-            )
-        found[name] = candidates[0]
-    return found
 
 
 class RouterWatch:
@@ -59,7 +24,7 @@ class RouterWatch:
 
     def __init__(self, name: str, router: nn.Module):
         self.name, self.module = name, router
-        self.num_choices = _router_rows(router) or 0
+        self.num_choices = rows_of_router(router) or 0
         """Experts, over all ranks."""
         self.sigmoid = hasattr(router, "e_score_correction_bias")
         self.routing: Routing | None = None

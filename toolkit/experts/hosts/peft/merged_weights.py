@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.transformers.saving import write_pretrained
+from toolkit.experts.hosts.loop.pretrained_files import write_pretrained
 from toolkit.experts.state.state_dict import Gatherer
 
 

@@ -1,0 +1,88 @@
+"""What is changed of other libraries' objects where experts are trained: listed, and undone.
+
+By `engine.py`:
+
+- an `Accelerator`'s `clip_grad_norm_` (the norm of one rank's experts is not the model's) and `get_state_dict` (it
+  would have the experts of one rank); `save_state` and `load_state` are refused by their hooks, for the same reason;
+- `save_pretrained` of a model's modules, which is refused likewise, and `load_adapter`, which may read names;
+- the steps of an optimizer: gradients are averaged and replicas compared before, replicas refreshed and experts moved
+  after each;
+- gradients of experts, which are averaged in the backward over the ranks that have them;
+- `require_forward_param_sync` of `DistributedDataParallel` in `join`: ranks with other numbers of forwards.
+
+By `prepared_optimizer.py`: an optimizer's state dict, which says whose rows it has.
+
+By `transformers/expert_trainer.py`: `prepare` of a Trainer's `Accelerator`, which spreads the experts, and its model's
+`save_pretrained` and `generate`.
+
+What makes a model one whose experts are on several ranks is not undone, because their rows are there: the `forward` of
+its experts modules (`spread.py`, `adapted_experts.py`, `peft/adapter_rows.py`), hooks of its modules (`route_hooks.py`,
+`toolkit.experts.routing.model_inputs`), and what DDP and FSDP2 have made of the rest (`toolkit.experts.parallel`). One hook for all
+optimizers of a process stays, too: it refuses steps of experts that nobody averages (`prepared_optimizer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+
+class Removable(Protocol):
+    """A hook that was registered, as torch's `RemovableHandle`."""
+
+    def remove(self) -> None: ...
+
+
+class Replaced(NamedTuple):
+    """An attribute of another library's object that is ours now."""
+
+    target: Any
+    name: str
+    is_own: bool
+    """Whether `target` had it itself, rather than from its class."""
+    original: Any
+
+    def remove(self) -> None:
+        """Give `target` what it had."""
+        if self.is_own:
+            setattr(self.target, self.name, self.original)
+        else:
+            delattr(self.target, self.name)
+
+
+class Undo(NamedTuple):
+    """A hook that is removed by calling `remove`."""
+
+    remove: Callable[[], None]
+
+
+class Patches:
+    """A list of replaced attributes and hooks, which `undo` and the end of a `with` take back, the last one first."""
+
+    def __init__(self) -> None:
+        self.made: list[Removable] = []
+
+    def replace(self, target: Any, name: str, value: Any) -> Any:
+        """Set the attribute `name` of `target` to `value`; returns what it was."""
+        original = getattr(target, name)
+        self.made.append(Replaced(target, name, name in vars(target), original))
+        setattr(target, name, value)
+        return original
+
+    def keep(self, *hooks: Removable) -> None:
+        """Put hooks that were registered on the list."""
+        self.made += hooks
+
+    def undo(self) -> None:
+        """Take back everything on the list. A second call does nothing."""
+        while self.made:
+            self.made.pop().remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
