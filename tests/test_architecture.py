@@ -70,7 +70,17 @@ FENCES = {
 }
 """A library -> where in `toolkit/` it may be imported."""
 ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers", "ray"}
-OF_THE_EXPERTS = {"torch", "numpy", "jaxtyping", "pydantic", "safetensors", "scipy", "networkx", "lazy_loader", "toolkit"}
+OF_THE_EXPERTS = {
+    "torch",
+    "numpy",
+    "jaxtyping",
+    "pydantic",
+    "safetensors",
+    "scipy",
+    "networkx",
+    "lazy_loader",
+    "toolkit",
+}
 """What `toolkit/experts/` imports, its hosts apart."""
 FLAGS_ARE_KNOWN_TO = ("toolkit.commands", "toolkit.train", "toolkit.run", "toolkit.errors")
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}

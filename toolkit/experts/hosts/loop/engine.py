@@ -28,12 +28,12 @@ from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.compat import is_marked_as_prepared
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.hosts.loop.join import join_forwards
-from toolkit.experts.hosts.loop.libraries import libraries
 from toolkit.experts.hosts.loop.patches import Patches, Undo
 from toolkit.experts.hosts.loop.prepared_optimizer import OnlyOptimizer, fit_optimizer, load_only_own_states
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.hosts.loop.route_hooks import hook_blocks
 from toolkit.experts.hosts.spreading.foreign import num_experts
+from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.hosts.spreading.spread import PlacementOf, require_experts, spread_experts
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack

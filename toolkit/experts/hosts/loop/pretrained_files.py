@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.libraries import libraries
+from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.parallel.collectives import on_main
 from toolkit.experts.state.state_dict import Gatherer, read_names
 

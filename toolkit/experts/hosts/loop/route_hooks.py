@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.errors import UserError
 from toolkit.experts.dynamic.dynamic_router import DynamicRouter
-from toolkit.experts.hosts.loop.adapted_experts import has_fused_tables
+from toolkit.experts.hosts.spreading.adapted_experts import has_fused_tables
 from toolkit.experts.hosts.spreading.foreign import experts_modules, num_experts, outside_wrappers
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying

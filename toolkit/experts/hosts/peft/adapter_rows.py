@@ -21,9 +21,9 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.libraries import Library, library_that_multiplies
 from toolkit.experts.hosts.peft.adapter_record import describe_adapters, write_records
 from toolkit.experts.hosts.spreading.foreign import LowRank
+from toolkit.experts.hosts.spreading.libraries import Library, library_that_multiplies
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.state.state_dict import rows_of
 

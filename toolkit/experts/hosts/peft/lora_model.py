@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.libraries import library_that_multiplies
 from toolkit.experts.hosts.loop.parameter_groups import parameter_groups
 from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
+from toolkit.experts.hosts.spreading.libraries import library_that_multiplies
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.config.adapters import AdapterOptions
 

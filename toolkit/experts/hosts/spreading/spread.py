@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.adapted_experts import adapt_experts, why_no_experts
-from toolkit.experts.hosts.loop.libraries import libraries
+from toolkit.experts.hosts.spreading.adapted_experts import adapt_experts, why_no_experts
 from toolkit.experts.hosts.spreading.contract import check_experts
 from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
+from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import apply_gate, has_default_gate, register_experts_function
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.libraries import Library
 from toolkit.experts.hosts.spreading.foreign import LowRank, in_order_of_slots, slots_of_rows
+from toolkit.experts.hosts.spreading.libraries import Library
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from toolkit.experts.hosts.loop.libraries import libraries
 from toolkit.experts.hosts.spreading.foreign import in_order_of_slots
+from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.grouped_mm import padded_places
 
 
