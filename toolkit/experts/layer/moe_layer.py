@@ -18,11 +18,11 @@ from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack_state import hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices
-from toolkit.experts.state.state_dict import refuse_partial_state_dict, take_rows
 from toolkit.run.config.experts import InitialPlacement
 from toolkit.run.config.router import RouterOptions
 
@@ -54,8 +54,7 @@ class MoE(nn.Module):
         """Of the last forward; the losses read it."""
         self.sequence_length: int | None = None
         """S, where the last forward's input was (..., S, D)."""
-        self.register_state_dict_pre_hook(refuse_partial_state_dict)
-        self.register_load_state_dict_pre_hook(take_rows)
+        hook_state(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the routing, whose tensors are in the graph of the last forward."""

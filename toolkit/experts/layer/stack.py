@@ -19,6 +19,7 @@ from toolkit.experts.layer.dispatch.order import SlotOrder
 from toolkit.experts.parallel.gradients import average_in_backward, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.parallel.rows_in_files import RowsInFiles
 from toolkit.experts.parallel.unwrapping import unwrapped
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
@@ -41,8 +42,19 @@ class ExpertStack:
     and of each experts module under transformers' own expert parallelism.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: ExpertPlacement, groups: ExpertGroups):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        placement: ExpertPlacement,
+        groups: ExpertGroups,
+        *,
+        in_files: Mapping[str, RowsInFiles] | None = None,
+    ):
         self._parameters = dict(parameters)
+        self._in_files = dict(in_files or {})
+        """Of parameters that are not stacked in files."""
+        self.only_names_are_read = False
+        """Whether whoever reads the state dict of the module reads no more of it than names."""
         self.groups = groups
         self.dispatcher = make_dispatcher(placement, groups)
         self.log = RoutingLog(placement.num_experts, groups)
@@ -61,9 +73,6 @@ class ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""
         other = memo[id(self)] = object.__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        for name, parameter in self.parameters.items():
-            if hasattr(parameter, "as_saved"):  # torch copies no attributes of parameters
-                other.parameters[name].as_saved = parameter.as_saved  # type: ignore[attr-defined]
         other.is_known_to_stay = False
         self.copies.add(other)
         return other
@@ -120,6 +129,16 @@ class ExpertStack:
     @property
     def placement(self) -> ExpertPlacement:
         return self.dispatcher.placement
+
+    def in_files(self, name: str) -> RowsInFiles:
+        """Returns how files have the rows of the parameter `name`."""
+        return self._in_files.get(name, "stacked")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether rows on this rank are not all experts, or in another order or form than in files."""
+        in_order = self.placement.slots == (tuple(range(self.num_experts)),)
+        return self.groups.ep_size > 1 or not in_order or any(form != "stacked" for form in self._in_files.values())
 
     @property
     def slots(self) -> int:
@@ -207,13 +226,14 @@ class ExpertStack:
         """Declare which rows this rank owns, under the ids of their experts."""
         groups = self.storage_groups
         stored = self.stored(self.placement)
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
             mark_owned(
                 parameter,
                 row_ids=stored.slots[groups.ep_rank],
                 groups=groups,
                 rows_of_ranks=stored.slots if stored.has_replicas else None,
                 holder=self,
+                in_files=self.in_files(name),
             )
 
 

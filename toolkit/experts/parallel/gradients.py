@@ -51,36 +51,35 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
     """
     ownership = ownership_of(parameter)
     assert ownership is not None
-    if has_averaging_hooks(parameter):
+    if ownership.averaging:
         raise RuntimeError("the gradient of this parameter is averaged in the backward already")
     groups = ownership.groups
 
     def complete(parameter: Tensor) -> None:
         if parameter.grad is None:
             return
-        parameter.awaits_average = not is_synchronising()  # type: ignore[attr-defined]
-        if not parameter.awaits_average:  # type: ignore[attr-defined]
+        record = ownership_of(parameter)  # of now: a migration makes a new one
+        assert record is not None
+        record.awaits_average = not is_synchronising()
+        if not record.awaits_average:
             average_owned_gradients([parameter], groups.expert_dp_size)
 
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen one takes no hooks
-    hooks = (
+    ownership.averaging = (
         parameter.register_hook(lambda grad: grad / groups.ep_size),
         parameter.register_post_accumulate_grad_hook(complete),
     )
     parameter.requires_grad_(is_trained)
-    parameter.averaging_hooks = hooks  # type: ignore[attr-defined]
-
-
-def has_averaging_hooks(parameter: Tensor) -> bool:
-    """Whether `average_in_backward` was called for `parameter`."""
-    return hasattr(parameter, "averaging_hooks")
 
 
 def stop_averaging(parameter: Tensor) -> None:
     """Remove the hooks of `average_in_backward`, where `parameter` has them."""
-    for hook in vars(parameter).pop("averaging_hooks", ()):
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    for hook in ownership.averaging:
         hook.remove()
+    ownership.averaging = ()
 
 
 def average_accumulated(parameters: Iterable[Tensor]) -> None:
@@ -88,11 +87,10 @@ def average_accumulated(parameters: Iterable[Tensor]) -> None:
     skipped their layer: no backward has. To be called before gradients are clipped, and before the step. A collective,
     on ranks that have used the same ones."""
     for parameter in parameters:
-        if not getattr(parameter, "awaits_average", False):
-            continue
-        parameter.awaits_average = False  # type: ignore[attr-defined]
         ownership = ownership_of(parameter)
-        assert ownership is not None
+        if ownership is None or not ownership.awaits_average:
+            continue
+        ownership.awaits_average = False
         if parameter.grad is not None:  # else it was dropped
             average_owned_gradients([parameter], ownership.groups.expert_dp_size)
 

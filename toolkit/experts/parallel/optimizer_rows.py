@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from toolkit.compat import set_data_of_other_shape
 from toolkit.errors import UserError
 from toolkit.experts.parallel.ownership import in_use, is_owned, mark_rows_in_use, ownership_of
+from toolkit.experts.parallel.rows_in_files import as_in_files
 from toolkit.experts.parallel.unwrapping import unwrapped
 
 ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
@@ -133,11 +134,15 @@ def has_stepped(optimizer: Optimizer) -> bool:
     return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
 
 
-def fit_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    """Give states that `optimizer` was made with the rows that `parameter` has since. It must not have stepped."""
+def fit_states(optimizer: Optimizer, parameter: nn.Parameter, experts: int) -> None:
+    """Gives states that `optimizer` was made with the rows that `parameter`, of so many `experts`, has since. It must
+    not have stepped."""
     state = unwrapped(optimizer).state.get(parameter, {})
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    rows = torch.empty(experts, *parameter.shape[1:], device="meta")
+    shape = as_in_files(rows, ownership.in_files).shape
     for key, value in state.items():
-        shape = getattr(parameter, "shape_when_made", None)
         if (
             isinstance(value, Tensor)
             and value.ndim

@@ -21,7 +21,7 @@ Each line is a test in `tests/traps/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -30,8 +30,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.rows_in_files import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 
@@ -52,9 +55,15 @@ class RowsOfRanks(NamedTuple):
     """How many of them each rank has."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ownership:
-    """What is attached to an owned parameter."""
+    """All that is known of an owned parameter: whose its rows are, and what has been made of it for training.
+
+    It is the one attribute that is put on a parameter. A mapping beside the parameters would have to follow them
+    through `copy.deepcopy`, pickling and sharding; torch drops attributes there, and whoever holds the rows marks the
+    new parameter (`RowHolder`). Where rows are is never changed in place: `mark_owned` makes a new record, which
+    carries on what training has made of the parameter.
+    """
 
     row_ids: tuple[int, ...]
     """The uid of what each row along dimension 0 holds, or `EMPTY_ROW`."""
@@ -62,10 +71,21 @@ class Ownership:
     rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
     """The row ids of every rank of the EP group, where some rows have replicas on other ranks; else None."""
     holder: RowHolder | None = None
+    in_files: RowsInFiles = "stacked"
+    """How files have the rows of all ranks."""
+
+    rows_in_use: int | None = None
+    """Rows after the first so many are zero and get no gradient; None: all are in use."""
+    averaging: tuple[RemovableHandle, ...] = ()
+    """The hooks that average its gradient in the backward, see `gradients.average_in_backward`."""
+    awaits_average: bool = False
+    """Whether micro-batches accumulated a gradient that no backward has averaged yet."""
+    optimizer: Callable[[], Optimizer | None] | None = None
+    """Gives the one optimizer that may step it; None: any may."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without its holder, which holds the parameter, and marks it again when it is loaded."""
-        return Ownership, (self.row_ids, self.groups, self.rows_of_ranks)
+        return Ownership, (self.row_ids, self.groups, self.rows_of_ranks, None, self.in_files)
 
     @cached_property
     def owner_of(self) -> dict[int, int]:
@@ -125,37 +145,53 @@ def mark_owned(
     groups: ExpertGroups,
     rows_of_ranks: Sequence[Sequence[int]] | None = None,
     holder: RowHolder | None = None,
+    in_files: RowsInFiles = "stacked",
 ) -> None:
-    """Declare that this rank, and its expert data-parallel group, owns the rows of `parameter`; uids are `row_ids`.
+    """Declares that this rank, and its expert data-parallel group, owns the rows of `parameter`.
 
-    `rows_of_ranks`: what every rank of the EP group holds; needed where rows have replicas there.
-    Raises ValueError where `row_ids` are not one for each row.
+    Args:
+        parameter: Has a row along dimension 0 for each of `row_ids`.
+        row_ids: The uid of what each row holds, or `EMPTY_ROW`.
+        groups: The ranks among which rows are spread.
+        rows_of_ranks: What every rank of the EP group holds; needed where rows have replicas there.
+        holder: Decides which rows ranks hold, when a checkpoint is read.
+        in_files: How files have the rows of all ranks.
+
+    Raises:
+        ValueError: Where `row_ids` are not one for each row.
     """
     if len(row_ids) != len(local_rows(parameter)):
         raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
-    parameter.ownership = Ownership(tuple(row_ids), groups, everywhere, holder)  # type: ignore[attr-defined]
+    record = Ownership(tuple(row_ids), groups, everywhere, holder, in_files)
+    if (before := ownership_of(parameter)) is not None:
+        record.rows_in_use, record.optimizer = before.rows_in_use, before.optimizer
+        record.averaging, record.awaits_average = before.averaging, before.awaits_average
+    parameter.ownership = record  # type: ignore[attr-defined]
+
+
+def ownership_of(parameter: Tensor) -> Ownership | None:
+    """Returns how `parameter` is owned, or None where every rank has a replica."""
+    return getattr(parameter, "ownership", None)
 
 
 def mark_rows_in_use(parameter: Tensor, rows: int | None) -> None:
-    """Declare that rows of `parameter` after the first `rows` are zero and get no gradient; None: that all are in use.
+    """Declares that rows of an owned `parameter` after the first `rows` are zero and get no gradient; None: that all
+    are in use.
 
     Norms, clipping and averages of gradients then read the rows in use alone, and so do steps under
     `toolkit.experts.parallel.optimizer_rows.RowsInUse`. Whoever puts something into another row says so before the next
     step.
     """
-    parameter.rows_in_use = rows  # type: ignore[attr-defined]
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    ownership.rows_in_use = rows
 
 
 def in_use(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The rows in use of `tensor`, which is `parameter`, its gradient or a state of it."""
-    rows = getattr(parameter, "rows_in_use", None)
-    return tensor if rows is None else tensor[:rows]
-
-
-def ownership_of(parameter: Tensor) -> Ownership | None:
-    """How `parameter` is owned, or None where every rank has a replica."""
-    return getattr(parameter, "ownership", None)
+    """Returns the rows in use of `tensor`, which is `parameter`, its gradient or a state of it."""
+    ownership = ownership_of(parameter)
+    return tensor if ownership is None or ownership.rows_in_use is None else tensor[: ownership.rows_in_use]
 
 
 def is_owned(parameter: Tensor) -> bool:

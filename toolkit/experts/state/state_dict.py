@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import is_main
-from toolkit.experts.placement.placement import EMPTY_ROW
-
-_names_are_read = ContextVar("names_are_read", default=False)
+from toolkit.experts.parallel.rows_in_files import as_in_files
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -32,52 +25,9 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def is_spread(model: nn.Module) -> bool:
     """Whether this rank has a part of `model` only, or has its experts in another order or shape than in files."""
-    return any(map(_is_part, expert_stacks(model).values())) or any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001
-    """To be registered with `register_state_dict_pre_hook` of a module with an `expert_stack`.
-
-    Raises UserError where the experts of this rank, in the order of its slots, would be taken for all of them. Whoever
-    passes `keep_vars` asks for the parameters that are here, and gets them.
-    """
-    if not keep_vars and not _names_are_read.get() and _is_part(vars(module)["expert_stack"]):
-        raise UserError(
-            "model.state_dict() would have the experts of this rank, in the order of its slots: "
-            "call whole_state_dict(model) of toolkit.experts.state.state_dict on every rank."
-        )
-
-
-def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """To be registered with `register_load_state_dict_pre_hook` of a module with an `expert_stack`.
-
-    Of experts as files have them, all in order of ids, it takes those of this rank's slots.
-    """
-    stack: ExpertStack = vars(module)["expert_stack"]
-    stacked = {id(parameter) for parameter in stack.parameters.values() if not hasattr(parameter, "as_saved")}
-    for name, parameter in module.named_parameters():
-        whole = state.get(prefix + name)
-        if id(parameter) in stacked and whole is not None and len(whole) == stack.num_experts:
-            state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
-
-
-def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
-    """The rows of `experts`, zeros for an empty slot."""
-    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
-    rows = stacked.index_select(0, index)
-    for slot, expert in enumerate(experts):
-        if expert == EMPTY_ROW:
-            rows[slot].zero_()
-    return rows
-
-
-def read_names(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`call(*args, **kwargs)`, which reads no more of state dicts than names, as PEFT does when it loads adapters."""
-    token = _names_are_read.set(True)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        _names_are_read.reset(token)
+    return any(stack.is_part for stack in expert_stacks(model).values()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
 
 
 class Gatherer:
@@ -85,10 +35,10 @@ class Gatherer:
 
     def __init__(self, model: nn.Module):
         self._place_of = {
-            id(parameter): (stack, parameter)
+            id(parameter): (stack, name)
             for stack in expert_stacks(model).values()
-            for parameter in stack.parameters.values()
-            if _is_part(stack)
+            for name, parameter in stack.parameters.items()
+            if stack.is_part
         }
 
     @torch.no_grad()
@@ -103,16 +53,10 @@ class Gatherer:
             state[name] = whole
 
 
-def _is_part(stack: ExpertStack) -> bool:
-    """Whether rows on this rank are not all experts, or in another order or shape than in files."""
-    reshaped = any(hasattr(parameter, "as_saved") for parameter in stack.parameters.values())
-    return stack.groups.ep_size > 1 or reshaped or stack.placement.slots != (tuple(range(stack.num_experts)),)
-
-
 @torch.no_grad()
-def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None:
+def gather_experts(stack: ExpertStack, name: str) -> Tensor | None:
     """(E, ...) by expert id, as in files, in main memory of rank 0; None elsewhere. A collective of its EP group."""
-    groups, placement = stack.groups, stack.placement
+    groups, placement, parameter = stack.groups, stack.placement, stack.parameters[name]
     if not groups.is_in_first_group:
         return None
     rank = groups.ep_rank
@@ -133,4 +77,4 @@ def gather_experts(stack: ExpertStack, parameter: nn.Parameter) -> Tensor | None
             dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
             whole[[expert for _, expert in held]] = rows.cpu()
-    return parameter.as_saved(whole) if hasattr(parameter, "as_saved") else whole
+    return as_in_files(whole, stack.in_files(name))

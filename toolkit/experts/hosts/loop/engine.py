@@ -37,20 +37,20 @@ from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.hosts.spreading.spread import PlacementOf, require_experts, spread_experts
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.layer.stack_state import only_names_are_read
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.parallel.gradients import (
     average_accumulated,
     clip_grad_norm_,
-    has_averaging_hooks,
     refresh_replicas,
 )
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.ownership import is_owned
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.parallel.prepare import Dense, prepare, refuse_meta
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
-from toolkit.experts.state.state_dict import is_spread, read_names, whole_state_dict
+from toolkit.experts.state.state_dict import is_spread, whole_state_dict
 from toolkit.run.config.experts import InitialPlacement
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ class ExpertParallel:
             stack.average_in_backward(lambda: accelerator.sync_gradients)
             self.patches.keep(Undo(stack.stop_averaging))
         for name, parameter in model.named_parameters():
-            if is_owned(parameter) and not has_averaging_hooks(parameter):
+            if (owned := ownership_of(parameter)) is not None and is_owned(parameter) and not owned.averaging:
                 raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
 
     def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -369,7 +369,7 @@ class ExpertParallel:
             if hasattr(type(module), "save_pretrained"):
                 self.patches.replace(module, "save_pretrained", refuse_weights)
             if hasattr(type(module), "load_adapter"):
-                self.patches.replace(module, "load_adapter", partial(read_names, module.load_adapter))
+                self.patches.replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
 
     # --- while training -----------------------------------------------------------------------------------------
 
@@ -431,3 +431,9 @@ def _refuse_schedulers(accelerator: Accelerator, objects: Iterable[Any]) -> None
                 "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
                 "after optimizer.step() where accelerator.sync_gradients is True."
             )
+
+
+def _load_adapter(of_peft: Any, *args: Any, **kwargs: Any) -> Any:
+    """`load_adapter` of a model whose experts are spread: PEFT reads the names of state dicts in it."""
+    with only_names_are_read(of_peft.__self__):
+        return of_peft(*args, **kwargs)

@@ -6,8 +6,8 @@ Another optimizer that steps them, and the state of another rank's experts, are 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.parallel.optimizer_rows import fit_states, has_stepped
-from toolkit.experts.parallel.ownership import is_owned
-
-_numbers = itertools.count()
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
 
 def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
@@ -36,7 +34,7 @@ def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> No
                     f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
                     "make it from model.parameters()."
                 )
-            fit_states(optimizer, parameter)
+            fit_states(optimizer, parameter, stack.num_experts)
 
 
 class OnlyOptimizer:
@@ -49,16 +47,21 @@ class OnlyOptimizer:
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]):
         _watch_steps()
-        self.optimizer, self.parameters = optimizer, list(parameters)
-        optimizer.prepared_as = next(_numbers)  # type: ignore[attr-defined]
-        for parameter in self.parameters:
-            parameter.prepared_as = optimizer.prepared_as  # type: ignore[attr-defined]
+        self.parameters = list(parameters)
+        self._allow(weakref.ref(optimizer))
 
     def remove(self) -> None:
-        del self.optimizer.prepared_as  # type: ignore[attr-defined]
+        self._allow(None)
+
+    def _allow(self, optimizer: Callable[[], Optimizer | None] | None) -> None:
         for parameter in self.parameters:
-            if not is_owned(parameter):
-                del parameter.prepared_as  # type: ignore[attr-defined]
+            ownership = ownership_of(parameter)
+            assert ownership is not None
+            ownership.optimizer = optimizer or (_nobodys if is_owned(parameter) else None)
+
+
+def _nobodys() -> None:
+    """Stands for an optimizer that is none: of an owned parameter whose gradients nobody averages any more."""
 
 
 @functools.cache
@@ -67,10 +70,10 @@ def _watch_steps() -> None:
 
 
 def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
-    number = getattr(optimizer, "prepared_as", None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if getattr(parameter, "prepared_as", number) != number:
+            ownership = ownership_of(parameter)
+            if ownership is not None and ownership.optimizer is not None and ownership.optimizer() is not optimizer:
                 raise UserError(
                     f"optimizer {type(optimizer).__name__} has experts that ExpertParallel prepared with another "
                     "optimizer, or until it was closed: step that one, before close; for a Trainer, which makes its "

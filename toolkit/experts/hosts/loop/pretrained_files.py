@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.libraries import libraries
+from toolkit.experts.layer.stack_state import only_names_are_read
 from toolkit.experts.parallel.collectives import on_main
-from toolkit.experts.state.state_dict import Gatherer, read_names
+from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.state.state_dict import Gatherer
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
@@ -28,7 +30,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     saves_base = not hasattr(inner, "peft_config")
     state: dict[str, Tensor] = {}
     for name, value in inner.state_dict(keep_vars=True).items():
-        if saves_base or "modules_to_save" in name or hasattr(value, "as_saved") or isinstance(value, DTensor):
+        ownership = ownership_of(value)
+        is_adapter_of_experts = ownership is not None and ownership.in_files != "stacked"
+        if saves_base or "modules_to_save" in name or is_adapter_of_experts or isinstance(value, DTensor):
             gather(state, name, value)
         else:  # PEFT leaves out the experts of the base, and takes what every rank has
             state[name] = value.detach()
@@ -51,7 +55,8 @@ def write_pretrained(
     def write() -> None:
         # Not the instance's own: where the engine has spread experts, that one refuses. PEFT reads names of the
         # state dict of what `modules_to_save` has, and takes the values of `state`.
-        read_names(type(model).save_pretrained, model, folder, state_dict=state, **options)
+        with only_names_are_read(model):
+            type(model).save_pretrained(model, folder, state_dict=state, **options)
         for write_record in records:
             write_record(Path(folder))
 

@@ -34,7 +34,7 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
             plain = name.replace(f".{adapter}.", ".default.")
             if "lora_" not in name or f".{adapter}." not in name:
                 continue
-            if hasattr(parameter, "as_saved"):
+            if ownership_of(parameter) is not None:
                 norms[plain] = _norms(parameter).tolist()
             elif not isinstance(parameter, DTensor):
                 checks[plain] = zlib.crc32(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())

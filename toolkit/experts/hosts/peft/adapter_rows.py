@@ -9,14 +9,12 @@ of an expert is done with those of its adapters.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
@@ -24,8 +22,12 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.peft.adapter_record import describe_adapters, write_records
 from toolkit.experts.hosts.spreading.foreign import LowRank
 from toolkit.experts.hosts.spreading.libraries import Library, library_that_multiplies
+from toolkit.experts.layer.stack_state import rows_of
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.state.state_dict import rows_of
+from toolkit.experts.parallel.rows_in_files import RowsInFiles, stacked
+
+IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
+"""How PEFT saves A, of rank R and for I inputs, as (E * R, I), and B, for O outputs, as (O, R * E)."""
 
 
 class PeftLibrary(Library):
@@ -62,15 +64,15 @@ class PeftLibrary(Library):
             wrapper.__class__ = ParamWrapper
             experts.adapters[wrapper.parameter_name] = wrapper
             for adapter in wrapper.lora_A:
-                for layer, stack in ((wrapper.lora_A[adapter], StackedA), (wrapper.lora_B[adapter], StackedB)):
-                    stack(layer, int(experts.num_experts))
+                for matrix, form in IN_FILES.items():
+                    _stack(getattr(wrapper, matrix)[adapter], form, int(experts.num_experts))
 
-    def adapter_rows(self, experts: nn.Module) -> dict[str, nn.Parameter]:
+    def adapter_rows(self, experts: nn.Module) -> dict[str, tuple[nn.Parameter, RowsInFiles]]:
         wrappers: dict[str, ParamWrapper] = vars(experts).get("adapters", {})
         return {
-            f"{parameter}.{matrix}.{adapter}": layer.weight
+            f"{parameter}.{matrix}.{adapter}": (layer.weight, form)
             for parameter, wrapper in wrappers.items()
-            for matrix in ("lora_A", "lora_B")
+            for matrix, form in IN_FILES.items()
             for adapter, layer in getattr(wrapper, matrix).items()
         }
 
@@ -163,48 +165,14 @@ def _wrappers_of(model: nn.Module, experts: Iterable[nn.Module]) -> dict[str, lo
     }
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
+def _stack(layer: Any, form: RowsInFiles, experts: int) -> None:
+    """Gives the weight of one of PEFT's layers a row per expert, in place; what is loaded as PEFT saves it is stacked
+    likewise."""
+    layer.weight.data = stacked(layer.weight.data, form, experts)
+    layer.register_load_state_dict_pre_hook(partial(_take_rows, form, experts))
 
 
-class _Stacked(ABC):
-    """The weight of one of PEFT's layers, stacked in place; what is loaded as PEFT saves it is stacked likewise."""
-
-    def __init__(self, layer: Any, experts: int):
-        self.experts = experts
-        layer.weight.shape_when_made = layer.weight.shape  # for states that an optimizer has from the start
-        layer.weight.data = self.stacked(layer.weight.data)
-        layer.weight.as_saved = self.as_saved  # for `toolkit.experts.state.state_dict`
-        layer.register_load_state_dict_pre_hook(self._take_rows)
-
-    @abstractmethod
-    def stacked(self, saved: Tensor) -> Tensor:
-        """What PEFT saves, with a row per expert."""
-
-    @abstractmethod
-    def as_saved(self, stacked: Tensor) -> Tensor:
-        """The rows of all experts, as PEFT saves them."""
-
-    def _take_rows(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        saved, ownership = state.get(f"{prefix}weight"), ownership_of(layer.weight)  # type: ignore[arg-type]
-        if saved is not None and saved.ndim == 2 and ownership is not None:
-            state[f"{prefix}weight"] = rows_of(self.stacked(saved), ownership.row_ids)
-
-
-class StackedA(_Stacked):
-    """A matrix A, of rank R and for I inputs. PEFT has the R rows of each expert one after another: (E * R, I)."""
-
-    def stacked(self, saved: Float[Tensor, "ER I"]) -> Float[Tensor, "E R I"]:
-        return saved.view(self.experts, -1, saved.shape[1])
-
-    def as_saved(self, stacked: Float[Tensor, "E R I"]) -> Float[Tensor, "ER I"]:
-        return stacked.flatten(0, 1)
-
-
-class StackedB(_Stacked):
-    """A matrix B, for O outputs and of rank R. PEFT has columns of experts within those of ranks: (O, R * E)."""
-
-    def stacked(self, saved: Float[Tensor, "O RE"]) -> Float[Tensor, "E O R"]:
-        return saved.view(len(saved), -1, self.experts).permute(2, 0, 1).contiguous()
-
-    def as_saved(self, stacked: Float[Tensor, "E O R"]) -> Float[Tensor, "O RE"]:
-        return stacked.permute(1, 2, 0).flatten(1)
+def _take_rows(form: RowsInFiles, experts: int, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    saved, ownership = state.get(f"{prefix}weight"), ownership_of(layer.weight)  # type: ignore[arg-type]
+    if saved is not None and saved.ndim == 2 and ownership is not None:
+        state[f"{prefix}weight"] = rows_of(stacked(saved, form, experts), ownership.row_ids)

@@ -90,14 +90,14 @@ def _unfuse(experts: Any) -> None:
     (part,) = experts.children()
     for table in part.parameters():
         table.data = table.data.view(experts.num_experts, -1, table.shape[1])
-        table.as_saved = _one_after_another  # for `toolkit.experts.state.state_dict`
-    part.num_experts = experts.num_experts
+    part.num_experts, part.is_fused_part = experts.num_experts, True
     part.forward = partial(in_order_of_slots, _one_by_one, part)
     experts.forward = partial(_call_part, experts)
 
 
-def _one_after_another(rows_ESF: Tensor) -> Tensor:
-    return rows_ESF.flatten(0, 1)
+def is_fused_part(experts: nn.Module) -> bool:
+    """Returns whether files have the rows of these experts one after another, in tables that were unfused here."""
+    return vars(experts).get("is_fused_part", False)
 
 
 def _call_part(experts: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

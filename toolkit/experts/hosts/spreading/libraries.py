@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from toolkit.experts.parallel.rows_in_files import RowsInFiles
+
 _registered: dict[str, Callable[[], Library]] = {}
 
 
@@ -31,8 +33,8 @@ class Library:
     def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Turn the adapters of the experts modules `layers` of `model` into rows, one for each expert, in place."""
 
-    def adapter_rows(self, experts: nn.Module) -> dict[str, nn.Parameter]:  # noqa: ARG002
-        """Return the adapters of an experts module by name, as `stack_adapters` stacked them."""
+    def adapter_rows(self, experts: nn.Module) -> dict[str, tuple[nn.Parameter, RowsInFiles]]:  # noqa: ARG002
+        """Return the adapters of an experts module by name, as `stack_adapters` stacked them, and how files have them."""
         return {}
 
     def projections(self, experts: nn.Module) -> tuple[str, ...]:  # noqa: ARG002

@@ -13,15 +13,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.spreading.adapted_experts import adapt_experts, why_no_experts
+from toolkit.experts.hosts.spreading.adapted_experts import adapt_experts, is_fused_part, why_no_experts
 from toolkit.experts.hosts.spreading.contract import check_experts
 from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
 from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack_state import hook_state, rows_of
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.rows_in_files import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
-from toolkit.experts.state.state_dict import refuse_partial_state_dict, rows_of, take_rows
 from toolkit.run.config.experts import InitialPlacement
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
@@ -61,14 +62,13 @@ def spread_experts(
         if not isinstance(module, MoE):
             # A rank without a slot could not call the module, and would be missing in the backward of the exchange.
             place = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in place.slots))
-        parameters = _stacked_parameters(module)
+        parameters, in_files = _stacked_parameters(module)
         for parameter in parameters.values():
             parameter.data = rows_of(parameter.data, place.slots[groups.ep_rank])
-        module.expert_stack = ExpertStack(parameters, place, groups)  # type: ignore[assignment]
+        module.expert_stack = ExpertStack(parameters, place, groups, in_files=in_files)  # type: ignore[assignment]
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
-            module.register_state_dict_pre_hook(refuse_partial_state_dict)
-            module.register_load_state_dict_pre_hook(take_rows)
+            hook_state(module)
     return expert_stacks(model)
 
 
@@ -94,12 +94,15 @@ def _can_be_spread(module: nn.Module) -> bool:
     return len(required) <= 3 <= len(taken)
 
 
-def _stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def _stacked_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, RowsInFiles]]:
+    """Returns the parameters of a layer's experts by name, and how files have those that are not stacked there."""
     holder = module.experts if isinstance(module, MoE) else module
     parameters = dict(holder.named_parameters(recurse=False))
+    in_files: dict[str, RowsInFiles] = dict.fromkeys(parameters, "joined") if is_fused_part(holder) else {}
     for library in libraries():
-        parameters |= library.adapter_rows(holder)
-    return parameters
+        for name, (parameter, form) in library.adapter_rows(holder).items():
+            parameters[name], in_files[name] = parameter, form
+    return parameters, in_files
 
 
 def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
@@ -112,7 +115,7 @@ def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
             is_spread = "expert_stack" in vars(module)
         if is_spread:
             raise UserError(f"the experts at {name!r} are spread over ranks already: prepare a model that is not.")
-        for parameter in _stacked_parameters(module).values():
+        for parameter in _stacked_parameters(module)[0].values():
             first = layer_of.setdefault(id(parameter), name)
             if first != name:
                 raise UserError(
