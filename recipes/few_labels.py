@@ -12,9 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import autoencoder as ae
-import digits as fl
 import toolkit as tk
+from autoencoder.labels import FewLabels
+from digits.affine import AffineRange
+from digits.classifier import ConvolutionalClassifier, WeightAverage
+from digits.consistency import ConsistencyRegularization
+from digits.views import Views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +85,16 @@ def supervised() -> Config:
     return replace(fixmatch_vat(), method="supervised", lr=1e-3, labelled_augment=1.0)
 
 
-def build(config: Config, num_classes: int) -> tuple[fl.ConvolutionalClassifier, tk.Task]:
+def build(config: Config, num_classes: int) -> tuple[ConvolutionalClassifier, tk.Task]:
     """The model and its task."""
     radius = config.smoothness_radius
-    model = fl.ConvolutionalClassifier(num_classes=num_classes, width=config.width, smoothness_radius=radius)
+    model = ConvolutionalClassifier(num_classes=num_classes, width=config.width, smoothness_radius=radius)
     terms: dict[str, float] = {}
     if "fixmatch" in config.method:
         terms |= {"pseudo_label_weight": config.pseudo_label_weight, "confidence": config.confidence}
     if "vat" in config.method:
         terms |= {"smoothness_weight": config.smoothness_weight, "entropy_weight": config.entropy_weight}
-    return model, fl.ConsistencyRegularization(**terms)
+    return model, ConsistencyRegularization(**terms)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -100,16 +103,16 @@ def main(config: Config) -> dict[str, Any]:
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
         vat = "vat" in config.method
-        few = ae.FewLabels(data.train, config.labels, num_classes=data.num_classes, seed=config.seed, directions=vat)
-        views = fl.Views(
+        few = FewLabels(data.train, config.labels, num_classes=data.num_classes, seed=config.seed, directions=vat)
+        views = Views(
             few,
-            labelled=fl.AffineRange().times(config.labelled_augment),
-            weak=fl.AffineRange().times(config.weak_augment),
-            strong=fl.AffineRange().times(config.strong_augment) if "fixmatch" in config.method else None,
+            labelled=AffineRange().times(config.labelled_augment),
+            weak=AffineRange().times(config.weak_augment),
+            strong=AffineRange().times(config.strong_augment) if "fixmatch" in config.method else None,
             blank=config.blank,
             seed=config.seed,
         )
-        usual: dict[str, Any] = {"callbacks": [fl.WeightAverage(config.weight_average)], "augment": views}
+        usual: dict[str, Any] = {"callbacks": [WeightAverage(config.weight_average)], "augment": views}
         return run.finish(tk.standard_trainer(run, task, model, train=few.table, test=data.test, **usual).fit())
 
 

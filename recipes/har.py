@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import nn
 
 import toolkit as tk
-
-if TYPE_CHECKING:
-    from torch import nn
+from activity.activity import ActivityData, load_activity
+from activity.confusion import ConfusionPicture
+from activity.voting import VotedClassification, class_weights
+from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +87,14 @@ def first() -> Config:
     return replace(full(), mode="first")
 
 
-def build_model(config: Config, data: tk.activity.ActivityData) -> nn.Module:
+def build_model(config: Config, data: ActivityData) -> nn.Module:
     """A convolutional encoder of what it sees at a time, and a classifier behind it."""
-    from torch import nn
-
-    encoder = tk.activity.WindowEncoder(tk.activity.view_channels(config.mode, data.num_channels), width=config.width)
+    encoder = WindowEncoder(view_channels(config.mode, data.num_channels), width=config.width)
     classifier = tk.MLP(encoder.width_out, *config.hidden_dims, len(data.classes))
     head = nn.Sequential(nn.Dropout(config.dropout), classifier)
-    model = tk.activity.WindowClassifier(encoder, head, mode=config.mode, mean=data.mean, std=data.std)
+    model = WindowClassifier(encoder, head, mode=config.mode, mean=data.mean, std=data.std)
     if config.encoder_path is not None:
-        tk.activity.load_encoder(model, config.encoder_path)
+        load_encoder(model, config.encoder_path)
     encoder.requires_grad_(not config.freeze_encoder)
     return model
 
@@ -101,13 +102,13 @@ def build_model(config: Config, data: tk.activity.ActivityData) -> nn.Module:
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("har", config) as run:
         how: Any = {name: getattr(config, name) for name in ("window_seconds", "overlap", "fold", "folds")}
-        data = tk.activity.load_activity(config.dataset, config.data_dir, on_main=run.on_main_and_share, **how)
+        data = load_activity(config.dataset, config.data_dir, on_main=run.on_main_and_share, **how)
         model = build_model(config, data)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.print(f"{data.describe()}; loss balanced by class: {config.class_balance}")
-        weights = tk.activity.class_weights(data.class_counts, config.class_balance)
-        task = tk.activity.VotedClassification(class_weights=weights)
-        pictures = [tk.activity.ConfusionPicture()]
+        weights = class_weights(data.class_counts, config.class_balance)
+        task = VotedClassification(class_weights=weights)
+        pictures = [ConfusionPicture()]
         trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=pictures)
         return run.finish(trainer.fit())
 

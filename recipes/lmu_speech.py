@@ -1,7 +1,7 @@
 """Speech to characters, or to digits, with Legendre memories, for utterances of any length, also from a stream.
 
 python recipes/lmu_speech.py                      single spoken digits (synthetic tones, where no speech is found)
-toolkit transcribe runs/lmu_speech/... some.wav   transcribes a file with a trained model
+python recipes/speech/transcribe.py runs/lmu_speech/... some.wav     transcribes a file with a trained model
 """
 
 from __future__ import annotations
@@ -11,8 +11,21 @@ from typing import Any, Literal
 
 from torch import nn
 
-import speech
 import toolkit as tk
+from speech.audio import LogMel
+from speech.characters import Characters
+from speech.ctc import CTC
+from speech.decoding import Lexicon
+from speech.recogniser import save_recogniser
+from speech.spec_augment import SpecAugment
+from speech.speech import SpeechData, load_speech
+from speech.speech_models import (
+    AttentionEncoder,
+    MemoryEncoder,
+    SpeechClassifier,
+    SpeechRecogniser,
+    Standardise,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,36 +94,36 @@ def guide() -> Config:
     return replace(fsdd(), dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
 
 
-def build(config: Config, data: speech.SpeechData, letters: speech.Characters) -> tuple[tk.Task, nn.Module]:
+def build(config: Config, data: SpeechData, letters: Characters) -> tuple[tk.Task, nn.Module]:
     sizes: Any = {"thetas": config.thetas, "order": config.order, "dropout": config.dropout}
-    kind: Any = speech.MemoryEncoder if config.encoder == "memory" else speech.AttentionEncoder
+    kind: Any = MemoryEncoder if config.encoder == "memory" else AttentionEncoder
     if config.encoder == "memory":
         sizes |= {"channels": config.channels, "stride": config.stride}
     encoder = kind(data.num_mels, config.width, **sizes)
     if config.target == "digits":
         task: tk.Task = tk.Classification(inputs=("input", "input_length"))
-        return task, speech.SpeechClassifier(speech.Standardise(data.mean, data.std), encoder, data.num_digits())
-    lexicon = speech.Lexicon(data.words(letters.space), letters.space) if config.lexicon else None
-    task = speech.CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size, lexicon=lexicon)
-    return task, speech.SpeechRecogniser(speech.Standardise(data.mean, data.std), encoder, len(letters))
+        return task, SpeechClassifier(Standardise(data.mean, data.std), encoder, data.num_digits())
+    lexicon = Lexicon(data.words(letters.space), letters.space) if config.lexicon else None
+    task = CTC(letters.decode, blank=letters.blank, beam_size=config.beam_size, lexicon=lexicon)
+    return task, SpeechRecogniser(Standardise(data.mean, data.std), encoder, len(letters))
 
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lmu_speech", config) as run:
-        letters = speech.Characters()
-        mel = speech.LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
+        letters = Characters()
+        mel = LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
         how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
         how |= {"features": mel, "characters": letters, "on_main": run.on_main_and_share}
-        data = speech.load_speech(config.dataset, config.data_dir, **how)
+        data = load_speech(config.dataset, config.data_dir, **how)
         task, model = build(config, data, letters)
         parameters = sum(p.numel() for p in model.parameters())
         run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
         order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
-        augment = speech.SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
+        augment = SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
         how = {"train": data.train, "test": data.test, "order": order, "augment": augment}
         results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()
         if run.is_main and config.dense_parallel == "ddp":
-            speech.save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
+            save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
         return run.finish(results)
 
 

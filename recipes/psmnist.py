@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
+from speech.lmu import LMU, ParallelLMU, SequenceClassifier
 from toolkit.experts.parallel.seeding import generator
 
 PIXELS = 28 * 28
@@ -64,10 +65,10 @@ def debug() -> Config:
 
 def build_model(config: Config, num_classes: int) -> nn.Module:
     hidden = config.hidden_size
-    make_unit: Any = tk.speech.ParallelLMU
+    make_unit: Any = ParallelLMU
     if config.unit == "cell":
-        make_unit = partial(tk.speech.LMU, remembers_input=True)
-    return tk.speech.SequenceClassifier(
+        make_unit = partial(LMU, remembers_input=True)
+    return SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
         make_unit(1, hidden, config.order, theta=PIXELS),
         order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),

@@ -12,8 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import autoencoder as ae
 import toolkit as tk
+from autoencoder.batch_mask import reference_mask
+from autoencoder.labels import FewLabels, with_noise
+from autoencoder.leakage import StyleLeakage
+from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
+from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
+from autoencoder.vae import SemiSupervisedVAE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +81,17 @@ def reference() -> Config:
     return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
 
 
-def build(config: Config, num_classes: int) -> tuple[ae.SemiSupervisedVAE | ae.RelaxedVAE, tk.Task]:
+def build(config: Config, num_classes: int) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:
     """The model and its task."""
     sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
-        return ae.RelaxedVAE(style_dim=config.style_dim, **sizes), ae.RelaxedBound(config.supervision_weight)
+        return RelaxedVAE(style_dim=config.style_dim, **sizes), RelaxedBound(config.supervision_weight)
     sizes["classifier_hidden"] = config.classifier_hidden_size
     if config.objective == "exact":
-        model = ae.SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
-        return model, ae.SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
+        model = SemiSupervisedVAE(style_dim=config.style_dim, smoothness_radius=config.smoothness_radius, **sizes)
+        return model, SemiSupervised(config.supervision_weight, smoothness_weight=config.smoothness_weight)
     weight = float(config.objective == "pseudo_label")
-    return ae.SemiSupervisedVAE(style_dim=None, **sizes), ae.LabelledOnly(pseudo_label_weight=weight)
+    return SemiSupervisedVAE(style_dim=None, **sizes), LabelledOnly(pseudo_label_weight=weight)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def main(config: Config) -> dict[str, Any]:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
-        few = ae.FewLabels(
+        few = FewLabels(
             data.train,
             None if config.objective == "reference" else config.labels,
             num_classes=data.num_classes,
@@ -104,12 +109,12 @@ def main(config: Config) -> dict[str, Any]:
             noise_shape=model.noise_shape,
             directions=config.objective == "exact",
         )
-        test = ae.with_noise(data.test, model.noise_shape, seed=config.seed)
+        test = with_noise(data.test, model.noise_shape, seed=config.seed)
         counts = (len(data.train), config.labels, config.batch_size)
-        callbacks: list[tk.Callback] = [ae.StyleLeakage(test)] if model.noise_shape else []
+        callbacks: list[tk.Callback] = [StyleLeakage(test)] if model.noise_shape else []
         usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
         if config.objective == "reference":
-            usual["order"], mask = ae.reference_mask(*counts, seed=config.seed)
+            usual["order"], mask = reference_mask(*counts, seed=config.seed)
             callbacks.append(mask)
         return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
 

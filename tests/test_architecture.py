@@ -34,6 +34,7 @@ toolkit.checkpoint
 toolkit.run
 toolkit.run.pictures
 toolkit.experts.placement
+toolkit.train.task
 toolkit.data
 toolkit.run.tracking
 toolkit.train.optim
@@ -41,7 +42,7 @@ toolkit.experts.parallel
 toolkit.run.cli
 toolkit.run.launch
 toolkit.run.config
-toolkit.train.metrics  toolkit.train.task  toolkit.train.state  toolkit.experts.parallel.seeding  toolkit.version  toolkit.compat
+toolkit.train.metrics  toolkit.train.state  toolkit.experts.parallel.seeding  toolkit.version  toolkit.compat
 toolkit.errors
 """
 """Packages and modules from top to bottom. Each imports from the floors below it only: not above, not beside."""

@@ -56,8 +56,8 @@ def with_beam(folder: Path, config: Config, data_dir: Path | None, *, lexicon: b
     from speech.characters import Characters
     from speech.ctc import CTC
     from speech.decoding import Lexicon
+    from speech.recogniser import load_recogniser
     from speech.speech import load_speech
-    from speech.transcribe import load_recogniser
 
     recogniser = load_recogniser(folder / "recogniser")
     characters = Characters()

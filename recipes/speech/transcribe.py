@@ -1,120 +1,81 @@
-"""A trained recogniser: saved as a folder, and applied to a stream.
+"""Recognises the speech in a WAV file, chunk by chunk as from a microphone.
 
-recogniser/config.json          features, vocabulary, sizes
-recogniser/model.safetensors    weights
+python recipes/speech/transcribe.py runs/lmu_speech/... some.wav
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
-
-from speech.audio import LogMel
-from speech.characters import Characters
-from speech.model import MemoryEncoder, SpeechRecogniser, Standardise, States
-from toolkit.errors import UserError, one_line
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
 
-@dataclass(frozen=True)
-class Recogniser:
-    """A causal model of characters, with its features and vocabulary."""
-
-    model: SpeechRecogniser
-    features: LogMel
-    characters: Characters
-    stride: int
-    """Frames per step of the model."""
-    tail_s: float
-    """Seconds of silence after each utterance in training."""
-
-    def listen(self) -> Listener:
-        """Begin a stream."""
-        return Listener(self)
-
-    def transcribe(self, samples: np.ndarray) -> str:
-        """The text of samples (N,) at `features.sample_rate`, all at once."""
-        listener = self.listen()
-        return listener.hear(samples) + listener.finish()
-
-
-class Listener:
-    """Turns sound into text as it comes: memory and features are kept from piece to piece, whatever their sizes. The
-    text of a stream equals that of best-path decoding of the whole.
-    """
-
-    def __init__(self, recogniser: Recogniser):
-        self.recogniser = recogniser
-        self._sound = torch.zeros(0)
-        self._frames = torch.zeros(0, recogniser.features.num_mels)
-        self._states: States | None = None
-        self._last = recogniser.characters.blank
-
-    @torch.inference_mode()
-    def hear(self, samples: np.ndarray) -> str:
-        """The characters that are final after the next samples (N,)."""
-        features, characters = self.recogniser.features, self.recogniser.characters
-        self._sound = torch.cat([self._sound, torch.from_numpy(np.asarray(samples, np.float32))])
-        frames = features(self._sound)
-        self._sound = self._sound[len(frames) * features.hop :]
-        self._frames = torch.cat([self._frames, frames])
-        stride = self.recogniser.stride
-        ready = len(self._frames) // stride * stride
-        if ready == 0:
-            return ""
-        # Rounded as the training data were.
-        log_probs, self._states = self.recogniser.model.advance(self._frames[None, :ready].half(), self._states)
-        self._frames = self._frames[ready:]
-        new = []
-        for label in log_probs[0].argmax(-1).tolist():
-            if label not in (self._last, characters.blank):
-                new.append(label)
-            self._last = label
-        return characters.decode(new)
-
-    def finish(self) -> str:
-        """The remaining characters, from silence after the end of the sound."""
-        rate = self.recogniser.features.sample_rate
-        return self.hear(np.zeros(round(self.recogniser.tail_s * rate), np.float32))
-
-
-def save_recogniser(folder: Path, model: nn.Module, features: LogMel, characters: Characters, tail_s: float) -> bool:
-    """Write a model that `load_recogniser` can read; False, with nothing written, where the model is not causal."""
-    if not isinstance(model, SpeechRecogniser) or not isinstance(model.encoder, MemoryEncoder):
-        return False
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "features": asdict(features),
-        "vocabulary": characters.vocabulary,
-        "tail_s": tail_s,
-        "encoder": model.encoder.sizes,
-    }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: value.cpu().contiguous() for name, value in model.state_dict().items()}, folder / WEIGHTS)
-    return True
-
-
-def load_recogniser(folder: Path) -> Recogniser:
-    """Read what `save_recogniser` wrote. Raises UserError for anything else."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Transcribe as the words `argv` say (None: the command line); returns the exit code."""
+    about, _, usage = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="transcribe.py", description=about, epilog=usage, allow_abbrev=False)
+    parser.add_argument("recogniser", type=Path, help="the folder `recogniser` of a run of lmu_speech, or the run")
+    parser.add_argument("sound", type=Path, help="a WAV file; FLAC and others with the package soundfile")
+    parser.add_argument("--piece-s", type=float, default=0.1, help="seconds of sound in a chunk")
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON line per chunk with new text: its end in seconds, and the text"
+    )
+    args = parser.parse_args(argv)
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        features = LogMel(**config["features"])
-        characters = Characters(config["vocabulary"])
-        sizes = config["encoder"] | {"thetas": tuple(config["encoder"]["thetas"])}
-        bands = torch.ones(features.num_mels)
-        encoder = MemoryEncoder(features.num_mels, **sizes)
-        model = SpeechRecogniser(Standardise(bands, bands), encoder, len(characters))
-        model.load_state_dict(load_file(folder / WEIGHTS))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} holds no recogniser ({one_line(error)}): take the folder that a run left behind."
-        ) from None
-    return Recogniser(model.eval(), features, characters, encoder.stride, config["tail_s"])
+        if not args.piece_s > 0:
+            raise UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")
+        transcribe(args.recogniser, args.sound, piece_s=args.piece_s, as_json=args.json)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    return EXIT_DONE
+
+
+def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> None:
+    """Print the text of a sound file as it is recognised.
+
+    Args:
+        folder: The folder `recogniser` of a run, or the run.
+        sound: A sound file.
+        piece_s: Seconds of sound that the recogniser hears at a time.
+        as_json: Print a JSON line per chunk with new text in place of the text alone.
+
+    Raises:
+        UserError: There is no recogniser in `folder`, or `sound` cannot be read.
+    """
+    # Not at the top, because a script mends its path first, see below.
+    from speech.audio import decode, resample
+    from speech.recogniser import load_recogniser
+
+    inside = folder / "recogniser"
+    recogniser = load_recogniser(inside if inside.is_dir() else folder)
+    try:
+        samples, rate = decode(sound.read_bytes(), sound)
+    except OSError as error:
+        raise UserError(f"{sound} cannot be read ({error.strerror}): give a sound file.") from None
+    heard_at = recogniser.features.sample_rate
+    samples = resample(samples, rate, heard_at)
+    listener = recogniser.listen()
+    piece = max(1, round(piece_s * heard_at))
+
+    def say(text: str, end: int) -> None:
+        if text:
+            line = json.dumps({"end_s": round(end / heard_at, 3), "text": text}) + "\n"
+            sys.stdout.write(line if as_json else text)
+            sys.stdout.flush()
+
+    for begin in range(0, len(samples), piece):
+        say(listener.hear(samples[begin : begin + piece]), min(begin + piece, len(samples)))
+    say(listener.finish(), len(samples))
+    if not as_json:
+        sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    # A script's own folder is first on its path, and `speech` there is the module speech.py and not the package.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.exit(main())

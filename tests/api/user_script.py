@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import toolkit as tk
+from speech.audio import LogMel
+from speech.characters import Characters
+from speech.speech import load_speech
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +109,10 @@ def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def speech(folder: Path) -> int:
-    features = tk.speech.LogMel(sample_rate=8000, num_mels=40)
-    letters = tk.speech.Characters()
+    features = LogMel(sample_rate=8000, num_mels=40)
+    letters = Characters()
     settings: dict[str, Any] = {"tail_s": 0.3, "stride": 2}
-    data = tk.speech.load_speech(
-        "manifest", folder, features=features, characters=letters, on_main=lambda f: f(), **settings
-    )
+    data = load_speech("manifest", folder, features=features, characters=letters, on_main=lambda f: f(), **settings)
     try:
         return len(data.train)
     except tk.UserError as error:

@@ -31,7 +31,6 @@ COMMANDS = {
     "lab": Command("toolkit.commands.lab.command", "replay recorded routing traces against every planner"),
     "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard, export or import a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
-    "transcribe": Command("toolkit.commands.transcribe", "recognise the speech in a WAV file"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
     "ray": Command("toolkit.commands.ray.command", "run a recipe on a Ray cluster, as machines come and go"),
     "compare": Command(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.train.task import Batch
+
+Batch = dict[str, Tensor]
+"""The columns of some samples by name: the samples are the first axis of every tensor."""
 
 
 class TensorTable:

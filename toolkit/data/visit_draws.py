@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from toolkit.data.table import Batch
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.task import Batch
 
 BANK_SIZE = 4093
 """Rows of a bank where each row is long: a prime, so that visits cycle through all of them."""

@@ -9,10 +9,8 @@ from typing import Protocol
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from toolkit.data.table import Batch
 from toolkit.errors import UserError
-
-Batch = dict[str, Tensor]
-"""The columns of some samples by name: the samples are the first axis of every tensor."""
 
 
 @dataclass(frozen=True, slots=True)

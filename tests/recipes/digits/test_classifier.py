@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from digits import ConvolutionalClassifier, WeightAverage
+from digits.classifier import ConvolutionalClassifier, WeightAverage
 
 
 def test_evaluation_is_by_a_running_mean_of_the_weights():

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoencoder.smoothness import local_divergence
-from digits import ConsistencyRegularization, ConvolutionalClassifier
+from autoencoder.vae import local_divergence
+from digits.classifier import ConvolutionalClassifier
+from digits.consistency import ConsistencyRegularization
 
 
 class LogitsOfPixels(nn.Module):

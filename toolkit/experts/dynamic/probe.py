@@ -21,7 +21,7 @@ from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel.groups import sum_over_ranks
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 

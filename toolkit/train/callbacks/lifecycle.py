@@ -40,7 +40,7 @@ from toolkit.train.callbacks.expert_balance import WholeStepBalance
 
 if TYPE_CHECKING:
     from toolkit.data.replay_memory import ReplayMemory
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 PROBE_SAMPLES = 256
@@ -65,7 +65,7 @@ class Lifecycle(Callback):
     """Splits experts when coming samples are not covered; replays, merges and prunes experts in sleep phases.
 
     Acts on the layers of `model` that `make_dynamic_moe` made, and does nothing without any. `task` gives a loss per
-    sample; `memory` holds the samples to replay, which a callback such as `continual.Remember` stores.
+    sample; `memory` holds the samples to replay, which a callback such as `toolkit.train.callbacks.remember.Remember` stores.
     `min_experts` remain active in each layer. With `balance`, replay has the balance loss of the global batch, as other
     steps have. `seed` is that of the layers' initial weights.
 
