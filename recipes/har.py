@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import nn
 
 import toolkit as tk
 from activity.activity import ActivityData, load_activity
 from activity.confusion import ConfusionPicture
-from activity.model import WindowClassifier, WindowEncoder, load_encoder, view_channels
 from activity.voting import VotedClassification, class_weights
-
-if TYPE_CHECKING:
-    from torch import nn
+from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +89,6 @@ def first() -> Config:
 
 def build_model(config: Config, data: ActivityData) -> nn.Module:
     """A convolutional encoder of what it sees at a time, and a classifier behind it."""
-    from torch import nn
-
     encoder = WindowEncoder(view_channels(config.mode, data.num_channels), width=config.width)
     classifier = tk.MLP(encoder.width_out, *config.hidden_dims, len(data.classes))
     head = nn.Sequential(nn.Dropout(config.dropout), classifier)

@@ -1,7 +1,7 @@
 """Speech to characters, or to digits, with Legendre memories, for utterances of any length, also from a stream.
 
 python recipes/lmu_speech.py                      single spoken digits (synthetic tones, where no speech is found)
-python recipes/speech/transcribe.py runs/lmu_speech/... some.wav   transcribes a file with a trained model
+python recipes/speech/transcribe.py runs/lmu_speech/... some.wav     transcribes a file with a trained model
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from speech.audio import LogMel
 from speech.characters import Characters
 from speech.ctc import CTC
 from speech.decoding import Lexicon
-from speech.model import AttentionEncoder, MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from speech.recogniser import save_recogniser
 from speech.spec_augment import SpecAugment
 from speech.speech import SpeechData, load_speech
+from speech.speech_models import (
+    AttentionEncoder,
+    MemoryEncoder,
+    SpeechClassifier,
+    SpeechRecogniser,
+    Standardise,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

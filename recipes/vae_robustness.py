@@ -15,10 +15,9 @@ from typing import Any, Literal
 import toolkit as tk
 from autoencoder.batch_mask import reference_mask
 from autoencoder.labels import FewLabels, with_noise
-from autoencoder.relaxed_bound import RelaxedBound
-from autoencoder.relaxed_vae import RelaxedVAE
+from autoencoder.leakage import StyleLeakage
+from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
 from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
-from autoencoder.style_leakage import StyleLeakage
 from autoencoder.vae import SemiSupervisedVAE
 
 

@@ -3,6 +3,7 @@
 from .data.images import ImageData as ImageData
 from .data.images import load_images as load_images
 from .data.ragged import BucketedOrder as BucketedOrder
+from .data.table import Batch as Batch
 from .data.table import TensorTable as TensorTable
 from .data.text import load_text as load_text
 from .data.visit_draws import BlankPixels as BlankPixels
@@ -45,7 +46,6 @@ from .train.models.mlp import MLP as MLP
 from .train.models.mlp import Pixels as Pixels
 from .train.models.mlp import ResidualClassifier as ResidualClassifier
 from .train.standard_trainer import standard_trainer as standard_trainer
-from .train.task import Batch as Batch
 from .train.task import Loss as Loss
 from .train.task import Task as Task
 from .train.tasks.classification import Classification as Classification

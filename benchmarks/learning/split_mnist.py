@@ -48,14 +48,13 @@ from digits.affine import DRAWS, AffineRange, warp
 from recipes.mnist_moe import build_model, dense
 from toolkit.data.images import ImageData, held_out, load_images
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.data.table import TensorTable
+from toolkit.data.table import Batch, TensorTable
 from toolkit.data.visit_draws import VisitDraws
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.seeding import derive_seed, generator
 from toolkit.run.config.run import OptimizerConfig
 from toolkit.run.folder import write_json
 from toolkit.train.optim import build_optimizer
-from toolkit.train.task import Batch
 
 MEMORIES = (50, 200, 500, 1000, 5000)
 BATCH = 64

@@ -38,7 +38,7 @@ class ActivityData:
     """Two tables with the columns "input" (N, channels, readings) float32 and "label" (N,) int64."""
 
     name: str
-    """Which set this is: hmp, uci_har or generated."""
+    """The name of the set: hmp, uci_har or generated."""
     train: TensorTable
     test: TensorTable
     classes: tuple[str, ...]
@@ -175,7 +175,7 @@ def _held_out(columns: dict[str, Tensor], fold: int | None, folds: int) -> Tenso
 
 def _choose(dataset: str, data_dir: Path | None, window_seconds: float | None, overlap: float) -> _Choice:
     if dataset not in ("auto", *get_args(Name)):
-        raise UserError(f"--dataset {dataset}: there is no such set; choose one of auto, {', '.join(get_args(Name))}.")
+        raise UserError(f"dataset={dataset!r}: there is no such set; choose one of auto, {', '.join(get_args(Name))}.")
     seconds = window_seconds or 4.0
     if dataset == "generated":
         return _generated(seconds, overlap)
@@ -184,13 +184,15 @@ def _choose(dataset: str, data_dir: Path | None, window_seconds: float | None, o
         files = locate(names, data_dir)
     except NotFoundHere as reason:
         if data_dir is not None:
-            raise UserError(f"--data-dir {data_dir}: {reason}; name the folder of the set, or one above it.") from None
+            raise UserError(
+                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or one above it."
+            ) from None
         if dataset != "auto":
-            raise UserError(f"--dataset {dataset}: {reason}; give --data-dir, or take generated.") from None
+            raise UserError(f"dataset={dataset!r}: {reason}; give data_dir, or take generated.") from None
         return _generated(seconds, overlap, f"{TITLES} could not be reached ({reason}); ")
     published = UCI_HAR_STEPS / UCI_HAR_RATE_HZ
     if files.name == "uci_har" and window_seconds not in (None, published):
-        raise UserError(f"--window-seconds {window_seconds}: UCI-HAR is published in windows of {published} s.")
+        raise UserError(f"window_seconds={window_seconds}: UCI-HAR is published in windows of {published} s.")
     return _Choice(files, seconds, overlap)
 
 

@@ -11,8 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from toolkit.data.files import check_digest, damaged
-from toolkit.data.parquet import read_columns
+from toolkit.data.files import check_digest, damaged, read_columns
 from toolkit.data.sources import SPLITS, NotFoundHere, data_folder, find_on_hub
 from toolkit.errors import one_line
 
@@ -35,7 +34,7 @@ HMP_CODES = 63
 """A reading is a code from 0 for -1.5 g to 63 for +1.5 g."""
 
 MADE_UP_VOLUNTEERS, MADE_UP_TRIALS, MADE_UP_SECONDS = 10, 2, 16
-"""Of the generated set: trials of each activity by each volunteer, and seconds of a trial."""
+"""The generated set has so many trials of each activity by each volunteer, and seconds of a trial."""
 
 
 @dataclass(frozen=True)

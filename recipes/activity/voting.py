@@ -11,14 +11,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.data.table import Batch
 from toolkit.errors import require_choice
-from toolkit.train.task import Batch, Loss
+from toolkit.train.task import Loss
 
 Balance = Literal["none", "sqrt", "inverse"]
 
 
 class VotedClassification:
-    """For a model whose logits are (examples, views, classes).
+    """Cross-entropy and votes of a model whose logits are (examples, views, classes).
 
     Trains every view on its example's label. Evaluates whole examples: the vote of the views is the mean of their
     probabilities, its cross-entropy is in nats. Reports accuracy, macro-F1, and the confusion matrix (truth, vote) as

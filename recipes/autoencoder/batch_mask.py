@@ -1,7 +1,7 @@
 """Labels by the batch, as the reference of `recipes/vae_robustness.py` chose them.
 
 Which batches of an epoch have labels is drawn once, and the images are shuffled each epoch, so that in time most images
-are seen with their label. It is here to reproduce published figures; `autoencoder.FewLabels` keeps the
+are seen with their label. It is here to reproduce published figures; `FewLabels` keeps the
 promise of few.
 """
 
@@ -17,7 +17,7 @@ from toolkit.data.batches import BatchOrder
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 

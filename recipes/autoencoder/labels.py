@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from toolkit.data.table import TensorTable
+from toolkit.data.table import Batch, TensorTable
 from toolkit.data.visit_draws import VisitDraws
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.task import Batch
 
 Corruption = Literal["fixed", "resampled"]
 UNLABELLED = -1
@@ -28,7 +27,7 @@ def balanced_rows(labels: Integer[Tensor, " N"], count: int, num_classes: int, *
     Raises UserError where there are not that many, or not one for each class.
     """
     if not num_classes <= count <= len(labels):
-        raise UserError(f"--labels {count}: take {num_classes} to {len(labels)}, at least one of each class.")
+        raise UserError(f"labels={count}: take {num_classes} to {len(labels)}, at least one of each class.")
     draws = generator(seed, "labelled images")
     shares = torch.full((num_classes,), count // num_classes)
     shares[torch.randperm(num_classes, generator=draws)[: count % num_classes]] += 1
@@ -36,7 +35,7 @@ def balanced_rows(labels: Integer[Tensor, " N"], count: int, num_classes: int, *
     for label, share in enumerate(shares.tolist()):
         rows = (labels == label).nonzero()[:, 0]
         if len(rows) < share:
-            raise UserError(f"--labels {count}: class {label} has only {len(rows)} images: take fewer labels.")
+            raise UserError(f"labels={count}: class {label} has only {len(rows)} images: take fewer labels.")
         chosen.append(rows[torch.randperm(len(rows), generator=draws)[:share]])
     return torch.cat(chosen).sort().values
 

@@ -7,17 +7,49 @@ chance is 0 and perfection 1.
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.data.table import TensorTable
+    from toolkit.train.trainer import Trainer
+
 BINS = 20
+BATCH = 1000
+
+
+class StyleLeakage(Callback):
+    """Adds `measure_leakage` of `table` to the results, for a model that returns "style" and "logits"."""
+
+    def __init__(self, table: TensorTable):
+        self.table = table
+
+    @torch.no_grad()
+    def on_fit_end(self, trainer: Trainer) -> None:
+        trainer.model.eval()
+        styles, answers = [], []
+        for rows in torch.arange(len(self.table)).split(BATCH):
+            # All ranks see all images: a forward pass may be a collective.
+            images, noise = (self.table[rows][name].to(trainer.run.device) for name in ("input", "noise"))
+            out = trainer.model(images, noise, styles=True)
+            styles.append(out["style"].float().cpu())
+            answers.append(out["logits"].argmax(-1).cpu())
+        trainer.model.train()
+        labels = self.table.columns["label"].numpy()
+        trainer.results |= trainer.run.on_main_and_share(
+            lambda: measure_leakage(torch.cat(styles).numpy(), torch.cat(answers).numpy(), labels)
+        )
 
 
 def measure_leakage(
     styles: NDArray[np.floating], answers: NDArray[np.integer], labels: NDArray[np.integer]
 ) -> dict[str, float]:
-    """Of mean styles (N, S), inferred classes (N,) and true classes (N,).
+    """Measures of mean styles (N, S), inferred classes (N,) and true classes (N,).
 
     mig                 mutual information gap (Chen et al. 2018, NeurIPS, eq. 6) of the one known factor, the class:
                         the inferred class and each style are latent variables, and the best two are compared

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoencoder.labels import UNLABELLED
-from toolkit.train.task import Batch, Loss
+from toolkit.data.table import Batch
+from toolkit.train.task import Loss
 from toolkit.train.tasks.classification import correct
 
 CONFIDENT = 0.95
@@ -17,7 +18,7 @@ CONFIDENT = 0.95
 class SemiSupervised:
     """The objective of M2 with exact inference (Kingma et al. 2014, eq. 9).
 
-    For `autoencoder.SemiSupervisedVAE`. Each image of a batch gives its bound in nats: of the pair (x,
+    For `SemiSupervisedVAE`. Each image of a batch gives its bound in nats: of the pair (x,
     y) where `label` is not -1, else of x with all classes weighed by q(y | x). Beside it comes a labelled image
     `paired_input` with `paired_label`, whose cross-entropy counts `supervision_weight` times. Virtual adversarial
     smoothness of q(y | x) counts `smoothness_weight` times.

@@ -135,7 +135,7 @@ class Consolidation(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if (dense := trainer.run.config.dense_parallel) != "ddp":
-            raise UserError(f"--dense-parallel {dense} shards weights that elastic weights need whole: use ddp.")
+            raise UserError(f"dense_parallel={dense!r} shards weights that elastic weights need whole: use ddp.")
 
     def on_step_end(self, trainer: Trainer) -> None:
         task = self.task_at.get(trainer.state.step)

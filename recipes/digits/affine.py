@@ -19,9 +19,9 @@ class AffineRange:
     """The largest changes; each is drawn evenly between its negative and itself."""
 
     degrees: float = 15.0
-    """Of a turn about the middle."""
+    """The largest turn about the middle."""
     scale: float = 0.15
-    """As a fraction: 0.15 is a scale of 0.85 to 1.15."""
+    """The largest change of scale as a fraction: 0.15 is a scale of 0.85 to 1.15."""
     shear: float = 0.15
     """Pixels to the side for each pixel up."""
     shift: float = 3.0

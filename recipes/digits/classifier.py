@@ -10,8 +10,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from autoencoder.smoothness import local_divergence
-from autoencoder.vae import to_unit
+from autoencoder.vae import local_divergence, to_unit
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoencoder.semi_supervised import LabelledOnly
-from toolkit.train.task import Batch, Loss
+from toolkit.data.table import Batch
+from toolkit.train.task import Loss
 
 
 class ConsistencyRegularization(LabelledOnly):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from autoencoder.labels import FewLabels
 from digits.affine import DRAWS, AffineRange, warp
+from toolkit.data.table import Batch
 from toolkit.data.visit_draws import VisitDraws
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.task import Batch
 
 BANK_SIZES = {"weak view": 65_479, "strong view": 65_449, "labelled view": 65_447}
 """Views that are drawn once and then looked up: primes, other ones than those of `FewLabels`."""

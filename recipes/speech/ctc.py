@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speech.decoding import Lexicon, beam_search, best_path
+from toolkit.data.table import Batch
 from toolkit.errors import UserError
-from toolkit.train.task import Batch, Loss
+from toolkit.train.task import Loss
 
 
 class CTC:

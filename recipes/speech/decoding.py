@@ -37,7 +37,7 @@ class Lexicon:
         return self._next[self.last_word(labels)]
 
     def has(self, labels: Labels) -> bool:
-        """Whether `labels` are words of the list, one space between any two."""
+        """Returns whether `labels` are words of the list, one space between any two."""
         while self.space in labels:
             end = labels.index(self.space)
             if labels[:end] not in self.words:

@@ -18,7 +18,7 @@ from torch import nn
 
 from speech.audio import LogMel
 from speech.characters import Characters
-from speech.model import MemoryEncoder, SpeechRecogniser, Standardise, States
+from speech.speech_models import MemoryEncoder, SpeechRecogniser, Standardise, States
 from toolkit.errors import UserError, one_line
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit.data.table import Batch
 from toolkit.data.visit_draws import BANK_SIZE, VisitDraws
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.task import Batch
 
 
 class SpecAugment:

@@ -52,7 +52,7 @@ class SpeechData:
         """How many classes there are. Raises UserError where an utterance is not a single digit."""
         labels = self.train.columns["label"]
         if int(labels.min()) < 0:
-            raise UserError(f"--target digits: {self.name} is not made of single digits: use --target characters.")
+            raise UserError(f"target='digits': {self.name} is not made of single digits: use target='characters'.")
         return int(labels.max()) + 1
 
     def words(self, space: int) -> set[tuple[int, ...]]:
@@ -67,7 +67,7 @@ class SpeechData:
         """Train on all recordings of the other speakers, test on all of `speaker`'s. Raises UserError for an unknown
         speaker."""
         if speaker not in self.speakers:
-            raise UserError(f"--held-out-speaker {speaker}: take one of {', '.join(self.speakers)}.")
+            raise UserError(f"held_out_speaker={speaker!r}: take one of {', '.join(self.speakers)}.")
         every = self.train.joined(self.test)
         theirs = every.columns["speaker"] == self.speakers.index(speaker)
         train = every.select((~theirs).nonzero()[:, 0])
@@ -86,13 +86,28 @@ def load_speech(
     held_out_speaker: str | None = None,
     on_main: OnMain,
 ) -> SpeechData:
-    """The set `dataset`: "fsdd" (or "fsdd:validation", which tests on a part of its training split),
-    "connected_digits", "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or
-    "auto": spoken digits where they are available, else tones.
+    """Load a set of utterances.
 
-    `tail_s` seconds of silence follow each utterance, so that a causal model has time to output the last characters.
-    Utterances that do not fit, because CTC needs more steps of `stride` frames or a character is unknown, are left
-    out, and the notice says how many. Raises UserError on every rank for a set that is not there or cannot be read.
+    Utterances that do not fit, because CTC needs more steps of `stride` frames or a character is unknown, are left out,
+    and the notice says how many.
+
+    Args:
+        dataset: "fsdd" (or "fsdd:validation", which tests on a part of its training split), "connected_digits",
+            "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or "auto":
+            spoken digits where they are available, else tones.
+        data_dir: The folder of the set; None is $TOOLKIT_DATA_DIR.
+        features: Makes frames of sound.
+        characters: The vocabulary of transcripts.
+        tail_s: Seconds of silence after each utterance, so that a causal model has time to output the last characters.
+        stride: Frames per step of the model.
+        held_out_speaker: Test on this speaker alone, and train on the others.
+        on_main: `Run.on_main_and_share`.
+
+    Returns:
+        Its two tables, and what a model has to know of them.
+
+    Raises:
+        UserError: On every rank, the set is not there or cannot be read.
     """
     built: dict[str, Tensor] = {}
     settings = hashlib.sha256(repr((features, characters, tail_s, stride)).encode()).hexdigest()[:12]
@@ -155,11 +170,11 @@ def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
                     raise
                 return sources.on_hub(name, subset or None), None
     except NotFoundHere as reason:
-        raise UserError(f"--dataset {dataset}: {reason}; pass --data-dir with the folder that does.") from None
+        raise UserError(f"dataset={dataset!r}: {reason}; give data_dir with the folder that does.") from None
     except OSError as error:
         raise unreadable(error) from None
     known = "auto, fsdd, connected_digits, librispeech, gigaspeech, manifest or tones"
-    raise UserError(f"--dataset {dataset}: there is no such set; choose one of {known}.")
+    raise UserError(f"dataset={dataset!r}: there is no such set; choose one of {known}.")
 
 
 # --- features --------------------------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ import numpy as np
 
 from speech.audio import decode
 from speech.characters import without_tags
-from toolkit.data.files import check_digest, content_key, damaged
+from toolkit.data.files import check_digest, content_key, damaged, read_columns
 from toolkit.data.hub import why_out_of_reach
-from toolkit.data.parquet import read_columns
 from toolkit.data.sources import NotFoundHere
 from toolkit.errors import UserError, one_line
 
@@ -264,7 +263,7 @@ def on_hub(name: str, subset: str | None) -> Source:
     try:
         import datasets
     except ImportError:
-        raise UserError(f"--dataset {name}: the package datasets is missing: pip install datasets.") from None
+        raise UserError(f"dataset={name!r}: the package datasets is missing: pip install datasets.") from None
     from huggingface_hub import constants
 
     config = subset or {"librispeech": "clean", "gigaspeech": "xs"}[name]
@@ -272,7 +271,7 @@ def on_hub(name: str, subset: str | None) -> Source:
 
     def read(split: str) -> Iterator[Utterance]:
         if not constants.HF_HUB_OFFLINE and (unreachable := why_out_of_reach()):
-            raise UserError(f"--dataset {name}: {unreachable}: pass --data-dir with the publisher's folder.")
+            raise UserError(f"dataset={name!r}: {unreachable}: give data_dir with the publisher's folder.")
         try:
             rows = datasets.load_dataset(HUB[name], config, split=splits[split], streaming=True)
             rows = rows.cast_column("audio", datasets.Audio(decode=False))
@@ -285,7 +284,7 @@ def on_hub(name: str, subset: str | None) -> Source:
         # The Hub's client, fsspec and datasets raise their own kinds.
         except Exception as error:
             raise UserError(
-                f"--dataset {name}: the Hub does not give {HUB[name]} ({one_line(error)}): pass --data-dir with "
+                f"dataset={name!r}: the Hub does not give {HUB[name]} ({one_line(error)}): give data_dir with "
                 "the publisher's folder, or log in with `hf auth login` where the set asks for it."
             ) from None
 

@@ -1,6 +1,6 @@
 """Recognises the speech in a WAV file, chunk by chunk as from a microphone.
 
-python recipes/speech/transcribe.py runs/lmu_speech/2026-11-21 word.wav
+python recipes/speech/transcribe.py runs/lmu_speech/... some.wav
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # the folder of recipes is on the path of recipes, and not of this script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from speech.audio import decode, resample
-from speech.recogniser import load_recogniser
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Transcribes as `argv` (None: the command line) says; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Transcribe as the words `argv` say (None: the command line); returns the exit code."""
+    about, _, usage = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="transcribe.py", description=about, epilog=usage, allow_abbrev=False)
     parser.add_argument("recogniser", type=Path, help="the folder `recogniser` of a run of lmu_speech, or the run")
     parser.add_argument("sound", type=Path, help="a WAV file; FLAC and others with the package soundfile")
     parser.add_argument("--piece-s", type=float, default=0.1, help="seconds of sound in a chunk")
@@ -29,39 +25,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json", action="store_true", help="a JSON line per chunk with new text: its end in seconds, and the text"
     )
     args = parser.parse_args(argv)
-    if not args.piece_s > 0:
-        parser.error(f"--piece-s {args.piece_s}: take a positive number of seconds.")
     try:
-        _transcribe(args)
+        if not args.piece_s > 0:
+            raise UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")
+        transcribe(args.recogniser, args.sound, piece_s=args.piece_s, as_json=args.json)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
     return EXIT_DONE
 
 
-def _transcribe(args: argparse.Namespace) -> None:
-    inside = args.recogniser / "recogniser"
-    recogniser = load_recogniser(inside if inside.is_dir() else args.recogniser)
+def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> None:
+    """Print the text of a sound file as it is recognised.
+
+    Args:
+        folder: The folder `recogniser` of a run, or the run.
+        sound: A sound file.
+        piece_s: Seconds of sound that the recogniser hears at a time.
+        as_json: Print a JSON line per chunk with new text in place of the text alone.
+
+    Raises:
+        UserError: There is no recogniser in `folder`, or `sound` cannot be read.
+    """
+    # Not at the top, because a script mends its path first, see below.
+    from speech.audio import decode, resample
+    from speech.recogniser import load_recogniser
+
+    inside = folder / "recogniser"
+    recogniser = load_recogniser(inside if inside.is_dir() else folder)
     try:
-        samples, rate = decode(args.sound.read_bytes(), args.sound)
+        samples, rate = decode(sound.read_bytes(), sound)
     except OSError as error:
-        raise UserError(f"{args.sound} cannot be read ({error.strerror}): give a sound file.") from None
+        raise UserError(f"{sound} cannot be read ({error.strerror}): give a sound file.") from None
     heard_at = recogniser.features.sample_rate
     samples = resample(samples, rate, heard_at)
     listener = recogniser.listen()
-    piece = max(1, round(args.piece_s * heard_at))
+    piece = max(1, round(piece_s * heard_at))
+
+    def say(text: str, end: int) -> None:
+        if text:
+            line = json.dumps({"end_s": round(end / heard_at, 3), "text": text}) + "\n"
+            sys.stdout.write(line if as_json else text)
+            sys.stdout.flush()
+
     for begin in range(0, len(samples), piece):
-        _say(args, listener.hear(samples[begin : begin + piece]), min(begin + piece, len(samples)) / heard_at)
-    _say(args, listener.finish(), len(samples) / heard_at)
-    if not args.json:
+        say(listener.hear(samples[begin : begin + piece]), min(begin + piece, len(samples)))
+    say(listener.finish(), len(samples))
+    if not as_json:
         sys.stdout.write("\n")
 
 
-def _say(args: argparse.Namespace, text: str, end_s: float) -> None:
-    if text:
-        sys.stdout.write(json.dumps({"end_s": round(end_s, 3), "text": text}) + "\n" if args.json else text)
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
+    # A script's own folder is first on its path, and `speech` there is the module speech.py and not the package.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     sys.exit(main())

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from activity.model import WindowClassifier, view_channels
 from activity.voting import class_weights
+from activity.window_models import WindowClassifier, view_channels
 from autoencoder.labels import FewLabels
 from continual.streams import split_stream
 from speech.legendre import LegendreMemory

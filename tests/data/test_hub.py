@@ -30,13 +30,13 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("load", "says"),
     [
-        (lambda: load_tokenizer("gpt2"), "--tokenizer 'gpt2' is neither a folder nor in the Hub's cache, and {hub}"),
-        (lambda: model_folder("some/one"), "model 'some/one' is neither a folder nor in the Hub's cache, and {hub}"),
+        (lambda: load_tokenizer("gpt2"), "tokenizer='gpt2' is neither a folder nor in the Hub's cache, and {hub}"),
+        (lambda: causal_lm("some/model"), "model='some/model' is neither a folder nor in the Hub's cache, and {hub}"),
         (
             lambda: load_text(
                 "some/text", None, tokenizer="bytes", block_size=8, batch_size=1, on_main=lambda read: read()
             ),
-            "--dataset some/text: {hub}",
+            "dataset='some/text': {hub}",
         ),
     ],
     ids=["tokenizer", "model", "text"],
@@ -68,8 +68,8 @@ def test_an_error_of_any_http_library_is_one_line(monkeypatch):
 
     monkeypatch.setattr("toolkit.data.hub.why_out_of_reach", lambda: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    with pytest.raises(UserError, match=r"model 'some/model' cannot be downloaded \(ConnectError\)"):
-        model_folder("some/model")
+    with pytest.raises(UserError, match=r"model='some/model' cannot be downloaded \(ConnectError\)"):
+        causal_lm("some/model")
 
 
 @pytest.mark.usefixtures("unreachable")
@@ -81,9 +81,9 @@ def test_a_tokenizer_in_the_cache_is_taken_and_a_half_filled_cache_is_not(cache)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     with pytest.raises(UserError, match="nor in the Hub's cache"):
-        pretrained_folder("--tokenizer", "some/one", wanted=["*.json"], needed=["tokenizer*"])
+        pretrained_folder("tokenizer", "some/one", wanted=["*.json"], needed=["tokenizer*"])
     ByteTokenizer().save_pretrained(snapshot)
-    assert pretrained_folder("--tokenizer", "some/one", wanted=["*.json"], needed=["tokenizer*"]) == str(snapshot)
+    assert pretrained_folder("tokenizer", "some/one", wanted=["*.json"], needed=["tokenizer*"]) == str(snapshot)
 
 
 class Proxy(BaseHTTPRequestHandler):

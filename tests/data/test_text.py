@@ -119,11 +119,11 @@ def test_prose_is_the_language_reference_where_shakespeare_is_not(tmp_path, monk
 
 def test_the_folder_of_data_may_begin_with_a_tilde_and_is_named_where_it_lacks_the_text(tmp_path, monkeypatch):
     monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
-    with pytest.raises(UserError, match=r"tinyshakespeare: there is no --data-dir and no \$TOOLKIT_DATA_DIR: pass"):
+    with pytest.raises(UserError, match=r"tinyshakespeare': there is no data_dir and no \$TOOLKIT_DATA_DIR: give"):
         load("tinyshakespeare")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TOOLKIT_DATA_DIR", "~/data")
-    with pytest.raises(UserError, match=f"tinyshakespeare: {tmp_path}/data holds no tinyshakespeare/input.txt: pass"):
+    with pytest.raises(UserError, match=f"tinyshakespeare': {tmp_path}/data holds no tinyshakespeare/input.txt: give"):
         load("tinyshakespeare")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
@@ -150,7 +150,7 @@ def test_a_path_is_a_data_set(kind, tmp_path):
 
 def test_a_path_without_text_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"--dataset .*empty: holds neither text"):
+    with pytest.raises(UserError, match=r"dataset='.*empty': holds neither text"):
         load(str(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"a file or folder, or owner/name of the Hub"):
         load("nothing-like-this")
@@ -218,10 +218,10 @@ def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, save
 @pytest.mark.parametrize(
     ("dataset", "arrange", "says"),
     [
-        ("folder", None, "name it with --data-dir"),
-        ("tinyshakespeare", None, "pass --data-dir with tinyshakespeare/input.txt"),
+        ("folder", None, "name it with data_dir"),
+        ("tinyshakespeare", None, "give data_dir with tinyshakespeare/input.txt"),
         ("shakespear", None, "choose one of auto, tinyshakespeare"),
-        ("nobody/nothing", None, "--dataset nobody/nothing: cannot be loaded"),
+        ("nobody/nothing", None, "dataset='nobody/nothing': cannot be loaded"),
         ("folder", {}, "holds neither text"),
         ("folder", {"a.txt": b"short"}, "has 0 training blocks of 4 tokens where a batch takes 1"),
         ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "has no column named text or messages, but n"),
@@ -238,7 +238,7 @@ def test_text_that_is_not_there_is_refused_in_one_sentence(dataset, arrange, say
 def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_alone(tmp_path, saved_tokenizer):
     (tmp_path / "a.txt").write_bytes(b"abc\xff" * 100)
     assert len(load("folder", tmp_path).train)
-    with pytest.raises(UserError, match=r"not UTF-8.*use --tokenizer bytes"):
+    with pytest.raises(UserError, match=r"not UTF-8.*use tokenizer='bytes'"):
         load("folder", tmp_path, tokenizer=str(saved_tokenizer))
-    with pytest.raises(UserError, match=r"--tokenizer .*nowhere' is neither a folder nor a Hub name"):
+    with pytest.raises(UserError, match=r"tokenizer='.*nowhere' is neither a folder nor a Hub name"):
         load("folder", tmp_path, tokenizer=str(tmp_path / "nowhere"))

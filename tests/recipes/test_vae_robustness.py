@@ -106,8 +106,8 @@ def test_the_controls_and_other_settings_run(runs, name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": 5}, "--labels 5: take 10 to 1442"),
-        ({"labels": 10_000}, "--labels 10000: take 10 to"),
+        ({"labels": 5}, "labels=5: take 10 to 1442"),
+        ({"labels": 10_000}, "labels=10000: take 10 to"),
     ],
 )
 def test_labels_that_cannot_be_had_are_refused(changes, message, tmp_path):

@@ -151,7 +151,7 @@ def refusal(
 @pytest.mark.parametrize(
     ("data", "settings", "options", "says"),
     [
-        (loader("shuffled"), {"batch_size": 16}, {}, "--batch-size 16: the DataLoader gives 8 samples"),
+        (loader("shuffled"), {"batch_size": 16}, {}, "batch_size=16: the DataLoader gives 8 samples"),
         (loader("stream"), {}, {}, "--max-steps None: nobody knows how many batches"),
         (loader("shuffled"), {"auto_batch_size": True}, {}, "--auto-batch-size True: a DataLoader cannot be measured"),
         (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),

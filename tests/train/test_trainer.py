@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from tests.support.helpers import run_distributed
 from tests.traps.toys import CLASSES, DIM, ToyMixture, toy_data, toy_run, toy_trainer
 from toolkit.data.batches import EvalBatches, TrainBatches
-from toolkit.data.table import TensorTable
+from toolkit.data.table import Batch, TensorTable
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.run import RunConfig
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.optim import constant, initial_rates, warmup_cosine
-from toolkit.train.task import Batch, Loss
+from toolkit.train.task import Loss
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 

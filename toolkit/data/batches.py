@@ -34,12 +34,12 @@ def split(rows: Tensor, parts: int, part: int) -> Tensor:
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Where the `part`-th of `parts` pieces of `size` rows begins and ends."""
+    """The row at which the `part`-th of `parts` pieces of `size` rows begins, and the one at which it ends."""
     return part * size // parts, (part + 1) * size // parts
 
 
 class Order(Protocol):
-    """Which rows of a table make up the global batch of each step: a pure function of the step."""
+    """The rows of a table that make up the global batch of each step: a pure function of the step."""
 
     @property
     def steps_per_epoch(self) -> int: ...
@@ -121,7 +121,7 @@ class TrainBatches:
         self.num_workers = num_workers
 
     def identity(self) -> Identity:
-        """Of the table; see `toolkit.data.identity`."""
+        """The identity of the table, see `toolkit.data.identity`."""
         return identity(self.table)
 
     @property
@@ -204,7 +204,7 @@ class EvalBatches:
         self.num_workers = num_workers
 
     def identity(self) -> Identity:
-        """Of the table; see `toolkit.data.identity`."""
+        """The identity of the table, see `toolkit.data.identity`."""
         return identity(self.table)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,20 +1,21 @@
-"""The files of a data set: a key that changes with their content, and the digests that may come with them."""
+"""The files of a data set: a key that changes with their content, digests that may come with them, Parquet columns."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 MOST_BYTES = 2**27
 """Files of together at most 128 MiB are read whole for their key."""
 PART_BYTES = 2**16
 PARTS = 1000
-"""Of larger sets: the first and last 64 KiB of at most so many files, spread evenly over the list."""
+"""The key of larger sets takes the first and last 64 KiB of at most so many files, spread evenly over the list."""
 SUMS = "SHA256SUMS"
 LEVELS = 3
 """A list of digests is looked for in so many folders, from the file's own upwards."""
@@ -65,6 +66,38 @@ def check_digest(path: Path) -> None:
             raise damaged(path, f"does not match its SHA-256 in {sums}")
 
 
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """Read columns of one Parquet file.
+
+    Args:
+        path: The file.
+        names: Its columns to read.
+
+    Returns:
+        The values by column; images and audio are dicts with their encoded `bytes`.
+
+    Raises:
+        UserError: The package is missing, the file is damaged or has no rows, or a column is not there.
+    """
+    check_digest(path)
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError(f"{path} is read by the package pyarrow, which is missing: pip install datasets.") from None
+    try:
+        file = pq.ParquetFile(path)
+        missing = set(names) - set(file.schema_arrow.names)
+        columns = None if missing else file.read(list(names)).to_pydict()
+    # Apache Arrow raises its own kinds for a file that is damaged.
+    except Exception as error:
+        raise damaged(path, f"cannot be read as Parquet ({one_line(error)})") from None
+    if columns is None:
+        raise damaged(path, f"has no column {' and '.join(sorted(missing))}")
+    if not file.metadata.num_rows:
+        raise damaged(path, "has no rows")
+    return {name: columns[name] for name in names}
+
+
 def _lists_of_digests(path: Path) -> list[Path]:
     return [sums for folder in list(path.parents)[:LEVELS] if (sums := folder / SUMS).is_file() and sums != path]
 
@@ -83,4 +116,4 @@ def unreadable(error: OSError) -> UserError:
 
 def damaged(path: Path, fault: str) -> UserError:
     """The error for an invalid file."""
-    return UserError(f"{path} {fault}: replace the file, or point --data-dir to another one.")
+    return UserError(f"{path} {fault}: replace the file, or let data_dir name another one.")

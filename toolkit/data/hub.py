@@ -48,7 +48,7 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
     """The folder of model repository `name` with the files that match `wanted`: itself a folder, or in the Hub's cache,
     or downloaded where the cache has no file that matches one of `needed`.
 
-    Raises UserError, within seconds, downloads aside; `what`, such as "--tokenizer", begins its sentence.
+    Raises UserError, within seconds, downloads aside; `what`, the argument, begins its sentence.
     """
     if Path(name).is_dir():
         return name
@@ -60,17 +60,17 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
         if any(match for pattern in needed for match in Path(folder).glob(pattern)):
             return folder
     except HFValidationError:
-        raise UserError(f"{what} {name!r} is neither a folder nor a Hub name such as owner/model.") from None
+        raise UserError(f"{what}={name!r} is neither a folder nor a Hub name such as owner/model.") from None
     except LocalEntryNotFoundError:
         pass
     if reason := why_out_of_reach():
-        raise UserError(f"{what} {name!r} is neither a folder nor in the Hub's cache, and {reason}: give a folder.")
+        raise UserError(f"{what}={name!r} is neither a folder nor in the Hub's cache, and {reason}: give a folder.")
     try:
         huggingface_hub.HfApi().model_info(name, timeout=ANSWER_S)  # for a name that is not there
         return huggingface_hub.snapshot_download(name, allow_patterns=list(wanted))
     except Exception as error:  # of the client, its HTTP library, or the disk
         raise UserError(
-            f"{what} {name!r} cannot be downloaded ({type(error).__name__}): "
+            f"{what}={name!r} cannot be downloaded ({type(error).__name__}): "
             "check its name and the network, or give a folder."
         ) from error
 

@@ -69,12 +69,12 @@ def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, flo
 
 
 def identity_of_length(rows: int) -> dict[str, Any]:
-    """Of data that are not read to be identified."""
+    """The identity of data that are not read for it."""
     return {"rows": rows, "sha256": "", "moments": {}}
 
 
 def same_data(one: Identity, other: Identity) -> bool:
-    """Whether two data sets are the same, but for what processors round differently."""
+    """Returns whether two data sets are the same, but for what processors round differently."""
     if (one["rows"], one["sha256"]) != (other["rows"], other["sha256"]):
         return False
     # Earlier versions did not note the pixels.

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.files import check_digest, content_key, damaged
-from toolkit.data.parquet import read_columns
+from toolkit.data.files import check_digest, content_key, damaged, read_columns
 from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, one_line
@@ -34,12 +33,13 @@ class ImageData:
     """Two tables with the columns "input" (N, 28, 28) uint8 and "label" (N,) int64."""
 
     name: str
-    """Which set this is: mnist, fashion_mnist or digits."""
+    """The name of the set: mnist, fashion_mnist or digits."""
     train: TensorTable
     test: TensorTable
     mean: float
-    """Of the training pixels, on a scale from 0 to 1."""
+    """The mean of the training pixels, on a scale from 0 to 1."""
     std: float
+    """Their standard deviation."""
     notice: str | None = None
     """A sentence for the user, when this is not the set that was asked for."""
     num_classes: int = NUM_CLASSES
@@ -79,11 +79,19 @@ VALIDATION = ":validation"
 
 
 def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> ImageData:
-    """The set `dataset`: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the
-    digits. `VALIDATION` behind it gives `held_out` of the set, for choices.
+    """Load a set of images. The main process chooses, checks and decodes the files, and the others map the result.
 
-    Which files are used is decided, and they are checked and decoded, on the main process; the others map the result.
-    Raises UserError on every rank for a set that is not found, and for invalid files.
+    Args:
+        dataset: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the digits.
+            `VALIDATION` behind it gives `held_out` of the set, for choices.
+        data_dir: The folder of the set, or one that holds it; None looks in $TOOLKIT_DATA_DIR and on the Hub.
+        on_main: `Run.on_main_and_share`.
+
+    Returns:
+        Its two tables, and what a model has to know of them.
+
+    Raises:
+        UserError: On every rank, the set is not found, or a file is invalid.
     """
     if dataset.endswith(VALIDATION):
         return held_out(load_images(dataset.removesuffix(VALIDATION), data_dir, on_main=on_main))
@@ -120,10 +128,10 @@ def held_out(data: ImageData) -> ImageData:
 def _choose(dataset: str, data_dir: Path | None) -> _Choice:
     if dataset not in ("auto", "digits", *HUB_REPOS):
         names = ", ".join(("auto", *HUB_REPOS, "digits"))
-        raise UserError(f"--dataset {dataset}: there is no such set; choose one of {names}.")
+        raise UserError(f"dataset={dataset!r}: there is no such set; choose one of {names}.")
     if dataset == "digits":
         if data_dir is not None:
-            raise UserError(f"--data-dir {data_dir}: the digits come with scikit-learn; leave --data-dir out.")
+            raise UserError(f"data_dir={str(data_dir)!r}: the digits come with scikit-learn; leave data_dir out.")
         return _digits()
     name = "mnist" if dataset == "auto" else dataset
     try:
@@ -147,10 +155,10 @@ def _locate(name: str, data_dir: Path | None) -> ImageFiles:
     except NotFoundHere as reason:
         if data_dir is not None:
             raise UserError(
-                f"--data-dir {data_dir}: {reason}; name the folder of the set, or the one that holds {name}/."
+                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or the one that holds {name}/."
             ) from None
         raise UserError(
-            f"{TITLES[name]} was not found: {reason}; pass --data-dir with its Parquet or idx files."
+            f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet or idx files."
         ) from None
 
 

@@ -51,7 +51,7 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
         raise UserError("the DataLoader has a DistributedSampler: leave it out, each process takes its part by itself.")
     if data.batch_size not in (None, batch_size):
         raise UserError(
-            f"--batch-size {batch_size}: the DataLoader gives {data.batch_size} samples: build it with "
+            f"batch_size={batch_size}: the DataLoader gives {data.batch_size} samples: build it with "
             "batch_size=config.batch_size, which is the global batch."
         )
     return data
@@ -81,7 +81,7 @@ def _is_column(value: Any) -> bool:
 
 
 def known_length(data: Any) -> int | None:
-    """Of a table or data set its samples, of a DataLoader its batches; None where nobody knows."""
+    """The number of samples of a table or data set, or of batches of a DataLoader; None where nobody knows."""
     try:
         return len(data)
     except TypeError:  # of a data set without a length
@@ -222,7 +222,7 @@ def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[Any, ...]:
-    """Those that may draw or be told the epoch: of batches, and the one of samples in it."""
+    """The samplers that may draw or be told the epoch: of batches, and the one of samples in it."""
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
 
 

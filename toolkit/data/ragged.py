@@ -27,7 +27,7 @@ class RaggedColumn:
 
     @classmethod
     def packed(cls, values: Tensor, lengths: Tensor) -> RaggedColumn:
-        """Of examples that lie side by side."""
+        """The column of examples that lie side by side in `values`."""
         return cls(values, lengths.cumsum(0) - lengths, lengths)
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class BucketedOrder(BatchOrder):
 
     @classmethod
     def of(cls, table: RaggedTable, column: str, *, batch_size: int, seed: int) -> BucketedOrder:
-        """By the lengths of one ragged column of `table`."""
+        """The order that goes by the lengths of one ragged column of `table`."""
         lengths = table.ragged[column].lengths
         return cls(num_samples=len(table), batch_size=batch_size, seed=seed, lengths=lengths)
 

@@ -42,7 +42,7 @@ def data_folder(data_dir: Path | None) -> Path:
     """`data_dir`, else the folder that $TOOLKIT_DATA_DIR names. Raises NotFoundHere where there is neither."""
     folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
     if not folder:
-        raise NotFoundHere("there is no --data-dir and no $TOOLKIT_DATA_DIR")
+        raise NotFoundHere("there is no data_dir and no $TOOLKIT_DATA_DIR")
     return Path(folder).expanduser()
 
 
@@ -104,8 +104,8 @@ def _in_hub_cache(name: str) -> ImageFiles:
 
 
 def _on_hub(name: str) -> ImageFiles:
-    if importlib.util.find_spec("datasets") is None:
-        raise NotFoundHere("what the Hub has cannot be read without the package datasets")
+    if importlib.util.find_spec("pyarrow") is None:
+        raise NotFoundHere("what the Hub has cannot be read without the package pyarrow")
     return find_on_hub(HUB_REPOS[name], _HUB_PATTERNS, lambda folder: find_in_folder(folder, name), ask=True)
 
 

@@ -50,7 +50,7 @@ class TextData:
     """Its last block is padded with `IGNORED`, so that all held-out text is evaluated."""
     tokenizer: Tokenizer
     bytes_per_token: float
-    """Of the held-out text."""
+    """The mean over the held-out text."""
     notice: str | None = None
     """A sentence for the user, when this is not the text that was asked for."""
 
@@ -115,15 +115,30 @@ class _Corpus:
 def load_text(
     dataset: str, data_dir: Path | None, *, tokenizer: str, block_size: int, batch_size: int, on_main: OnMain
 ) -> TextData:
-    """The text `dataset`: "tinyshakespeare"; "folder", all text files below `data_dir`; "stdlib", the sources of
-    Python's standard library; "reference", the language reference that pydoc shows; a file or folder of text, Parquet
-    or JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": what `data_dir` holds, else tinyshakespeare
-    in $TOOLKIT_DATA_DIR, else the standard library; or "prose", which ends with the language reference instead.
-    Rows have a column `text`, or conversations in a column `messages`, which become text as the tokenizer writes them.
-    `VALIDATION` behind any of these takes its training text alone and holds a part of that out, for choices.
+    """Load text as blocks of tokens.
 
-    Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which
-    some rank would get. Raises UserError on every rank for text that is not found, not readable, or too short.
+    Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which some
+    rank would get.
+
+    Args:
+        dataset: "tinyshakespeare"; "folder", all text files below `data_dir`; "stdlib", the sources of Python's
+            standard library; "reference", the language reference that pydoc shows; a file or folder of text, Parquet or
+            JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": what `data_dir` holds, else
+            tinyshakespeare in $TOOLKIT_DATA_DIR, else the standard library; or "prose", which ends with the language
+            reference instead. Rows have a column `text`, or conversations in a column `messages`, which become text as
+            the tokenizer writes them. `VALIDATION` behind any of these takes its training text alone and holds a part
+            of that out, for choices.
+        data_dir: The folder of the text, for the sets that are looked for.
+        tokenizer: "bytes", or the tokenizer in a folder or on the Hub.
+        block_size: Tokens that a block predicts.
+        batch_size: Blocks per optimizer step.
+        on_main: `Run.on_main_and_share`.
+
+    Returns:
+        The tables of training and held-out blocks, and their tokenizer.
+
+    Raises:
+        UserError: On every rank, the text is not found, not readable, or too short.
     """
     columns: dict[str, Tensor] = {}
     found: list[Tokenizer] = []
@@ -137,8 +152,8 @@ def load_text(
         blocks = (len(columns["train"]) - 1) // block_size
         if blocks < batch_size or len(columns["test"]) < 2:
             raise UserError(
-                f"--dataset {dataset}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens where "
-                f"a batch takes {batch_size}: use more text, shorter blocks, or a smaller --batch-size."
+                f"dataset={dataset!r}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens where "
+                f"a batch takes {batch_size}: use more text, shorter blocks, or a smaller batch_size."
             )
         return corpus
 
@@ -166,7 +181,7 @@ def load_text(
 def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     folder = None if data_dir is None else data_dir.expanduser()
     if folder is not None and not folder.is_dir():
-        raise UserError(f"--data-dir {data_dir}: there is no such folder.")
+        raise UserError(f"data_dir={str(data_dir)!r}: there is no such folder.")
     if dataset == STDLIB:
         return _stdlib()
     if dataset == REFERENCE:
@@ -181,17 +196,17 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
         except NotFoundHere as nowhere:
             reason = str(nowhere)
         if dataset == SHAKESPEARE:
-            raise UserError(f"--dataset {SHAKESPEARE}: {reason}: pass --data-dir with {SHAKESPEARE}/input.txt.")
+            raise UserError(f"dataset={SHAKESPEARE!r}: {reason}: give data_dir with {SHAKESPEARE}/input.txt.")
         if folder:
             return _folder(folder)
         return _reference(_NO_SHAKESPEARE) if dataset == PROSE else _stdlib(_NO_SHAKESPEARE)
     if dataset == FOLDER:
         if folder is None:
-            raise UserError(f"--dataset {FOLDER}: name it with --data-dir.")
+            raise UserError(f"dataset={FOLDER!r}: name it with data_dir.")
         return _folder(folder)
     path = Path(dataset).expanduser()
     if path.is_dir() and not any(file.suffix in ROWS for file in path.rglob("*")):
-        return _folder(path, "--dataset")
+        return _folder(path, "dataset")
     if path.is_file() and path.suffix not in ROWS:
         return _Corpus(path.name, "files", (str(path),))
     if path.exists():
@@ -199,7 +214,7 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     if "/" in dataset:
         return _Corpus(dataset, "dataset", tuple(dataset.split(":", 1)))
     names = ", ".join(("auto", SHAKESPEARE, STDLIB, REFERENCE, FOLDER))
-    raise UserError(f"--dataset {dataset}: choose one of {names}, a file or folder, or owner/name of the Hub.")
+    raise UserError(f"dataset={dataset!r}: choose one of {names}, a file or folder, or owner/name of the Hub.")
 
 
 _NO_SHAKESPEARE = (
@@ -211,7 +226,7 @@ def _stdlib(notice: str | None = None) -> _Corpus:
     """The modules at the top of the standard library: 4.7 MB in Python 3.11."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     if not files:
-        raise UserError(f"--dataset {STDLIB}: this Python keeps no sources: use --data-dir with a folder of text.")
+        raise UserError(f"dataset={STDLIB!r}: this Python keeps no sources: use data_dir with a folder of text.")
     return _of_python("standard library", "files", files, notice and f"{notice}sources of Python's standard library.")
 
 
@@ -219,7 +234,7 @@ def _reference(notice: str | None = None) -> _Corpus:
     """What `help("assert")` and the like print: 0.5 MB of English in Python 3.11."""
     found = importlib.util.find_spec("pydoc_data.topics")
     if found is None or found.origin is None:
-        raise UserError(f"--dataset {REFERENCE}: this Python has no pydoc_data: give a file or folder of text.")
+        raise UserError(f"dataset={REFERENCE!r}: this Python has no pydoc_data: give a file or folder of text.")
     files = [Path(found.origin)]
     return _of_python("language reference", "topics", files, notice and f"{notice}language reference of Python.")
 
@@ -229,14 +244,15 @@ def _of_python(what: str, kind: Literal["files", "topics"], files: Sequence[Path
     return _Corpus(f"{what} of Python {version}", kind, tuple(map(str, files)), notice)
 
 
-def _folder(folder: Path, flag: str = "--data-dir") -> _Corpus:
+def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if files:
         return _Corpus(folder.name, "files", tuple(map(str, files)))
     if any(path.suffix in ROWS for path in folder.rglob("*")):
         return _Corpus(folder.name, "dataset", (str(folder),))
     raise UserError(
-        f"{flag} {folder}: holds neither text ({', '.join(sorted(SUFFIXES))}) nor *.parquet nor *.jsonl files."
+        f"{argument}={str(folder)!r}: holds neither text ({', '.join(sorted(SUFFIXES))}) nor *.parquet nor "
+        "*.jsonl files."
     )
 
 
@@ -248,13 +264,13 @@ def _read_dataset(
     try:
         import datasets
     except ImportError:
-        raise UserError(f"--dataset {name} needs the package datasets: pip install datasets.") from None
+        raise UserError(f"dataset={name!r}: it needs the package datasets: pip install datasets.") from None
     from huggingface_hub import constants
 
     if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):
         raise UserError(
-            f"--dataset {name}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
-            "and --dataset stdlib needs no network."
+            f"dataset={name!r}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
+            "and dataset='stdlib' needs no network."
         )
     key = ""
     what: dict[str, Any] = {"path": name, "name": config}
@@ -272,7 +288,7 @@ def _read_dataset(
     # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
     except Exception as error:
         raise UserError(
-            f"--dataset {name}: cannot be loaded ({one_line(error)}): check its name and the network."
+            f"dataset={name!r}: cannot be loaded ({one_line(error)}): check its name and the network."
         ) from error
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
@@ -280,7 +296,7 @@ def _read_dataset(
 
     def documents(split: Any) -> list[bytes]:
         if column == MESSAGES:
-            return [write_conversation(tokenizer, row, f"--dataset {name}") for row in split[column]]
+            return [write_conversation(tokenizer, row, f"dataset={name!r}") for row in split[column]]
         return [text.encode() for text in split[column] if text]
 
     key += "".join(fingerprint(splits[part]) for part in splits) + (tokenizer.chat if column == MESSAGES else "")
@@ -297,7 +313,7 @@ def _text_column(name: str, rows: Any) -> str:
     if "text" in strings or len(strings) == 1:
         return "text" if "text" in strings else strings[0]
     raise UserError(
-        f"--dataset {name}: has no column named text or {MESSAGES}, but {', '.join(rows.column_names)}: rename one."
+        f"dataset={name!r}: has no column named text or {MESSAGES}, but {', '.join(rows.column_names)}: rename one."
     )
 
 

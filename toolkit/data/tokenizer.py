@@ -17,7 +17,7 @@ BYTES = "bytes"
 FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 """Files of a tokenizer on the Hub."""
 TABLES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Of these it has at least one."""
+"""A tokenizer has at least one of these."""
 MESSAGES = "messages"
 """The column of conversations: lists of dicts with "role" and "content", as chat templates take them."""
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
@@ -88,7 +88,7 @@ class ByteTokenizer:
         return "".join(CHATML.format(**message) for message in messages)
 
     def save_pretrained(self, folder: Path) -> None:
-        """As byte-level BPE without merges, whose end-of-text token is the byte 0."""
+        """Write byte-level BPE without merges, whose end-of-text token is the byte 0."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -119,24 +119,24 @@ class PretrainedTokenizer:
     def __init__(self, name: str):
         from transformers import AutoTokenizer
 
-        folder = pretrained_folder("--tokenizer", name, wanted=FILES, needed=TABLES)
+        folder = pretrained_folder("tokenizer", name, wanted=FILES, needed=TABLES)
         if not any(match for pattern in TABLES for match in Path(folder).glob(pattern)):
             # Of a folder with a model's configuration alone transformers makes a tokenizer without words.
             raise UserError(
-                f"--tokenizer {name}: the folder has no tokenizer: give bytes, another folder or a Hub name."
+                f"tokenizer={name!r}: the folder has no tokenizer: give bytes, another folder or a Hub name."
             )
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # Whatever a half-written file makes it raise: there is no tokenizer.
         except Exception as error:
             raise UserError(
-                f"--tokenizer {name}: cannot be loaded ({one_line(error)}): give bytes, a folder or a Hub name."
+                f"tokenizer={name!r}: cannot be loaded ({one_line(error)}): give bytes, a folder or a Hub name."
             ) from error
         separators = (self._inner.eos_token_id, self._inner.sep_token_id)
         separator = next((id for id in separators if id is not None), None)
         if separator is None:
             raise UserError(
-                f"--tokenizer {name}: has no end-of-text token to put between documents: take another, or bytes."
+                f"tokenizer={name!r}: has no end-of-text token to put between documents: take another, or bytes."
             )
         self.vocab_size = len(self._inner)
         self.separator = int(separator)
@@ -150,7 +150,7 @@ class PretrainedTokenizer:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"the data set is not UTF-8 at {document[error.start : error.start + 8]!r}: "
-                "convert it, or use --tokenizer bytes."
+                "convert it, or use tokenizer='bytes'."
             ) from None
         return np.array(self._inner.encode(text, add_special_tokens=False, verbose=False), dtype=np.int32)
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.compat import FlopCounter
+from toolkit.data.table import Batch
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
-from toolkit.train.task import Batch, Loss, Task
+from toolkit.train.task import Loss, Task
 
 if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer

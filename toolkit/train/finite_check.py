@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.parallel.waits import Mark, mark
 from toolkit.run.run import Run
-from toolkit.train.task import Batch, Task
+from toolkit.train.task import Task
 
 READ_EVERY = 8
 """Steps whose norms are copied together from a device other than a CPU, to be read when as many more were taken: the

@@ -72,7 +72,7 @@ def standard_trainer(
 
     `augment` changes training batches, and what is replayed from a memory, see `toolkit.data.visit_draws.BlankPixels`.
     `order` replaces the random permutation of each epoch, and `max_steps` the config's number of epochs. `evaluation`
-    is a callback in place of `test`, such as `continual.TaskEvaluation`; `more_evaluations` are of
+    is a callback in place of `test`, such as one over a stream of tasks; `more_evaluations` are of
     further data sets. `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual
     ones, so that what they record is on the line of metrics that is printed. Load metrics of experts, and what
     `--planner` and `--record-traces` ask for, are added where missing.

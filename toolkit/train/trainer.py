@@ -19,6 +19,7 @@ from toolkit.checkpoint import checkpoint
 from toolkit.checkpoint.background import Write
 from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
+from toolkit.data.table import Batch
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.ownership import owned
 from toolkit.experts.parallel.prepare import prepare, refuse_late_parameters
@@ -32,7 +33,7 @@ from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
 from toolkit.train.optim import Schedule, initial_rates
 from toolkit.train.state import TrainState
-from toolkit.train.task import Batch, Loss, Task, as_loss
+from toolkit.train.task import Loss, Task, as_loss
 
 
 class Trainer:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from autoencoder.relaxed_bound import RelaxedBound
-from autoencoder.relaxed_vae import RelaxedVAE
+from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
 
 
 def model() -> RelaxedVAE:

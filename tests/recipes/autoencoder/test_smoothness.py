@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoencoder.smoothness import local_divergence
+from autoencoder.vae import local_divergence
 from tests.support.equality import in_float64
 
 RADIUS = 0.5

@@ -7,8 +7,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from autoencoder.smoothness import local_divergence
-from autoencoder.vae import SemiSupervisedVAE, StyleAutoencoder, to_unit
+from autoencoder.vae import SemiSupervisedVAE, StyleAutoencoder, local_divergence, to_unit
 
 
 def small(style_dim: int | None = 1) -> SemiSupervisedVAE:

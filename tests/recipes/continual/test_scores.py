@@ -1,6 +1,6 @@
 import pytest
 
-from continual.scores import AccuracyMatrix
+from continual.evaluation import AccuracyMatrix
 
 MATRIX = AccuracyMatrix(
     before=[0.1, 0.2, 0.1],

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from continual.classification import ClassificationWithinTasks
+from continual.training import ClassificationWithinTasks
 from tests.recipes.continual.toy import dimmed, toy_config, toy_trainer
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
+from toolkit.data.table import Batch
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.remember import Replay
-from toolkit.train.task import Batch
 
 METHODS: dict[str, dict[str, Any]] = {
     "elastic": {"strength": 1e3},
@@ -154,7 +154,7 @@ def test_stopping_early_is_refused_where_no_single_test_set_could_tell_when(tmp_
 
 
 def test_weights_that_are_cut_into_pieces_cannot_be_held(tmp_path):
-    with pytest.raises(tk.UserError, match="--dense-parallel fsdp2 shards weights"):
+    with pytest.raises(tk.UserError, match="dense_parallel='fsdp2' shards weights"):
         train(toy_config(tmp_path / "run", dense_parallel="fsdp2"), strength=1.0)
 
 

@@ -18,10 +18,9 @@ from continual.training import stream_task, task_order
 from toolkit.data.batches import Augment
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.data.table import TensorTable
+from toolkit.data.table import Batch, TensorTable
 from toolkit.train.callbacks.drift import DriftWatch
 from toolkit.train.callbacks.remember import Remember, Replay
-from toolkit.train.task import Batch
 
 
 def images(count: int, seed: int) -> TensorTable:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoencoder.smoothness import local_divergence
+from autoencoder.vae import local_divergence
 from digits.classifier import ConvolutionalClassifier
 from digits.consistency import ConsistencyRegularization
 

@@ -170,7 +170,7 @@ def test_other_processes_map_what_the_main_one_chose_and_choose_only_without_it(
     other = load_speech("fsdd", folder, **settings, on_main=lambda _: chosen[0])
     assert texts(other) == texts(first)
     monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(cache / "another machine"))
-    with pytest.raises(UserError, match="--dataset fsdd: "):
+    with pytest.raises(UserError, match="dataset='fsdd': "):
         load_speech("fsdd", folder, **settings, on_main=lambda _: chosen[0])
     (tmp_path / "elsewhere").rename(folder)
     assert texts(load_speech("fsdd", folder, **settings, on_main=lambda _: chosen[0])) == texts(first)
@@ -185,7 +185,7 @@ def test_connected_digits_are_three_to_seven_of_one_speaker_and_of_its_own_split
     for words, speaker in zip(said, data.train.columns["speaker"].tolist(), strict=True):
         assert set(words) <= by_speaker[data.speakers[speaker]]
     assert {word for text in texts(data, "test") for word in text.split()} == {"SEVEN", "ZERO"}
-    with pytest.raises(UserError, match="--target digits: connected_digits is not made of single digits"):
+    with pytest.raises(UserError, match="target='digits': connected_digits is not made of single digits"):
         data.num_digits()
 
 
@@ -229,7 +229,7 @@ def test_a_speaker_can_be_held_out_with_all_recordings(tmp_path):
         ["ONE", "THREE", "ZERO"],
         ["SEVEN", "SEVEN"],
     )
-    with pytest.raises(UserError, match="--held-out-speaker bob: take one of"):
+    with pytest.raises(UserError, match="held_out_speaker='bob': take one of"):
         load("fsdd", tmp_path, held_out_speaker="bob")
 
 
@@ -245,12 +245,12 @@ def test_without_speech_there_are_tones_that_are_named_as_such():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ("fsdd", "--dataset fsdd: .* holds neither fsdd/train"),
-        ("auto", "--dataset auto: .* holds neither"),
-        ("librispeech", "--dataset librispeech: .* holds no LibriSpeech/train"),
-        ("gigaspeech", "--dataset gigaspeech: .* holds no GigaSpeech.json"),
-        ("manifest", "--dataset manifest: .* holds no train.jsonl"),
-        ("speech", "--dataset speech: there is no such set"),
+        ("fsdd", "dataset='fsdd': .* holds neither fsdd/train"),
+        ("auto", "dataset='auto': .* holds neither"),
+        ("librispeech", "dataset='librispeech': .* holds no LibriSpeech/train"),
+        ("gigaspeech", "dataset='gigaspeech': .* holds no GigaSpeech.json"),
+        ("manifest", "dataset='manifest': .* holds no train.jsonl"),
+        ("speech", "dataset='speech': there is no such set"),
     ],
 )
 def test_a_set_that_is_not_there_ends_in_one_sentence(dataset, message, tmp_path):
@@ -322,7 +322,7 @@ def test_a_sound_that_was_replaced_is_decoded_anew(tmp_path):
 
 
 def test_the_hub_is_asked_with_datasets_and_says_what_to_do(monkeypatch):
-    with pytest.raises(UserError, match="--dataset librispeech: the Hub does not give openslr/librispeech_asr"):
+    with pytest.raises(UserError, match="dataset='librispeech': the Hub does not give openslr/librispeech_asr"):
         load("librispeech")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="the package datasets is missing: pip install datasets"):

@@ -1,20 +1,24 @@
-"""The script transcribe.py: a stream says what the whole says, and bad input ends in one sentence."""
+"""`transcribe.py`: a stream says what the whole says, and bad input ends in one sentence."""
 
 import json
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from speech import recogniser
+from speech import recogniser, transcribe
 from speech.audio import LogMel
 from speech.characters import Characters
 from speech.decoding import best_path
-from speech.model import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from speech.recogniser import load_recogniser, save_recogniser
+from speech.speech_models import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from speech.transcribe import main
 from tests.recipes.speech.sounds import encode_wav
+from tests.support.helpers import ROOT
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
@@ -63,8 +67,11 @@ def test_the_command_writes_the_text_and_where_it_was_heard(folder, tmp_path, ca
     assert main([str(folder), str(tmp_path / "a.wav")]) == EXIT_DONE
     text = capsys.readouterr().out
     assert len(text) > 5
-    assert main([str(folder / "recogniser"), str(tmp_path / "a.wav"), "--json"]) == EXIT_DONE
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    script = [sys.executable, transcribe.__file__, folder / "recogniser", tmp_path / "a.wav", "--json"]
+    done = subprocess.run(
+        script, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert "".join(line["text"] for line in lines) + "\n" == text
     ends = [line["end_s"] for line in lines]
     assert ends == sorted(ends)
@@ -84,7 +91,7 @@ def test_bad_input_ends_in_one_sentence(folder, tmp_path, capsys):
         ([folder, tmp_path / "none.wav"], "cannot be read (No such file or directory)"),
         ([folder, tmp_path / "bad.wav"], "cannot be read as sound"),
     ]:
-        assert main([*map(str, words)]) == EXIT_USER_ERROR
+        assert main([str(word) for word in words]) == EXIT_USER_ERROR
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1

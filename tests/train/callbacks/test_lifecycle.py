@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tests.experts.dynamic.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
 from tests.support.equality import relative_difference
 from tests.support.helpers import run_distributed
+from toolkit.data.table import Batch
 from toolkit.experts.parallel.unwrapping import unwrapped
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.lifecycle import Lifecycle
-from toolkit.train.task import Batch
 
 Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 HOOKS = (

@@ -13,7 +13,7 @@ from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 STOP_NAMES = {number.name for number in STOP_SIGNALS}

@@ -12,7 +12,8 @@ from toolkit.train.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
     from toolkit.data.loader import AnyEvalBatches
-    from toolkit.train.task import Batch, Task
+    from toolkit.data.table import Batch
+    from toolkit.train.task import Task
     from toolkit.train.trainer import Trainer
 
 

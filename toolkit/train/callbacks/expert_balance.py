@@ -13,7 +13,7 @@ from toolkit.experts.routing.routing_log import take_loads
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 

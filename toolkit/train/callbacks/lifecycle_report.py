@@ -17,7 +17,7 @@ from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 

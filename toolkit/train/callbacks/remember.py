@@ -13,7 +13,7 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 

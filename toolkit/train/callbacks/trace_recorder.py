@@ -20,7 +20,7 @@ from toolkit.experts.routing.traces import TraceFile
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.train.task import Batch
+    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 CHUNK = 256

@@ -10,8 +10,9 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.data.table import Batch
 from toolkit.errors import UserError
-from toolkit.train.task import Batch, Loss
+from toolkit.train.task import Loss
 
 IGNORED = -100
 """A label that torch's cross-entropy leaves out."""

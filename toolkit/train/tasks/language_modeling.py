@@ -10,7 +10,8 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.train.task import Batch, Loss
+from toolkit.data.table import Batch
+from toolkit.train.task import Loss
 
 
 class LanguageModeling:

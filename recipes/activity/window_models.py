@@ -15,7 +15,7 @@ from toolkit.errors import UserError, require_choice
 Mode = Literal["all_channels", "flatten", "average", "first"]
 """What the encoder sees at a time: all channels; each channel by itself; their mean; only the first."""
 GROUPS = 8
-"""Of a group normalisation, which knows one window alone: a batch's size and the number of ranks change nothing."""
+"""Groups of the group normalisation, which knows one window alone: batch size and number of ranks change nothing."""
 
 
 class ResidualBlock(nn.Module):
@@ -109,7 +109,9 @@ def load_encoder(model: nn.Module, path: Path) -> None:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"--encoder-path {path}: it cannot be read as safetensors ({error}): take another.") from None
+        raise UserError(
+            f"encoder_path={str(path)!r}: it cannot be read as safetensors ({error}): take another."
+        ) from None
     weights = {name.removeprefix("encoder."): value for name, value in tensors.items() if name.startswith("encoder.")}
     encoder = model.get_submodule("encoder")
     own = encoder.state_dict()
@@ -118,7 +120,7 @@ def load_encoder(model: nn.Module, path: Path) -> None:
         if found is None or found.shape != value.shape:
             has = "none of this name" if found is None else f"one of {tuple(found.shape)}"
             raise UserError(
-                f"--encoder-path {path}: the encoder's {name} is {tuple(value.shape)} and the file has {has}: "
+                f"encoder_path={str(path)!r}: the encoder's {name} is {tuple(value.shape)} and the file has {has}: "
                 "take one of a run with the same mode, width and channels."
             )
     encoder.load_state_dict({name: weights[name] for name in own})

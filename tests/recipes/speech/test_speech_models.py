@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speech.model import (
+from speech.speech_models import (
     AttentionEncoder,
     MemoryEncoder,
     SpeechClassifier,

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from activity.model import WindowClassifier, WindowEncoder, load_encoder, view_channels
+from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
 from toolkit.errors import UserError
 
 MEAN, STD = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 8.0])
@@ -74,5 +74,5 @@ def test_an_encoder_that_does_not_fit_is_refused(tmp_path):
     ):
         load_encoder(classifier("flatten"), tmp_path / "other.safetensors")
     for name in ("text.safetensors", "absent.safetensors"):
-        with pytest.raises(UserError, match=f"--encoder-path .*{name}: it cannot be read as safetensors"):
+        with pytest.raises(UserError, match=f"encoder_path=.*{name}': it cannot be read as safetensors"):
             load_encoder(classifier("flatten"), tmp_path / name)
