@@ -31,7 +31,10 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> str:
     ("load", "says"),
     [
         (lambda: load_tokenizer("gpt2"), "tokenizer='gpt2' is neither a folder nor in the Hub's cache, and {hub}"),
-        (lambda: causal_lm("some/model"), "model='some/model' is neither a folder nor in the Hub's cache, and {hub}"),
+        (
+            lambda: model_folder("some/model"),
+            "model='some/model' is neither a folder nor in the Hub's cache, and {hub}",
+        ),
         (
             lambda: load_text(
                 "some/text", None, tokenizer="bytes", block_size=8, batch_size=1, on_main=lambda read: read()
@@ -69,7 +72,7 @@ def test_an_error_of_any_http_library_is_one_line(monkeypatch):
     monkeypatch.setattr("toolkit.data.hub.why_out_of_reach", lambda: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     with pytest.raises(UserError, match=r"model='some/model' cannot be downloaded \(ConnectError\)"):
-        causal_lm("some/model")
+        model_folder("some/model")
 
 
 @pytest.mark.usefixtures("unreachable")

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.hosts.transformers import causal_lm, experts_modules
 
 from tests.experts.hosts.transformers.families import VOCAB, tokens
 from toolkit.errors import UserError
-from toolkit.experts.hosts.transformers import upcycle
+from toolkit.experts.hosts.transformers import causal_lm, experts_modules, upcycle
 
 
 def dense(kind: str, **more: Any) -> Any:
