@@ -14,8 +14,8 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.losses import BalanceScope, RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router import ExpertChoiceRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.run.config.router import RouterOptions
 
 EXPERTS, TOP_K, LENGTH, DIM = 6, 2, 5, 8
 
@@ -94,7 +94,7 @@ def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
 def test_sequences_are_asked_for_where_there_are_none() -> None:
     layer = layer_on(1)
     layer(torch.randn(4, DIM))
-    with pytest.raises(UserError, match=r"--balance-scope sequence.*use global or local\.$"):
+    with pytest.raises(UserError, match=r"balance_scope='sequence'.*use global or local\.$"):
         RouterPenalty(layer, balance_weight=1.0, balance_scope="sequence")()
 
 

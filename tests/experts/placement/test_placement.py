@@ -68,7 +68,7 @@ def test_a_map_that_makes_no_sense_is_refused(slots: tuple[tuple[int, ...], ...]
 def test_contiguous_deals_blocks_and_leaves_spare_slots_where_experts_do_not_divide_ranks():
     assert contiguous(6, 3).slots == ((0, 1), (2, 3), (4, 5))
     assert contiguous(7, 3, slots_per_rank=3).slots == ((0, 1, 2), (3, 4, EMPTY_ROW), (5, 6, EMPTY_ROW))
-    with pytest.raises(UserError, match="--experts 7 cannot be spread equally over --ep-size 3"):
+    with pytest.raises(UserError, match="num_experts=7 cannot be spread equally over ep_size=3"):
         contiguous(7, 3)
     with pytest.raises(UserError, match="use at least 3 slots per rank"):
         contiguous(7, 3, slots_per_rank=2)

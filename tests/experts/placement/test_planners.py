@@ -19,6 +19,7 @@ from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.loads import checked_load
 from toolkit.experts.placement.placement import ExpertPlacement, moves, with_spare_slots
 from toolkit.experts.placement.placement import contiguous as blocks
+from toolkit.experts.placement.placement_options import PLANNER_NAMES
 from toolkit.experts.placement.planners import (
     PLANNERS,
     affinity,
@@ -40,7 +41,7 @@ from toolkit.experts.placement.planners.replicas import replicas_for
 from toolkit.experts.placement.replay import replay
 from toolkit.experts.placement.traffic import Traffic, rows_between_ranks
 from toolkit.experts.placement.workloads import WORKLOADS, Sizes, drifting
-from toolkit.run.config.experts import PLANNER_NAMES, MoERunConfig
+from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.process_settings import flushes_subnormals
 
 Case = tuple[ExpertPlacement, list[float]]

@@ -23,10 +23,12 @@ from toolkit.experts.layer.dispatch import exchange as rows_exchange
 from toolkit.experts.layer.dispatch.order import sort_by_slot
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint
+from toolkit.experts.layer.replan_options import ReplanOptions
 from toolkit.experts.layer.stack import crossings, visited_nodes
 from toolkit.experts.moving.replan import Replan
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import EMPTY_ROW
+from toolkit.experts.parallel.parallel_options import ExpertExchange
 from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import Traffic, migration_cost, rows_between_ranks
@@ -40,7 +42,6 @@ from toolkit.experts.routing.metrics import (
     replica_metrics,
     traffic_metrics,
 )
-from toolkit.run.config.experts import ExpertExchange
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
@@ -149,7 +150,7 @@ def train(
     )
     with start_run("metered", config) as run:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange, chunks=chunks)
+            groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange, dispatch_chunks=chunks)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -171,7 +172,7 @@ def train(
             callbacks=[
                 ExpertLoad(model, ranks_per_node=ranks_per_node),
                 TraceRecorder(model),
-                Replan(model, planner=planner, every=PLAN, guarded=False),
+                Replan(model, ReplanOptions(planner=planner, every=PLAN, guarded=False)),
                 meter,
             ],
         )

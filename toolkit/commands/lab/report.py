@@ -25,6 +25,7 @@ from toolkit.experts.placement.guard import MigrationGuard
 from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.loads import Ints
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import planner_named
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.planners.registry import Planner
@@ -32,7 +33,6 @@ from toolkit.experts.placement.replay import Replay, replay, worst_span
 from toolkit.experts.placement.traffic import migration_cost, replica_rows
 from toolkit.experts.placement.workloads import WORKLOADS, Sizes
 from toolkit.experts.routing.metrics import DispatchCounts, RowBytes, Window, balance_metrics, count, traffic_metrics
-from toolkit.run.config.experts import InitialPlacement
 
 STAY = "stay"
 """No planner: the initial placement."""

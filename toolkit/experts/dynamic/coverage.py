@@ -15,7 +15,7 @@ HALF_PROBABILITY = 0.6931471805599453
 """-ln 0.5: a sample with a higher loss, in nats, is not covered."""
 
 Lack = Literal["shift", "plateau", "schedule"]
-"""Why experts are split; the last one is no alarm, but `--lifecycle.grow-every`."""
+"""Why experts are split; the last one is no alarm, but `LifecycleOptions.grow_every`."""
 
 
 class CoverageAlarm:

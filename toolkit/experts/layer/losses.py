@@ -196,7 +196,7 @@ class RouterPenalty:
         if self.balance_scope == "sequence":
             if layer.sequence_length is None:
                 raise UserError(
-                    "--balance-scope sequence: this model's mixtures get single tokens (T, D) and no sequences "
+                    "balance_scope='sequence': this model's mixtures get single tokens (T, D) and no sequences "
                     "(B, S, D); use global or local."
                 )
             return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.num_choices)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.parallel_options import ExpertExchange
 from toolkit.experts.placement.imbalance import shares
 from toolkit.experts.placement.loads import Floats
 from toolkit.experts.placement.placement import ExpertPlacement
@@ -28,7 +29,6 @@ from toolkit.experts.placement.traffic import (
     replica_rows,
     rows_between_ranks,
 )
-from toolkit.run.config.experts import ExpertExchange
 
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses

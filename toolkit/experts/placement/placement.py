@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.parallel.ownership import EMPTY_ROW
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 
 
 class Place(NamedTuple):
@@ -173,7 +173,7 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
         if num_experts % ranks:
             fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
             raise UserError(
-                f"--experts {num_experts} cannot be spread equally over --ep-size {ranks}: "
+                f"num_experts={num_experts} cannot be spread equally over ep_size={ranks}: "
                 f"use an expert parallel size out of {fitting}, or a multiple of {ranks} experts."
             )
         slots_per_rank = num_experts // ranks

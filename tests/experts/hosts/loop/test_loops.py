@@ -24,8 +24,8 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.parallel_options import ExpertExchange
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.run.config.experts import ExpertExchange
 
 
 class CheckpointedModel(Model):

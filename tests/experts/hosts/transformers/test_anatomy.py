@@ -175,5 +175,5 @@ def test_a_transformers_model_has_the_scopes_of_our_own_layers():
     model(input_ids=tokens(0, 4))
     shares = [RouterPenalty(watches, balance_weight=1.0, balance_scope=scope)() for scope in ("global", "local")]
     assert shares[0].item() == shares[1].item(), "one process has all tokens"
-    with pytest.raises(UserError, match="--balance-scope sequence"):
+    with pytest.raises(UserError, match="balance_scope='sequence'"):
         RouterPenalty(watches, balance_weight=1.0, balance_scope="sequence")()

@@ -11,10 +11,10 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.parameter_groups import parameter_groups
+from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
 from toolkit.experts.hosts.transformers.anatomy import experts_modules, routers
 from toolkit.experts.hosts.transformers.kernel import projections
 from toolkit.experts.parallel.seeding import derive_seed
-from toolkit.run.config.adapters import AdapterOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,8 +36,8 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int =
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
         raise UserError(
-            f"--lora-rank {options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
-            "train all weights with --lora-rank 0."
+            f"lora_rank={options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
+            "train all weights with lora_rank=0."
         ) from None
     config = LoraConfig(
         r=options.lora_rank,
@@ -64,7 +64,7 @@ def _attention_layers(model: nn.Module) -> list[str]:
     }
     if not found:
         raise UserError(
-            f"--lora-attention: model {type(model).__name__} has no attention with linear layers: leave it out."
+            f"lora_attention=True: model {type(model).__name__} has no attention with linear layers: leave it out."
         )
     return list(found)
 
@@ -78,8 +78,8 @@ def _expert_matrices(model: nn.Module) -> list[str]:
     }
     if not found:
         raise UserError(
-            f"--lora-experts: model {type(model).__name__} has no stacked experts that adapters are known for: "
-            "add --no-lora-experts."
+            f"lora_experts=True: model {type(model).__name__} has no stacked experts that adapters are known for: "
+            "use lora_experts=False."
         )
     return list(found)
 

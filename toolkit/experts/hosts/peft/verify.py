@@ -68,7 +68,7 @@ def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = 
     settings = _read_settings(folder)
     base = base or settings.get("base_model_name_or_path")
     if not base:
-        raise UserError(f"{folder / CONFIG} names no base model: give it as --base.")
+        raise UserError(f"{folder / CONFIG} names no base model: give `base`.")
     _check_version(settings, found)
     model = _load(folder, base, found)
     if model is None:

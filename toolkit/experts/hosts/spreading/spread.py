@@ -23,8 +23,8 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import EMPTY_ROW
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.state.state_dict import refuse_partial_state_dict, rows_of, take_rows
-from toolkit.run.config.experts import InitialPlacement
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to the layer's initial placement."""

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from toolkit.errors import require_choice
+from toolkit.errors import require, require_choice
 from toolkit.experts.hosts.transformers.anatomy import experts_modules
-from toolkit.run.config.run import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,7 +36,7 @@ def language_model_config(
     require_choice("architecture", architecture, Architecture)
     for name, value in (("dim", dim), ("layers", layers), ("heads", heads)):
         require(value >= 1, name, value, "take one or more")
-    require(dim % (2 * heads) == 0, "dim", dim, f"take a multiple of twice --heads {heads}")
+    require(dim % (2 * heads) == 0, "dim", dim, f"take a multiple of twice heads={heads}")
     require(heads == 1 or heads % 2 == 0, "heads", heads, "take 1 or an even number")
     from transformers import MistralConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
