@@ -37,35 +37,16 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import machine
 
-LIFECYCLE_FLAGS = (
-    "check-every",
-    "check-samples",
-    "cooldown-checks",
-    "sleep-every",
-    "min-sleep-every",
-    "max-sleep-every",
-    "memory-size",
-    "replay-steps",
-    "replay-lr",
-    "undo-above",
-    "prune-below",
-    "min-age",
-    "merge-distance",
-    "merge-similarity",
-)
 RENAMED_FLAGS: dict[str, str] = {
-    "--lifecycle.plateau-threshold": "--life.tolerated",
-    **{f"--lifecycle.{flag}": f"--life.{flag}" for flag in LIFECYCLE_FLAGS},
+    "--replan.planner": "--planner",
+    "--replan.every": "--replan-every",
+    "--replan.no-guarded": "--no-guard",
 }
 """Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
 
 Names of recipe files and of arguments are words too.
 """
-RENAMED_KEYS: dict[str, str] = {
-    r"life/(.*)": r"lifecycle/\1",
-    r"life_(.*)": r"lifecycle_\1",
-    r"experts_liv.*": "active_experts",
-}
+RENAMED_KEYS: dict[str, str] = {}
 """Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
 
 Keys are those of metrics.jsonl and results.json; what is nested in them has its own key: `expert_placement/block`.
@@ -87,7 +68,7 @@ SHOWN = 12
 
 RECIPES = ("mnist_moe", "lm_moe", "finetune_moe", "few_labels", "har", "psmnist", "vae_robustness", "lmu_speech")
 EXPERT_RECIPES = ("mnist_moe", "lm_moe")
-MOVED = "--planner swap --replan-every 10 --no-guard"
+MOVED = "--replan.planner swap --replan.every 10 --replan.no-guarded"
 """Not guarded: the guard compares times, which differ from run to run."""
 DYNAMIC = (
     "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.plateau-threshold 0 "
@@ -100,17 +81,15 @@ DYNAMIC = (
 """In 138 steps one expert is merged, one is pruned, there are nine sleeps, and something is undone; with
 `--experts 8` experts are grown as well."""
 EXAMPLE = """
-import functools, json, pathlib, runpy, sys
-import toolkit
-path, folder, *switched_off = sys.argv[1:]
-toolkit.ExpertParallel = functools.partial(toolkit.ExpertParallel, **dict.fromkeys(switched_off, False))
+import json, pathlib, runpy, sys
+path, folder = sys.argv[1:]
 after = runpy.run_path(path)
 if after["accelerator"].is_main_process:
     results = {"loss": after["loss"].item(), "moved": len(after["experts"].migrations)}
     results["weights"] = sorted(p.double().square().sum().item() for p in after["model"].parameters())
     pathlib.Path(folder, "results.json").write_text(json.dumps(results))
 """
-"""Runs the example with its migrations unguarded; keeps its last loss, how often experts were
+"""Runs the example; keeps its last loss, how often experts were
 moved, and the sum of squares of each of the first process's parameters, whatever their names."""
 
 
@@ -145,13 +124,14 @@ CONFIGURATIONS = [
     recipe_run("mnist_moe", 2, "balanced by a bias", "--balance bias"),
     recipe_run("mnist_moe", 2, "tokens dropped", "--capacity-factor 1"),
     recipe_run(
-        "mnist_moe", 2, "experts replicated", "--planner replicate --spare-slots 1 --replan-every 10 --no-guard"
+        *("mnist_moe", 2, "experts replicated"),
+        "--replan.planner replicate --spare-slots 1 --replan.every 10 --replan.no-guarded",
     ),
     Configuration(
         "plain_accelerate, 2 processes",
         (
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"),
-            *(sys.executable, "-c", EXAMPLE, "docs/examples/plain_accelerate.py", "FOLDER", "guarded"),
+            *(sys.executable, "-c", EXAMPLE, "docs/examples/plain_accelerate.py", "FOLDER"),
         ),
     ),
 ]

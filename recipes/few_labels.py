@@ -9,8 +9,9 @@ What they reach: docs/recipes/vae.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 import toolkit as tk
 from autoencoder.labels import FewLabels
@@ -18,9 +19,9 @@ from digits.affine import AffineRange
 from digits.classifier import ConvolutionalClassifier, WeightAverage
 from digits.consistency import ConsistencyRegularization
 from digits.views import Views
+from toolkit.experts.options import FractionAboveZero, FractionBelowOne
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     dataset: str = "auto"
     """auto, mnist, fashion_mnist or digits, :validation behind any."""
@@ -29,60 +30,49 @@ class Config(tk.RunConfig):
     both, or nothing."""
     labels: int = 100
     """Training images that keep their label, evenly over classes, drawn by --seed; the others have none."""
-    width: int = 32
+    width: PositiveInt = 32
     """Channels of the first two convolutions; the others have twice as many."""
-    labelled_augment: float = 0.7
+    labelled_augment: NonNegativeFloat = 0.7
     """Random affine changes of labelled images; 1 is 15 degrees, 15 % in scale, 0.15 in shear and 3 pixels."""
-    weight_average: float = 0.99
+    weight_average: FractionBelowOne = 0.99
     """Decay per step of the running mean of the weights, which answers in evaluation and gives pseudo-labels."""
-    pseudo_label_weight: float = 1.0
+    pseudo_label_weight: NonNegativeFloat = 1.0
     """fixmatch: weight of pseudo-labels, beside the cross-entropy of labelled images."""
-    confidence: float = 0.98
+    confidence: FractionAboveZero = 0.98
     """fixmatch: probability from which an answer is a pseudo-label."""
-    weak_augment: float = 0.2
+    weak_augment: NonNegativeFloat = 0.2
     """Affine changes of images without a label, in the units of --labelled-augment."""
-    strong_augment: float = 1.3
+    strong_augment: NonNegativeFloat = 1.3
     """fixmatch: affine changes of the view that learns the pseudo-label."""
-    blank: int = 8
+    blank: NonNegativeInt = 8
     """fixmatch: side of the black square in that view, in pixels."""
-    smoothness_weight: float = 1.0
+    smoothness_weight: NonNegativeFloat = 1.0
     """vat: weight of the local divergence."""
-    smoothness_radius: float = 2.0
+    smoothness_radius: PositiveFloat = 2.0
     """vat: 2-norm of the perturbations, of pixels between 0 and 1."""
-    entropy_weight: float = 1.0
+    entropy_weight: NonNegativeFloat = 1.0
     """vat: weight of the entropy of the answers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        tk.require(0 < self.confidence <= 1, "confidence", self.confidence, "take a probability above 0, up to 1")
-        decay, remedy = self.weight_average, "take a fraction below 1"
-        tk.require(0 <= decay < 1, "weight_average", decay, remedy)
-        tk.require(self.smoothness_radius > 0, "smoothness_radius", self.smoothness_radius, "take a positive number")
-        tk.require(self.width >= 1, "width", self.width, "take one or more")
-        amounts = ("labelled_augment", "weak_augment", "strong_augment", "blank")
-        for name in (*amounts, "pseudo_label_weight", "smoothness_weight", "entropy_weight"):
-            tk.require(getattr(self, name) >= 0, name, getattr(self, name), "take zero or more")
 
 
 def fixmatch_vat() -> Config:
     """FixMatch and virtual adversarial training together, 100 labels of MNIST."""
-    schedule = tk.ScheduleConfig(name="stable_decay")
+    schedule = tk.ScheduleOptions(name="stable_decay")
     return Config(epochs=3, batch_size=64, lr=2e-3, schedule=schedule, smoothness_radius=1.5)
 
 
 def debug() -> Config:
     """Seconds: the embedded digits, a small network."""
-    return replace(fixmatch_vat(), dataset="digits", epochs=1, labels=50, width=4, log_every=10)
+    return fixmatch_vat().replace(dataset="digits", epochs=1, labels=50, width=4, log_every=10)
 
 
 def vat() -> Config:
     """The control: virtual adversarial training alone, the same network and steps."""
-    return replace(fixmatch_vat(), method="vat", smoothness_radius=2.0)
+    return fixmatch_vat().replace(method="vat", smoothness_radius=2.0)
 
 
 def supervised() -> Config:
     """The control: labelled images alone, the same network, augmentation and steps."""
-    return replace(fixmatch_vat(), method="supervised", lr=1e-3, labelled_augment=1.0)
+    return fixmatch_vat().replace(method="supervised", lr=1e-3, labelled_augment=1.0)
 
 
 def build(config: Config, num_classes: int) -> tuple[ConvolutionalClassifier, tk.Task]:

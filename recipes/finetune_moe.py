@@ -2,23 +2,23 @@
 
 python recipes/finetune_moe.py                   a Shakespeare model learns Python, with a table: 3 minutes on a CPU
 python recipes/finetune_moe.py own --model FOLDER --dataset chats.jsonl --context 1024 --merge
-python recipes/finetune_moe.py own --model FOLDER --data-dir TEXTS --num-processes 4 --planner swap
+python recipes/finetune_moe.py own --model FOLDER --data-dir TEXTS --num-processes 4 --replan.planner swap
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+
 import toolkit as tk
-from toolkit.run.config.adapters import AdapterOptions
+from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.ExpertRunConfig, AdapterOptions):
     """The settings of a run; fields shared with other recipes are inherited."""
 
@@ -28,37 +28,31 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """bytes, or a folder or Hub name; none: the model's own."""
     old_dataset: str | None = None
     """Text that the model knows, evaluated before and after to see what it forgets; none: not looked at."""
-    context: int = 128
+    context: PositiveInt = 128
     """Tokens in a block of text."""
-    eval_blocks: int | None = None
+    eval_blocks: PositiveInt | None = None
     """Blocks of each held-out text to evaluate, spread evenly over it; none: all."""
     compare: bool = False
     """Also train adapters of attention alone, and all weights, for as many steps, and add a table to the summary."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check()
-        for name in ("context", "eval_blocks"):
-            tk.require((value := getattr(self, name)) is None or value >= 1, name, value, "take one or more")
 
 
 def full() -> Config:
     """The published table: Shakespeare learns Python's standard library, in three ways."""
     text: Any = {"dataset": "stdlib", "old_dataset": "prose", "eval_blocks": 1024, "compare": True}
-    steps: Any = {"max_steps": 300, "batch_size": 32, "schedule": tk.ScheduleConfig(warmup_steps=20), "log_every": 20}
+    steps: Any = {"max_steps": 300, "batch_size": 32, "schedule": tk.ScheduleOptions(warmup_steps=20), "log_every": 20}
     return Config(**text, **steps, lr=2e-2, expert_hidden_size=64, balance_weight=0.0)
 
 
 def debug() -> Config:
     """Seconds: adapters of a tiny base."""
     small: Any = {"experts": 4, "expert_hidden_size": 16, "context": 32, "lora_rank": 2, "eval_blocks": 128}
-    return replace(full(), **small, old_dataset="reference", compare=False, max_steps=20, lr=1e-2, log_every=5)
+    return full().replace(**small, old_dataset="reference", compare=False, max_steps=20, lr=1e-2, log_every=5)
 
 
 def own() -> Config:
     """Your own --model and --dataset: adapters, no table."""
     rest: Any = {"dataset": "auto", "old_dataset": None, "eval_blocks": None, "max_steps": None}
-    return replace(full(), **rest, compare=False, lr=1e-3)
+    return full().replace(**rest, compare=False, lr=1e-3)
 
 
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -110,7 +104,7 @@ def main(config: Config) -> dict[str, Any]:
         results = trainer.fit()
         fine_tuning.save_trained(model, run.folder, config, data.tokenizer)
         if config.compare:
-            same = replace(config, model=base, tokenizer=tokenizer, compare=False)
+            same = config.replace(model=base, tokenizer=tokenizer, compare=False)
             run.describe(comparison=fine_tuning.compare(run, same, run.facts | results, main, CONTROLS))
         return run.finish(results)
 

@@ -6,10 +6,10 @@ python recipes/har.py --num-processes 4 --batch-size 128 --scale-lr 32 --schedul
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import nn
 
 import toolkit as tk
@@ -17,28 +17,31 @@ from activity.activity import ActivityData, load_activity
 from activity.confusion import ConfusionPicture
 from activity.voting import VotedClassification, class_weights
 from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
+from toolkit.experts.options import FractionBelowOne
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
     mode: Literal["all_channels", "flatten", "average", "first"] = "all_channels"
     """What the encoder sees at a time: all channels; each by itself, averaged over the window; their mean; the
     first."""
-    window_seconds: float | None = None
+    window_seconds: Annotated[float, Field(ge=1, le=60)] | None = None
     """Length of a window; None means 4 s, or the publisher's windows."""
-    overlap: float = 0.5
+    overlap: FractionBelowOne = 0.5
     """Fraction of a window that the next one shares; windows never span two trials."""
-    fold: int | None = None
+    fold: NonNegativeInt | None = None
     """Which volunteers are held out; None means those of the official split, or fold 0."""
-    folds: int = 5
+    folds: Annotated[int, Field(ge=2)] = 5
     """Parts into which volunteers are divided."""
-    width: int = 16
+    width: Annotated[int, Field(ge=8, multiple_of=8)] = 16
     """Channels of the encoder's first convolution; the last has four times as many."""
-    hidden_dims: tuple[int, ...] = ()
+    hidden_dims: tuple[PositiveInt, ...] = ()
     """Hidden layers of the classifier behind the encoder."""
-    dropout: float = 0.0
+    dropout: FractionBelowOne = 0.0
     """Dropout before the classifier."""
     class_balance: Literal["none", "sqrt", "inverse"] = "none"
     """Weight of a class in the loss: 1, or one over (the root of) its number of training windows."""
@@ -47,19 +50,12 @@ class Config(tk.RunConfig):
     freeze_encoder: bool = False
     """Train only the classifier behind it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        seconds = self.window_seconds
-        tk.require(seconds is None or 1 <= seconds <= 60, "window_seconds", seconds, "take 1 to 60 seconds")
-        tk.require(0 <= self.overlap < 1, "overlap", self.overlap, "take a fraction below 1")
-        tk.require(self.folds >= 2, "folds", self.folds, "take two or more")
-        fits = self.fold is None or 0 <= self.fold < self.folds
+    def check_together(self) -> None:
+        super().check_together()
+        fits = self.fold is None or self.fold < self.folds
         tk.require(fits, "fold", self.fold, f"take 0 to {self.folds - 1}")
-        tk.require(self.width >= 8 and self.width % 8 == 0, "width", self.width, "take a multiple of 8")
-        tk.require(all(dim >= 1 for dim in self.hidden_dims), "hidden_dims", self.hidden_dims, "take sizes above zero")
-        tk.require(0 <= self.dropout < 1, "dropout", self.dropout, "take a fraction below 1")
         fits = not self.freeze_encoder or self.encoder_path is not None
-        tk.require(fits, "freeze_encoder", True, "say which encoder with --encoder-path, or train it")
+        tk.require(fits, "freeze_encoder", True, "say which encoder with encoder_path, or train it")
 
 
 def full() -> Config:
@@ -69,22 +65,22 @@ def full() -> Config:
 
 def debug() -> Config:
     """Seconds: generated signals, a small encoder."""
-    return replace(full(), dataset="generated", epochs=4, lr=4e-3, width=8, dropout=0.0, log_every=5)
+    return full().replace(dataset="generated", epochs=4, lr=4e-3, width=8, dropout=0.0, log_every=5)
 
 
 def flatten() -> Config:
     """Each channel by itself, judged by vote: of a wrist's three, 4 epochs are as many inputs as 12 of other modes."""
-    return replace(full(), mode="flatten", epochs=4)
+    return full().replace(mode="flatten", epochs=4)
 
 
 def average() -> Config:
     """The mean of all channels."""
-    return replace(full(), mode="average")
+    return full().replace(mode="average")
 
 
 def first() -> Config:
     """The first channel alone."""
-    return replace(full(), mode="first")
+    return full().replace(mode="first")
 
 
 def build_model(config: Config, data: ActivityData) -> nn.Module:

@@ -1,14 +1,15 @@
 """A small transformers language model (Qwen3-MoE or Mixtral), with its experts spread over all processes.
 
 python recipes/lm_moe.py                                       Shakespeare byte by byte, a minute on a CPU
-python recipes/lm_moe.py --num-processes 4 --planner swap      experts move between processes while training
+python recipes/lm_moe.py --num-processes 4 --replan.planner swap      experts move between processes while training
 python recipes/lm_moe.py --data-dir FOLDER --tokenizer gpt2    any text, any tokenizer
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveInt
 
 import toolkit as tk
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.ExpertRunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
@@ -34,40 +34,40 @@ class Config(tk.ExpertRunConfig):
     """Blocks of attention and experts."""
     heads: int = 2
     """Attention heads; two share their keys and values."""
-    sample_tokens: int = 100
+    sample_tokens: PositiveInt = 100
     """Length of the samples at the end, which continue held-out text."""
     export: bool = True
     """Write ordinary weights of transformers, the tokenizer and a model card to model/ in the run's folder."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fits = self.context > self.sample_tokens >= 1
-        tk.require(fits, "context", self.context, f"take more than --sample-tokens {self.sample_tokens}, at least one")
+    def check_together(self) -> None:
+        super().check_together()
+        fits = self.context > self.sample_tokens
+        tk.require(fits, "context", self.context, f"take more than sample_tokens={self.sample_tokens}")
 
 
 def full() -> Config:
     """The published run: two epochs of tinyshakespeare."""
     mixture: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden_size": 64, "balance_weight": 0.01}
-    schedule = tk.ScheduleConfig(warmup_steps=50)
+    schedule = tk.ScheduleOptions(warmup_steps=50)
     return Config(**mixture, epochs=2, batch_size=32, lr=2e-2, schedule=schedule, log_every=20)
 
 
 def debug() -> Config:
     """Seconds: a tiny model on a little of the standard library's sources."""
     small: dict[str, Any] = {"dim": 16, "experts": 4, "expert_hidden_size": 16, "context": 32, "sample_tokens": 16}
-    return replace(full(), **small, max_steps=20, lr=1e-2, log_every=5, dataset="stdlib", export=False)
+    return full().replace(**small, max_steps=20, lr=1e-2, log_every=5, dataset="stdlib", export=False)
 
 
 def larger() -> Config:
     """About three minutes on two cores: 1.8 million parameters, of which a token uses a third."""
-    return replace(full(), dim=128, layers=4, heads=4, expert_hidden_size=128, batch_size=10, lr=3e-3)
+    return full().replace(dim=128, layers=4, heads=4, expert_hidden_size=128, batch_size=10, lr=3e-3)
 
 
 def dense(mixture: Config | None = None) -> Config:
     """The control: a dense model with as many active parameters as a mixture (full), the router's included."""
     mixture = mixture or full()
     router = -(-mixture.experts // 3)  # hidden units have three rows of weights, experts one of the router's
-    return replace(mixture, experts=0, top_k=1, expert_hidden_size=mixture.top_k * mixture.expert_hidden_size + router)
+    return mixture.replace(experts=0, top_k=1, expert_hidden_size=mixture.top_k * mixture.expert_hidden_size + router)
 
 
 def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
@@ -108,7 +108,7 @@ def main(config: Config) -> dict[str, Any]:
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]
         run.print("\n\n".join(["", *samples]))
         if config.export:
-            facts = asdict(config) | run.facts | results
+            facts = config.model_dump() | run.facts | results
             folder = run.folder / "model"
             tk.transformers.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
         return run.finish(results)

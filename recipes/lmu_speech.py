@@ -6,9 +6,9 @@ python recipes/speech/transcribe.py runs/lmu_speech/... some.wav     transcribes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 
 import toolkit as tk
@@ -26,72 +26,67 @@ from speech.speech_models import (
     SpeechRecogniser,
     Standardise,
 )
+from toolkit.experts.options import FractionBelowOne
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     target: Literal["characters", "digits"] = "characters"
     """characters: CTC; digits: one class for each recording."""
     encoder: Literal["memory", "attention"] = "memory"
     """memory: parallel memories, causal; attention: the encoder of the reference guide."""
-    width: int = 128
+    width: PositiveInt = 128
     """Of the residual stream; `attention` has a head for each 64."""
-    channels: int = 16
+    channels: PositiveInt = 16
     """Signals that each block of `memory` keeps; `attention` has one."""
-    order: int = 8
+    order: PositiveInt = 8
     """Coefficients that are kept of each signal."""
-    thetas: tuple[float, ...] = (6.0, 12.0, 24.0)
+    thetas: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (6.0, 12.0, 24.0)
     """Window of each layer's memory, in steps."""
-    stride: int = 3
+    stride: PositiveInt = 3
     """Frames per step of `memory`."""
-    dropout: float = 0.0
+    dropout: FractionBelowOne = 0.0
     """Dropout rate; drawn on each process by itself."""
-    sample_rate: int = 8000
+    sample_rate: PositiveInt = 8000
     """Hz; other recordings are resampled."""
-    num_mels: int = 40
+    num_mels: PositiveInt = 40
     """Bands of the spectrogram."""
-    tail_s: float = 0.25
+    tail_s: Annotated[float, Field(ge=0, le=10)] = 0.25
     """Seconds of silence after each utterance, in which a causal model may still output characters."""
     spec_augment: bool = True
     """Hide bands and stretches of training spectrograms, change loudness and pitch."""
-    beam_size: int | None = None
+    beam_size: PositiveInt | None = None
     """Prefixes that an evaluation keeps; None takes the best path."""
     lexicon: bool = False
     """Evaluate with the words of the training transcripts alone; needs a beam."""
     held_out_speaker: str | None = None
     """Train on the other speakers, and test on this one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("width", "channels", "order", "stride", "num_mels", "sample_rate", "beam_size"):
-            tk.require((value := getattr(self, name)) is None or value >= 1, name, value, "take one or more")
-        tk.require(min(self.thetas, default=0) > 0, "thetas", self.thetas, "take positive numbers of steps")
-        tk.require(0 <= self.dropout < 1, "dropout", self.dropout, "take a fraction below 1")
-        tk.require(0 <= self.tail_s <= 10, "tail_s", self.tail_s, "take 0 to 10 seconds")
-        tk.require(not self.lexicon or self.beam_size is not None, "lexicon", self.lexicon, "pass --beam-size too")
+    def check_together(self) -> None:
+        super().check_together()
+        tk.require(not self.lexicon or self.beam_size is not None, "lexicon", self.lexicon, "give beam_size, too")
         tk.require(self.encoder == "memory" or self.width % 64 == 0, "width", self.width, "take a multiple of 64")
 
 
 def fsdd() -> Config:
     """Single spoken digits, written in letters."""
-    return Config(epochs=60, batch_size=32, lr=3e-3, schedule=tk.ScheduleConfig(warmup_steps=200))
+    return Config(epochs=60, batch_size=32, lr=3e-3, schedule=tk.ScheduleOptions(warmup_steps=200))
 
 
 def connected() -> Config:
     """Three to seven digits of one speaker, with silence between them."""
-    return replace(fsdd(), dataset="connected_digits", epochs=8)
+    return fsdd().replace(dataset="connected_digits", epochs=8)
 
 
 def debug() -> Config:
     """Seconds: synthetic tones, a small model."""
-    small: Any = {"width": 48, "channels": 8, "thetas": (6.0, 12.0), "schedule": tk.ScheduleConfig()}
-    return replace(fsdd(), dataset="tones", epochs=6, batch_size=16, lr=5e-3, log_every=10, **small)
+    small: Any = {"width": 48, "channels": 8, "thetas": (6.0, 12.0), "schedule": tk.ScheduleOptions()}
+    return fsdd().replace(dataset="tones", epochs=6, batch_size=16, lr=5e-3, log_every=10, **small)
 
 
 def guide() -> Config:
     """The reference guide's encoder and sizes, 7.16 million parameters, on LibriSpeech at 16 kHz; not measured."""
     sizes: Any = {"encoder": "attention", "width": 512, "order": 256, "thetas": (1000.0,) * 4, "dropout": 0.1}
-    return replace(fsdd(), dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
+    return fsdd().replace(dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
 
 
 def build(config: Config, data: SpeechData, letters: Characters) -> tuple[tk.Task, nn.Module]:

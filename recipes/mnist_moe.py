@@ -7,36 +7,32 @@ accelerate launch recipes/mnist_moe.py             the same under Accelerate's l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+
 import toolkit as tk
-from toolkit.run.config.experts import LifecycleConfig
+from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.experts.options import FractionBelowOne
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.DynamicRunConfig):
     dataset: str = "auto"
     """auto, mnist, fashion_mnist or digits, :validation behind any."""
-    dim: int = 384
+    dim: PositiveInt = 384
     """Width of the stem and of what the experts read and write."""
-    blank_pixels: float = 0.0
+    blank_pixels: FractionBelowOne = 0.0
     """Fraction of each training image's pixels that is hidden, drawn again at each visit."""
     shared_expert: bool = False
     """Add an expert that every image goes through."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        tk.require(self.dim >= 1, "dim", self.dim, "take one or more")
-        tk.require(0 <= self.blank_pixels < 1, "blank_pixels", self.blank_pixels, "take a fraction below 1")
-
 
 def full() -> Config:
     """The published run: five epochs of MNIST. Each image goes through a shared expert and one of eight others."""
-    return replace(top2(), shared_expert=True, top_k=1, router_normalize=False, balance_weight=0.01)
+    return top2().replace(shared_expert=True, top_k=1, router_normalize=False, balance_weight=0.01)
 
 
 def top2() -> Config:
@@ -46,30 +42,30 @@ def top2() -> Config:
 
 def debug() -> Config:
     """Seconds: the embedded digits, a small mixture."""
-    return replace(top2(), dataset="digits", epochs=2, experts=4, expert_hidden_size=32, dim=32, log_every=10)
+    return top2().replace(dataset="digits", epochs=2, experts=4, expert_hidden_size=32, dim=32, log_every=10)
 
 
 def dense() -> Config:
     """The control: a dense network of equal active parameters, the same schedule."""
-    return replace(full(), experts=0)
+    return full().replace(experts=0)
 
 
 def bias_balanced() -> Config:
     """Balance by a bias on the router's choice instead of a loss."""
-    return replace(full(), balance="bias")
+    return full().replace(balance="bias")
 
 
 def no_balance() -> Config:
     """No balancing: without loss or bias few experts get most of the load."""
-    return replace(full(), balance="none")
+    return full().replace(balance="none")
 
 
 def dynamic() -> Config:
     """Dynamic experts: four at first; one is split every 500 steps, and pruned again unless the loss needs it."""
-    lifecycle = LifecycleConfig(
+    lifecycle = LifecycleOptions(
         grow_every=500, trial_gain=0.02, min_age=400, sleep_every=1000, adaptive_sleep=False, replay_steps=0
     )
-    return replace(full(), experts=4, max_experts=16, lifecycle=lifecycle)
+    return full().replace(experts=4, max_experts=16, lifecycle=lifecycle)
 
 
 def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> nn.Module:

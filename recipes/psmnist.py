@@ -6,21 +6,21 @@ python recipes/psmnist.py cell            the nonlinear unit, 102,027 parameters
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import nn
 
 import toolkit as tk
 from speech.lmu import LMU, ParallelLMU, SequenceClassifier
+from toolkit.experts.options import FractionBelowOne
 from toolkit.experts.parallel.seeding import generator
 
 PIXELS = 28 * 28
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
@@ -28,23 +28,16 @@ class Config(tk.RunConfig):
     """auto, mnist, fashion_mnist or digits, :validation behind any."""
     unit: Literal["parallel", "cell"] = "parallel"
     """parallel: all steps at once; cell: the nonlinear unit, whose steps need each other."""
-    order: int = 468
+    order: PositiveInt = 468
     """Coefficients that the memory keeps of the last 784 pixels."""
-    hidden_size: int = 346
+    hidden_size: PositiveInt = 346
     """Hidden units that read the memory."""
-    dropout: float = 0.0
+    dropout: FractionBelowOne = 0.0
     """Fraction of the hidden units that is dropped in training; drawn on each process by itself."""
-    blank_pixels: float = 0.0
+    blank_pixels: FractionBelowOne = 0.0
     """Fraction of the pixels of each training image that is hidden, other ones each time."""
     permutation: int = 0
     """Which order of the pixels; the same for all seeds."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("order", "hidden_size"):
-            tk.require(getattr(self, name) >= 1, name, getattr(self, name), "take one or more")
-        for name in ("dropout", "blank_pixels"):
-            tk.require(0 <= getattr(self, name) < 1, name, getattr(self, name), "take a fraction below 1")
 
 
 def parallel() -> Config:
@@ -60,7 +53,7 @@ def cell() -> Config:
 def debug() -> Config:
     """Seconds: the embedded digits, a small memory."""
     small: Any = {"order": 128, "hidden_size": 64, "dropout": 0.0, "blank_pixels": 0.1}
-    return replace(parallel(), dataset="digits", epochs=3, batch_size=32, lr=5e-3, log_every=10, **small)
+    return parallel().replace(dataset="digits", epochs=3, batch_size=32, lr=5e-3, log_every=10, **small)
 
 
 def build_model(config: Config, num_classes: int) -> nn.Module:

@@ -9,8 +9,9 @@ A grid of them, with tables and plots: docs/operate/sweeps.md. What it reaches: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 import toolkit as tk
 from autoencoder.batch_mask import reference_mask
@@ -19,9 +20,9 @@ from autoencoder.leakage import StyleLeakage
 from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
 from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
 from autoencoder.vae import SemiSupervisedVAE
+from toolkit.experts.options import Fraction
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     dataset: str = "auto"
     """auto, mnist, fashion_mnist or digits, :validation behind any."""
@@ -30,55 +31,46 @@ class Config(tk.RunConfig):
     confident answers; reference: relaxed classes, and labels by the batch, which shows most labels in time."""
     labels: int = 100
     """Training images that keep their label, evenly over classes, fixed by --seed; the others have none."""
-    corruption_rate: float = 0.0
+    corruption_rate: Fraction = 0.0
     """Fraction of these that are wrong."""
     corruption: Literal["fixed", "resampled"] = "fixed"
     """fixed: an image has one wrong label for good. resampled: another one at each visit, which averages out."""
-    supervision_weight: float = 100.0
+    supervision_weight: NonNegativeFloat = 100.0
     """Weight of the cross-entropy of labelled images, beside one bound in nats per image."""
-    smoothness_weight: float = 100.0
+    smoothness_weight: NonNegativeFloat = 100.0
     """Weight of virtual adversarial smoothness of the classifier; 0 turns it off."""
-    smoothness_radius: float = 1.0
+    smoothness_radius: PositiveFloat = 1.0
     """2-norm of its perturbations, of pixels between 0 and 1."""
-    style_dim: int = 10
+    style_dim: PositiveInt = 10
     """Dimensions of the style, which is what an image has beside its class."""
-    hidden_size: int = 256
+    hidden_size: PositiveInt = 256
     """Hidden units of the layers between pixels and style."""
-    classifier_hidden_size: int = 512
+    classifier_hidden_size: PositiveInt = 512
     """Hidden units of the classifier's first layer; the second has half of them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        tk.require(0 <= self.corruption_rate <= 1, "corruption_rate", self.corruption_rate, "take a fraction, 0 to 1")
-        for name in ("supervision_weight", "smoothness_weight"):
-            tk.require(getattr(self, name) >= 0, name, getattr(self, name), "take zero or more")
-        tk.require(self.smoothness_radius > 0, "smoothness_radius", self.smoothness_radius, "take a positive number")
-        for name in ("style_dim", "hidden_size", "classifier_hidden_size"):
-            tk.require(getattr(self, name) >= 1, name, getattr(self, name), "take one or more")
 
 
 def full() -> Config:
     """Five epochs of MNIST, 100 labels."""
-    schedule = tk.ScheduleConfig(name="stable_decay")
-    return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=tk.OptimizerConfig(max_grad_norm=None))
+    schedule = tk.ScheduleOptions(name="stable_decay")
+    return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=tk.OptimizerOptions(max_grad_norm=None))
 
 
 def debug() -> Config:
     """Seconds: the embedded digits, small networks."""
-    small = replace(full(), style_dim=4, hidden_size=32)
-    return replace(small, dataset="digits", epochs=2, labels=50, batch_size=64, log_every=10)
+    small = full().replace(style_dim=4, hidden_size=32)
+    return small.replace(dataset="digits", epochs=2, labels=50, batch_size=64, log_every=10)
 
 
 def supervised() -> Config:
     """The control: the same classifier on the labelled images alone."""
-    return replace(full(), objective="supervised")
+    return full().replace(objective="supervised")
 
 
 def reference() -> Config:
     """The reference's model, objective, mask and schedule: not few labels in our sense."""
-    plain = tk.OptimizerConfig(max_grad_norm=None, weight_decay=0.0)
-    known = replace(full(), objective="reference", corruption="resampled", supervision_weight=50.0, seed=42)
-    return replace(known, epochs=40, batch_size=256, schedule=tk.ScheduleConfig(name="constant"), optimizer=plain)
+    plain = tk.OptimizerOptions(max_grad_norm=None, weight_decay=0.0)
+    known = full().replace(objective="reference", corruption="resampled", supervision_weight=50.0, seed=42)
+    return known.replace(epochs=40, batch_size=256, schedule=tk.ScheduleOptions(name="constant"), optimizer=plain)
 
 
 def build(config: Config, num_classes: int) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:

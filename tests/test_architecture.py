@@ -23,7 +23,6 @@ toolkit.checkpoint
 toolkit.run
 toolkit.data
 toolkit.experts
-toolkit.experts.hosts
 toolkit.experts.hosts.transformers  toolkit.experts.hosts.peft
 toolkit.experts.hosts.loop
 toolkit.experts.hosts.spreading

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,9 @@ from tests.support.gpu import Gpu, use_gpu
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.router_options import RouterOptions
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.run.cli import parse
-from toolkit.run.config.router import RouterOptions
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.trainer import Trainer
 
@@ -205,7 +205,7 @@ def learn_a_stream(folder: Path, name: str | None, *callbacks: Callback) -> tupl
     device = None if name is None else take(name)
     watch = None if device is None else Watch(device)
     method: dict[str, Any] = {"strength": 10.0, "capacity": 20, "augment": dimmed}
-    config = replace(toy_config(folder, log_every=10), cpu=name != "gpu")
+    config = toy_config(folder, log_every=10).replace(cpu=name != "gpu")
     with device or contextlib.nullcontext(), toy_trainer(config, *callbacks, **method) as trainer:
         results = trainer.fit()
     found = {name: results[name] for name in ("accuracy_matrix", "learning_accuracy")}
@@ -218,7 +218,7 @@ def plain(results: dict[str, Any]) -> dict[str, Any]:
 
 
 DYNAMIC = "--max-experts 8 --epochs 6 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
-MOVING = "--planner replicate --replan-every 5 --no-guard --spare-slots 2 --dispatch-chunks 2"
+MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spare-slots 2 --dispatch-chunks 2"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -277,7 +277,7 @@ def train_in_transformers(folder: Path, name: str | None) -> list[tuple[float, f
     curves = []
     with device, quiet_float64():
         for model in (base("qwen3_moe"), adapted("qwen3_moe")):
-            spread = {"planner": "lpt", "replan_every": 1, "guarded": False}
+            spread = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)}
             # What DDP keeps to find unused parameters, it copies to the device from a thread that the emulation misses.
             options = {"use_cpu": name != "gpu", "ddp_find_unused_parameters": False}
             trainer = make("Trainer", folder, model, spread=spread, **options)

@@ -27,10 +27,11 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving import replan
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.run.config.experts import MoERunConfig
-from toolkit.run.config.run import OptimizerConfig
+from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.base import Callback
@@ -88,17 +89,17 @@ def trainer_of(
         parallel_strategy="data_parallel" if ep_size == 1 else "expert_parallel",
         ep_size=None if ep_size == 1 else ep_size,
         ep_stride=ep_stride,
-        optimizer=OptimizerConfig(weight_decay=0.1),
+        optimizer=OptimizerOptions(weight_decay=0.1),
         **settings,
     )
     with start_run("elastic", config) as run:
         assert run.world_size == world
-        model = TwoLayers(make_expert_groups(ep_size, stride=ep_stride), place(placement, ep_size), balance)
+        model = TwoLayers(make_expert_groups(ep_size, ep_stride=ep_stride), place(placement, ep_size), balance)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
         )
-        replan = [] if planner is None else [Replan(model, planner=planner, every=3, guarded=False)]
+        replan = [] if planner is None else [Replan(model, ReplanOptions(planner=planner, every=3, guarded=False))]
         penalty = RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
         yield Trainer(
             run,

@@ -24,6 +24,7 @@ from toolkit.data.table import TensorTable
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.run import Run, start_run
 from toolkit.train.callbacks.base import Callback
@@ -228,7 +229,7 @@ def test_an_ordinary_step_never_waits_for_the_gpu(tmp_path: Path):
 def test_a_checkpoint_that_is_written_while_training_goes_on_has_the_weights_of_its_step(tmp_path: Path, device: str):
     weights = []
     for in_background in (False, True):
-        save = Checkpointing(every_steps=8, keep=3, in_background=in_background)
+        save = Checkpointing(CheckpointOptions(every_steps=8, keep=3, in_background=in_background))
         with training(tmp_path / str(in_background), device, save) as trainer:
             trainer.fit()
             folder = trainer.run.checkpoints / "step-00000008"

@@ -25,12 +25,12 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous, with_spare_slots
 from toolkit.run.config.experts import MoERunConfig
-from toolkit.run.config.router import RouterOptions
-from toolkit.run.config.run import OptimizerConfig
+from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
@@ -168,7 +168,7 @@ def train(
         log_every=1,
         tracker="none",
         run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}-{layout}",
-        optimizer=OptimizerConfig(weight_decay=0.1),
+        optimizer=OptimizerOptions(weight_decay=0.1),
         **({"dense_parallel": "fsdp2", "fsdp_size": dist.get_world_size() // 2} if "hsdp" in layout else {}),
     )
     with start_run("parity", config) as run:

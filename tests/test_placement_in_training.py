@@ -16,17 +16,26 @@ from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.run import cli
 
-COMMON = ["debug", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none", "--no-guard"]
+COMMON = ["debug", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none", "--replan.no-guarded"]
 COMMON += ["--log-every", "2"]  # the first line is before the first plan
 WAYS = {
     "plain": [],
-    "swap": ["--planner", "swap", "--replan-every", "5"],
-    "replicate": ["--planner", "replicate", "--replan-every", "4", "--spare-slots", "1"],
-    "affinity": ["--planner", "affinity", "--replan-every", "5"],
-    "node_aware": ["--planner", "node_aware", "--replan-every", "5"],
-    "round-robin": ["--initial-placement", "round_robin", "--planner", "lpt", "--replan-every", "5"],
-    "by node": ["--exchange", "hierarchical", "--planner", "replicate", "--replan-every", "4", "--spare-slots", "1"],
-    "fsdp2": ["--dense-parallel", "fsdp2", "--planner", "lpt", "--replan-every", "5"],
+    "swap": ["--replan.planner", "swap", "--replan.every", "5"],
+    "replicate": ["--replan.planner", "replicate", "--replan.every", "4", "--spare-slots", "1"],
+    "affinity": ["--replan.planner", "affinity", "--replan.every", "5"],
+    "node_aware": ["--replan.planner", "node_aware", "--replan.every", "5"],
+    "round-robin": ["--initial-placement", "round_robin", "--replan.planner", "lpt", "--replan.every", "5"],
+    "by node": [
+        "--exchange",
+        "hierarchical",
+        "--replan.planner",
+        "replicate",
+        "--replan.every",
+        "4",
+        "--spare-slots",
+        "1",
+    ],
+    "fsdp2": ["--dense-parallel", "fsdp2", "--replan.planner", "lpt", "--replan.every", "5"],
 }
 
 

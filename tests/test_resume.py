@@ -51,7 +51,7 @@ def test_a_run_preempted_at_any_step_goes_on_as_if_it_had_not_been(step, tmp_pat
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_run_that_fails_at_any_step_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
-    every = {"checkpoint": tk.CheckpointConfig(every_steps=4)}
+    every = {"checkpoint": tk.CheckpointOptions(every_steps=4)}
     stopped_and_continued(tmp_path / "run", step, "exception", RuntimeError, **every).assert_equals(uninterrupted)
 
 
@@ -70,7 +70,7 @@ def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, u
 
 def test_a_run_goes_back_to_an_older_checkpoint_once_and_later_ones_are_kept(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    often = {"checkpoint": tk.CheckpointConfig(every_steps=4, keep=9)}
+    often = {"checkpoint": tk.CheckpointOptions(every_steps=4, keep=9)}
     with pytest.raises(tk.Preempted):
         train(small_config(folder, **often), Stop(14, "SIGTERM"))
     with pytest.raises(tk.UserError, match=r"--resume-from 5: there is no such checkpoint .* take one of 4, 8, 12, 14"):
@@ -118,12 +118,12 @@ def test_gradient_accumulation_continues_exactly(tmp_path):
 def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
     folder = tmp_path / "run"
     code = (
-        "from pathlib import Path; from toolkit.run.config.run import CheckpointConfig; from tests.support.small_run import *;"
-        f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointConfig(every_steps=4));"
+        "from pathlib import Path; from toolkit.run.config.run import CheckpointOptions; from tests.support.small_run import *;"
+        f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointOptions(every_steps=4));"
         f"train(config, Stop({step}, 'SIGKILL'))"
     )
     assert run_forked("-c", code).returncode == -9
-    outcome = train(small_config(folder, checkpoint=tk.CheckpointConfig(every_steps=4)))
+    outcome = train(small_config(folder, checkpoint=tk.CheckpointOptions(every_steps=4)))
     outcome.samples = uninterrupted.samples | outcome.samples
     outcome.assert_equals(uninterrupted)
 

@@ -33,20 +33,41 @@ class UserError(ValueError):
     """Bad input: one sentence that names the field, the value and the remedy.
 
     Raised alike on every rank (use `Run.on_main_and_share` for what only one rank can know), so that all of them
-    leave with `EXIT_USER_ERROR`, nobody waits for a rank that is gone, and one line is printed.
+    leave with `EXIT_USER_ERROR`, nobody waits for a rank that is gone, and one line is printed. The message names an
+    argument as Python writes it, `ep_size=3`; the command line says `--ep-size 3`.
+
+    Args:
+        message: The whole sentence. Without one it is made of the other three.
+        field: The argument or field that is wrong.
+        value: What it was.
+        remedy: What to do instead, without a full stop.
     """
+
+    def __init__(self, message: str = "", *, field: str | None = None, value: Any = None, remedy: str | None = None):
+        super().__init__(message or f"{field}={_shown(value)}: {remedy}.")
+        self.field, self.value, self.remedy = field, value, remedy
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def require(holds: bool, field: str, value: object, remedy: str) -> None:
+    """Raise UserError with the field, its value and the remedy, unless `holds`."""
+    if not holds:
+        raise UserError(field=field, value=value, remedy=remedy)
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:
     """Raise UserError with the argument, its value and the choices, unless `value` is one of the Literal `choices`."""
     if value not in get_args(choices):
-        raise UserError(f"{name}={value!r}: take one of {', '.join(map(str, get_args(choices)))}.")
+        raise UserError(field=name, value=value, remedy=f"take one of {', '.join(map(str, get_args(choices)))}")
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Raise UserError with the argument and its value, unless `value` is an integer of `least` or more."""
     if not hasattr(value, "__index__") or index(value) < least:
-        raise UserError(f"{name}={value!r}: take an integer of {least} or more.")
+        raise UserError(field=name, value=value, remedy=f"take an integer of {least} or more")
 
 
 class Preempted(BaseException):

@@ -27,7 +27,7 @@ RECIPE = f"{ROOT}/recipes/mnist_moe.py"
 EVERY, STEPS = 10, 30
 FLAGS = f"debug --cpu --epochs 6 --log-every 5 --checkpoint.every-steps {EVERY} --checkpoint.keep 9"
 """30 steps, three checkpoints."""
-SPREAD = "--num-processes {processes} --planner swap --replan-every 7 --no-guard"
+SPREAD = "--num-processes {processes} --replan.planner swap --replan.every 7 --replan.no-guarded"
 """On several processes: experts are moved while it trains."""
 TIME_LIMIT_S = 120
 """After which a run hangs."""

@@ -38,7 +38,7 @@ from toolkit.data.batches import Augment, BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
-from toolkit.run.config.experts import LifecycleConfig
+from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.run.folder import write_json
 from toolkit.train.callbacks.drift import DriftWatch
 from toolkit.train.callbacks.remember import Remember, Replay
@@ -108,7 +108,7 @@ DENSE = {"experts": 0, "top_k": 1}
 WIDE = {"experts": 0, "top_k": 1, "expert_hidden_size": 512}
 MIXTURE = {"experts": 8}
 ACTIVE = {"experts": 4, "max_experts": 8}
-LIFE = LifecycleConfig(
+LIFE = LifecycleOptions(
     check_every=10,
     cooldown_checks=4,
     adaptive_sleep=False,
@@ -169,12 +169,11 @@ def train(
     """Learn the tasks of a cell's stream in turn; what `TaskEvaluation` and the other callbacks found."""
     arm = ARMS[cell.arm]
     with tempfile.TemporaryDirectory() as folder:
-        config: Config = replace(
-            top2(),
+        config: Config = top2().replace(
             epochs=1,
             lr=1e-3,
             blank_pixels=0.0,
-            schedule=tk.ScheduleConfig(name="constant"),
+            schedule=tk.ScheduleOptions(name="constant"),
             log_every=5,
             seed=cell.seed,
             dataset=dataset,
@@ -203,10 +202,10 @@ def train(
             elif arm.method == "lifecycle":
                 # As many remembered samples are replayed as by `Replay`, but in sleep.
                 every = max(1, ends[0] // SLEEPS_PER_TASK)
-                lifecycle = replace(
-                    LIFE, memory_size=cell.memory, sleep_every=every, replay_steps=every, **arm.lifecycle
+                lifecycle = LIFE.replace(
+                    memory_size=cell.memory, sleep_every=every, replay_steps=every, **arm.lifecycle
                 )
-                active = replace(config, lifecycle=lifecycle)
+                active = config.replace(lifecycle=lifecycle)
                 callbacks += tk.lifecycle_callbacks(
                     model, active, balance, task, stream.train, num_classes=stream.num_classes
                 )

@@ -38,12 +38,12 @@ from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
 from toolkit.data.batches import EvalBatches
 from toolkit.experts.dynamic.dynamic_router import Hyperplane
 from toolkit.experts.dynamic.expert_rows import ExpertRows
+from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.dynamic.plans import Grow, Merge, free_logical_id
 from toolkit.experts.dynamic.roster import ExpertRoster
 from toolkit.experts.dynamic.similarity import output_distances, reordered
 from toolkit.experts.dynamic.surgery import Surgeon
 from toolkit.experts.layer.moe_layer import MoE, moe_layers
-from toolkit.run.config.experts import LifecycleConfig
 from toolkit.train.callbacks.lifecycle import COUNTED, Lifecycle
 
 MEASURED_TOKENS = 2000
@@ -51,7 +51,7 @@ FIXED = "fixed, 8 experts"
 
 
 def quiet(config: Config, folder: str, data_dir: Path | None, **changes: Any) -> Config:
-    return replace(config, dataset="mnist", data_dir=data_dir, tracker="none", run_dir=Path(folder) / "run", **changes)
+    return config.replace(dataset="mnist", data_dir=data_dir, tracker="none", run_dir=Path(folder) / "run", **changes)
 
 
 def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
@@ -107,12 +107,12 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for kind, seed in itertools.product(("permuted", "split"), range(seeds)):
         with tempfile.TemporaryDirectory() as folder:
-            lifecycle = LifecycleConfig(
+            lifecycle = LifecycleOptions(
                 check_every=10, cooldown_checks=4, min_age=200, sleep_every=120, min_sleep_every=1, merge_distance=0.3
             )
             config = quiet(top2(), folder, data_dir, seed=seed, epochs=2, lr=1e-3, blank_pixels=0.0, experts=4)
-            config = replace(
-                config, schedule=tk.ScheduleConfig(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
+            config = config.replace(
+                schedule=tk.ScheduleOptions(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
             )
             with tk.start_run("dynamic_experts", config) as run:
                 data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
@@ -205,7 +205,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
     """Room for two more experts, of which training makes no use."""
-    unused = LifecycleConfig(grow=False, sleep=False)
+    unused = LifecycleOptions(grow=False, sleep=False)
     return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, lifecycle=unused, cpu=True)
 
 
@@ -267,11 +267,11 @@ class StepClock(tk.Callback):
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
     """Processor time of steps of `top2`, the arms in turn. Other jobs on the machine lengthen some blocks, so the
     lower decile of the blocks is shown beside their median; a block has one coverage check."""
-    awake = LifecycleConfig(sleep=False)
+    awake = LifecycleOptions(sleep=False)
     arms = {
         FIXED: top2(),
-        "growth on, 8 of 8 logical experts active": replace(top2(), max_experts=8, lifecycle=awake),
-        "growth on, 8 of 16 logical experts active": replace(top2(), max_experts=16, lifecycle=awake),
+        "growth on, 8 of 8 logical experts active": top2().replace(max_experts=8, lifecycle=awake),
+        "growth on, 8 of 16 logical experts active": top2().replace(max_experts=16, lifecycle=awake),
     }
     blocks: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(rounds):
@@ -314,7 +314,7 @@ def step_times(config: Config, steps: int) -> list[float]:
             max_steps=steps + 1,
             callbacks=[*tk.expert_callbacks(model, config, penalty), *lifecycle, clock],
         ).fit()
-    return clock.of_block(LifecycleConfig().check_every)
+    return clock.of_block(LifecycleOptions().check_every)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ RATES = {
 def run(folder: Path, **changes: Any) -> dict[str, Any]:
     """The results of a run that may be finished, begun, or neither."""
     usual: dict[str, Any] = {"compare": False, "cpu": True, "tracker": "none", "run_dir": folder}
-    config: Config = replace(full(), **{**usual, **changes})
+    config: Config = full().replace(**{**usual, **changes})
     return results_of(folder) or main(config)
 
 

@@ -15,7 +15,6 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ FOLDS = 5
 MODES = {
     "all_channels": har.full,
     "flatten": har.flatten,
-    "flatten, 12 epochs": lambda: replace(har.flatten(), epochs=12),  # as the other modes have
+    "flatten, 12 epochs": lambda: har.flatten().replace(epochs=12),  # as the other modes have
     "average": har.average,
     "first": har.first,
 }
@@ -93,8 +92,8 @@ def train(mode: str, seed: int, fold: int, data_dir: Path | None, work: Path) ->
     """One run, unless it is there already."""
     folder = work / f"{folder_name(mode)}-fold{fold}-seed{seed}"
     if not (folder / "results.json").exists():
-        config = replace(MODES[mode](), dataset="hmp", data_dir=data_dir, fold=fold, folds=FOLDS, seed=seed)
-        har.main(replace(config, tracker="none", cpu=True, run_dir=folder))
+        config = MODES[mode]().replace(dataset="hmp", data_dir=data_dir, fold=fold, folds=FOLDS, seed=seed)
+        har.main(config.replace(tracker="none", cpu=True, run_dir=folder))
 
 
 def folder_name(mode: str) -> str:

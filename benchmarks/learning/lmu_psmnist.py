@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,11 +34,11 @@ def curve(folder: Path) -> list[float]:
 
 def measure(unit: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
     folder = args.work / f"{unit}-{seed}"
-    config: Config = replace(PRESETS[unit](), seed=seed, dataset="mnist", data_dir=args.data_dir, run_dir=folder)
+    config: Config = PRESETS[unit]().replace(seed=seed, dataset="mnist", data_dir=args.data_dir, run_dir=folder)
     if args.epochs is not None:
-        config = replace(config, epochs=args.epochs)
+        config = config.replace(epochs=args.epochs)
     if not (args.report or (folder / "results.json").exists()):
-        main(replace(config, tracker="none"))
+        main(config.replace(tracker="none"))
     found = curve(folder)
     return {
         "unit": unit,

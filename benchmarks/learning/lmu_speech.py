@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,19 @@ ARMS = ("fsdd", "digits", "connected", "speakers")
 def configs(arm: str, seeds: int) -> dict[str, Config]:
     """The runs of an arm, by the name of their folder."""
     if arm in SPEAKERS:
-        base = replace(fsdd(), dataset="fsdd", target="digits", epochs=12, held_out_speaker=arm)
-        return {f"{arm}-{seed}": replace(base, seed=seed) for seed in range(seeds)}
-    base = connected() if arm == "connected" else replace(fsdd(), dataset="fsdd")
+        base = fsdd().replace(dataset="fsdd", target="digits", epochs=12, held_out_speaker=arm)
+        return {f"{arm}-{seed}": base.replace(seed=seed) for seed in range(seeds)}
+    base = connected() if arm == "connected" else fsdd().replace(dataset="fsdd")
     if arm == "digits":
-        base = replace(base, target="digits", epochs=12)
-    return {f"{arm}-{seed}": replace(base, seed=seed) for seed in range(seeds)}
+        base = base.replace(target="digits", epochs=12)
+    return {f"{arm}-{seed}": base.replace(seed=seed) for seed in range(seeds)}
 
 
 def train(config: Config, folder: Path, data_dir: Path | None) -> dict[str, Any]:
     """What the run in `folder` found; trains what it has not yet."""
     results = folder / "results.json"
     if not results.exists():
-        main(replace(config, run_dir=folder, data_dir=data_dir, tracker="none", log_every=100))
+        main(config.replace(run_dir=folder, data_dir=data_dir, tracker="none", log_every=100))
     found: dict[str, Any] = json.loads(results.read_text())
     return found
 

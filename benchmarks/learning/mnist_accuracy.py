@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -51,8 +51,7 @@ def results(job: Job) -> dict[str, float]:
         return json.loads(file.read_text())
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(
-            ARMS[job.arm](),
+        config = ARMS[job.arm]().replace(
             epochs=job.epochs,
             seed=job.seed,
             dataset=job.dataset,

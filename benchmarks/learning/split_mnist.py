@@ -29,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from toolkit.data.table import Batch, TensorTable
 from toolkit.data.visit_draws import VisitDraws
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.seeding import derive_seed, generator
-from toolkit.run.config.run import OptimizerConfig
+from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.folder import write_json
 from toolkit.train.optim import build_optimizer
 
@@ -155,10 +155,10 @@ class Learner:
     """The network and its optimizer, as the recipe makes them."""
 
     def __init__(self, data: ImageData, seed: int):
-        config = replace(dense(), blank_pixels=0.0)
+        config = dense().replace(blank_pixels=0.0)
         torch.manual_seed(derive_seed(seed, "start"))
         self.model: nn.Module = build_model(config, data, make_expert_groups(1))
-        self.optimizer = build_optimizer(self.model, lr=1e-3, config=OptimizerConfig())
+        self.optimizer = build_optimizer(self.model, lr=1e-3, config=OptimizerOptions())
 
     def step(self, loss: Tensor) -> None:
         loss.backward()
@@ -272,7 +272,7 @@ def chosen(rival: Rival, data: Callable[[], ImageData]) -> tuple[Rival, list[dic
     """`rival` with the settings that did best on held-out training images, and what was tried."""
     tried = []
     for settings in CHOICES.get(rival.method, []):
-        trial = replace(rival, **settings)
+        trial = rival.replace(**settings)
         words = "_".join(f"{name}_{value}" for name, value in settings.items())
         file = RUNS / f"tuning-{rival.method}-{rival.steps_per_batch}-{rival.affine}-{words}.json"
         if not file.exists():
@@ -282,7 +282,7 @@ def chosen(rival: Rival, data: Callable[[], ImageData]) -> tuple[Rival, list[dic
     if not tried:
         return rival, []
     best = max(tried, key=lambda trial: trial["held-out accuracy %"])
-    return replace(rival, **{name: value for name, value in best.items() if name != "held-out accuracy %"}), tried
+    return rival.replace(**{name: value for name, value in best.items() if name != "held-out accuracy %"}), tried
 
 
 def run(arm: str, memory: int, seed: int, rival: Rival | None, data: Callable[[], ImageData], data_dir: Any) -> None:

@@ -44,12 +44,12 @@ from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDis
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.gradients import clip_grad_norm_
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate
-from toolkit.run.config.router import RouterOptions
 from toolkit.run.process_settings import process_settings
 
 LAYERS, TOP_K = 2, 2

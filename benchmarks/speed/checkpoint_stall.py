@@ -27,6 +27,7 @@ import toolkit as tk
 from benchmarks.report import write_report
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.optim import build_optimizer, warmup_cosine
 
@@ -43,8 +44,8 @@ ARMS: dict[str, Any] = {
 class TimedCheckpointing(Checkpointing):
     """Notes how long each save keeps the step waiting, and when the steps began and ended."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, options: CheckpointOptions) -> None:
+        super().__init__(options)
         self.stalls: list[float] = []
         self.began = self.ended = 0.0
 
@@ -69,7 +70,7 @@ def run(settings: dict[str, Any] | None) -> tuple[list[float], float]:
             model = torch.nn.Sequential(tk.make_moe(DIM, HIDDEN, EXPERTS, 2), torch.nn.Linear(DIM, 10))
             table = TensorTable(input=torch.randn(4 * BATCH, DIM), label=torch.randint(10, (4 * BATCH,)))
             every = 10 * STEPS if settings is None else EVERY
-            timed = TimedCheckpointing(every_steps=every, keep=1, **(settings or {}))
+            timed = TimedCheckpointing(CheckpointOptions(every_steps=every, keep=1, **(settings or {})))
             trainer = tk.Trainer(
                 started,
                 tk.Classification(),

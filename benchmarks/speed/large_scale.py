@@ -39,9 +39,9 @@ from benchmarks.report import write_report
 from toolkit.commands.lab.simulate import Machine, simulate
 from toolkit.experts.placement.imbalance import max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.planners import lpt, node_aware, replicate
 from toolkit.experts.placement.traffic import expected_visits, migration_cost, rows_between_ranks
-from toolkit.run.config.experts import ExpertExchange
 from toolkit.run.pictures.plots import GREY, palette, save_figure
 
 if TYPE_CHECKING:

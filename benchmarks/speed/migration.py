@@ -36,7 +36,7 @@ from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.gradients import average_owned_gradients
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 
 DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
 WORLDS = (1, 2, 4)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ def child(preset: str, data_dir: str, folder: str, profile: bool) -> None:
     from recipes import mnist_moe
     from toolkit.train.trainer import Trainer
 
-    config = replace(
-        mnist_moe.PRESETS[preset](),
+    config = mnist_moe.PRESETS[preset]().replace(
         epochs=EPOCHS,
         dataset="mnist",
         data_dir=Path(data_dir) if data_dir else None,
@@ -51,7 +49,7 @@ def child(preset: str, data_dir: str, folder: str, profile: bool) -> None:
 
     Trainer.fit = timed_fit  # type: ignore[method-assign, assignment]
     if profile:
-        config = replace(config, max_steps=400)
+        config = config.replace(max_steps=400)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             mnist_moe.main(config)
         events = profiler.key_averages()

@@ -92,7 +92,7 @@ def measure(rank: int, world: int, folder: str, rounds: int) -> None:
         layers = {}
         for chunks in CHUNKS:
             torch.manual_seed(0)
-            groups = make_expert_groups(world, chunks=chunks)
+            groups = make_expert_groups(world, dispatch_chunks=chunks)
             layers[chunks] = make_moe(DIM, HIDDEN, EXPERTS, TOP_K, groups=groups, activation="swiglu")
         torch.manual_seed(rank)
         x = torch.randn(TOKENS // world, DIM, requires_grad=True)

@@ -33,7 +33,10 @@ RUNS = {
     "one-c": ["full", "--seed", "2"],
     "two-a": ["full", "--num-processes", "2"],
     "two-b": ["full", "--num-processes", "2", "--seed", "1"],
-    "moving": ["full", "--num-processes", "2", "--planner", "swap", "--replan-every", "50", "--no-guard"],
+    "moving": [
+        *("full", "--num-processes", "2"),
+        *["--replan.planner", "swap", "--replan.every", "50", "--replan.no-guarded"],
+    ],
     "fast": ["full", "--lr", "8e-3"],
     "top2": ["top2"],
     "dense": ["dense"],

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit import ExpertParallel
+from toolkit import ExpertParallel, ReplanOptions
 
 
 class Experts(nn.Module):
@@ -48,7 +48,8 @@ model = Mixture()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)  # in optimizer steps
 loader = DataLoader(data, batch_size=64, shuffle=True, drop_last=True)
-experts = ExpertParallel(accelerator, planner="swap", replan_every=20, guarded=False)  # even where it does not pay
+replan = ReplanOptions(planner="swap", every=20, guarded=False)  # even where it does not pay
+experts = ExpertParallel(accelerator, replan=replan)
 model, optimizer, loader = experts.prepare(model, optimizer, loader)  # not the scheduler
 for epoch in range(3):
     for x, y in loader:

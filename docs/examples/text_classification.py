@@ -7,10 +7,10 @@ python docs/examples/text_classification.py --model google-bert/bert-base-uncase
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig
 
@@ -21,28 +21,23 @@ TEXTS = ("prose", "reference", "stdlib")
 """Shakespeare where $TOOLKIT_DATA_DIR or --data-dir has it; Python's language reference; its standard library."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     model: str | None = None
     """Folder or Hub name of an encoder; none: a small BERT from scratch."""
     tokenizer: str | None = None
     """bytes, or a folder or Hub name; none: the model's own, bytes from scratch."""
-    context: int = 64
+    context: PositiveInt = 64
     """Tokens of a passage."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        tk.require(self.context >= 1, "context", self.context, "take one or more")
 
 
 def full() -> Config:
     """One epoch of passages of 64 bytes."""
-    return Config(epochs=1, batch_size=32, lr=1e-3, schedule=tk.ScheduleConfig(warmup_steps=20), log_every=50)
+    return Config(epochs=1, batch_size=32, lr=1e-3, schedule=tk.ScheduleOptions(warmup_steps=20), log_every=50)
 
 
 def debug() -> Config:
     """Seconds: a few steps on shorter passages."""
-    return replace(full(), context=32, max_steps=40, log_every=10)
+    return full().replace(context=32, max_steps=40, log_every=10)
 
 
 class Classifier(nn.Module):

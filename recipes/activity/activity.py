@@ -25,8 +25,7 @@ from toolkit.data.files import content_key
 from toolkit.data.images import OnMain
 from toolkit.data.sources import NotFoundHere
 from toolkit.data.table import TensorTable
-from toolkit.errors import UserError
-from toolkit.run.config.run import require
+from toolkit.errors import UserError, require
 
 TITLES = "The wrist accelerometer set hmp and UCI-HAR"
 CACHE_FORMAT = 1

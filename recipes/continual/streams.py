@@ -22,9 +22,8 @@ from torch.nn import functional as F
 from toolkit.data.batches import BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.table import Batch, TensorTable
-from toolkit.errors import require_choice
+from toolkit.errors import require, require_choice
 from toolkit.experts.parallel.seeding import derive_seed, generator
-from toolkit.run.config.run import require
 
 Scenario = Literal["class", "domain", "task"]
 ROTATED_AT_ONCE = 1000

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,27 +16,26 @@ from torch.nn import functional
 import toolkit as tk
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.MoERunConfig):
     """The user's own fields beside those of every run with experts."""
 
     width: int = 32
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self) -> None:
+        super().check_together()
         tk.require(self.width >= 1, "width", self.width, "take one or more")
 
 
 def full() -> Config:
     """A few epochs."""
     return Config(
-        epochs=3, lr=1e-3, schedule=tk.ScheduleConfig(name="cosine"), optimizer=tk.OptimizerConfig(beta2=0.95)
+        epochs=3, lr=1e-3, schedule=tk.ScheduleOptions(name="cosine"), optimizer=tk.OptimizerOptions(beta2=0.95)
     )
 
 
 def debug() -> Config:
     """Seconds."""
-    return replace(full(), dataset="digits", max_steps=5)
+    return full().replace(dataset="digits", max_steps=5)
 
 
 class Note(tk.Callback):
@@ -91,7 +89,7 @@ def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     """A loop on Accelerate whose experts are spread over the processes and moved while it runs."""
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters())
-    experts = tk.ExpertParallel(accelerator, planner="swap", replan_every=100)
+    experts = tk.ExpertParallel(accelerator, replan=tk.ReplanOptions(planner="swap", every=100))
     model, optimizer = experts.prepare(model, optimizer)
     last = 0.0
     for inputs, labels in batches:

@@ -62,10 +62,10 @@ def test_both_files_of_a_run_are_compared_and_one_that_failed_is_no_equal(tmp_pa
 
 def test_the_older_revision_is_given_its_own_words(tmp_path):
     configuration = Configuration("a run", ("recipes/new.py", "--swap", "--gone", "--run-dir", "FOLDER"))
-    renamed = {"recipes/new.py": "recipes/old.py", "--swap": "--planner swap", "--gone": ""}
+    renamed = {"recipes/new.py": "recipes/old.py", "--swap": "--replan.planner swap", "--gone": ""}
     assert configuration.command(tmp_path, renamed)[1:] == [
         "recipes/old.py",
-        *("--planner", "swap"),
+        *("--replan.planner", "swap"),
         *("--run-dir", str(tmp_path)),
     ]
     assert configuration.command(tmp_path, {})[1:3] == ["recipes/new.py", "--swap"]

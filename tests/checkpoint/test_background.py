@@ -67,11 +67,11 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, world: 
 
 
 def in_background(folder: Path, **settings: Any) -> Any:
-    return small_config(folder, checkpoint=tk.CheckpointConfig(every_steps=4, in_background=True), **settings)
+    return small_config(folder, checkpoint=tk.CheckpointOptions(every_steps=4, in_background=True), **settings)
 
 
 def train_both_ways(folder: Path) -> None:
-    at_once = train(small_config(folder / "at_once", checkpoint=tk.CheckpointConfig(every_steps=4)), ep_size=2)
+    at_once = train(small_config(folder / "at_once", checkpoint=tk.CheckpointOptions(every_steps=4)), ep_size=2)
     outcome = train(in_background(folder / "background"), ep_size=2)
     outcome.assert_equals(at_once)
     for name in ("step-00000016", "step-00000020"):

@@ -56,7 +56,7 @@ def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int 
     """A model and its optimizer whose every number depends on its expert's id, its place and `steps`."""
     torch.manual_seed(0)
     model = SmallModel(groups or ExpertGroups(), experts)
-    optimizer = build_optimizer(model, lr=0.1, config=tk.OptimizerConfig())
+    optimizer = build_optimizer(model, lr=0.1, config=tk.OptimizerOptions())
     for step in range(steps):
         for place, parameter in enumerate(model.parameters()):
             ids = getattr(parameter, "ownership", None)
@@ -123,7 +123,7 @@ def test_moments_keep_the_memory_format_of_their_weights(tmp_path):
 
     def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        return model, build_optimizer(model, lr=0.1, config=tk.OptimizerConfig())
+        return model, build_optimizer(model, lr=0.1, config=tk.OptimizerOptions())
 
     going_on, loaded = fresh(), fresh()
     learn(*going_on)
@@ -843,7 +843,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path):
 
 
 def test_a_run_keeps_as_many_as_it_was_told_and_says_where_it_continues(tmp_path, capsys):
-    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointConfig(every_steps=4, keep=3))
+    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointOptions(every_steps=4, keep=3))
     with small_trainer(config) as trainer:
         trainer.fit()
     folder = config.run_dir / "checkpoints"

@@ -57,7 +57,7 @@ def bucket(request: pytest.FixtureRequest) -> str:
 
 
 def small(folder: Path, storage: str, **settings: Any) -> SmallConfig:
-    return small_config(folder, storage=storage, checkpoint=tk.CheckpointConfig(every_steps=4), **settings)
+    return small_config(folder, storage=storage, checkpoint=tk.CheckpointOptions(every_steps=4), **settings)
 
 
 def finish(config: SmallConfig) -> None:

@@ -17,7 +17,7 @@ from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 
 
 @pytest.fixture

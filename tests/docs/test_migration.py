@@ -20,7 +20,6 @@ import pytest
 
 from tests.support.helpers import ROOT
 from toolkit.run import cli
-from toolkit.run.config.flags import value_types
 from toolkit.run.config.foreign_flags import REMEDIES
 
 PAGES = sorted((ROOT / "docs" / "start" / "migration").glob("*.md"))
@@ -35,7 +34,7 @@ def recipes_of(text: str) -> dict[str, Any]:
 
 
 def flags_of_recipe(recipe: Any) -> set[str]:
-    return set(value_types(next(iter(recipe.PRESETS.values()))()))
+    return set(cli.flags_of(type(next(iter(recipe.PRESETS.values()))())))
 
 
 def flags_of_commands(text: str) -> set[str]:

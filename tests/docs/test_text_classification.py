@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +38,7 @@ def train(folder: Path, run: str, **changes: Any) -> dict[str, Any]:
     build = script.build_model
     usual: Any = {"data_dir": folder, "run_dir": folder / run, "tracker": "none", "cpu": True}
     with in_float64(), mock.patch.object(script, "build_model", lambda *args: build(*args).double()):
-        return script.main(replace(script.debug(), **usual, **changes))
+        return script.main(script.debug().replace(**usual, **changes))
 
 
 def losses(folder: Path) -> list[float]:

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +26,7 @@ from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.hosts.peft.verify import verify_adapter
 from toolkit.experts.hosts.transformers import causal_lm, language_model_config, use_toolkit_kernel
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.tasks.language_modeling import LanguageModeling
@@ -61,7 +61,7 @@ def config(folder: Path, run: str, **changes: Any) -> finetune_moe.Config:
         "tracker": "none",
         "cpu": True,
     }
-    return replace(finetune_moe.debug(), **{**usual, **changes})
+    return finetune_moe.debug().replace(**{**usual, **changes})
 
 
 def main_in_float64(config: finetune_moe.Config) -> None:
@@ -78,7 +78,7 @@ def train(folder: Path, alone: bool) -> None:
         main_in_float64(config(folder, "one", freeze_router=False))
         main_in_float64(config(folder, "whole", **whole))
         return
-    moved = {"planner": "swap", "replan_every": 3, "guard": False, "merge": True, "freeze_router": False}
+    moved = {"replan": ReplanOptions(planner="swap", every=3, guarded=False), "merge": True, "freeze_router": False}
     main_in_float64(config(folder, "two", **moved))
     main_in_float64(config(folder, "cut", dense_parallel="fsdp2", freeze_router=False, merge=True))
     main_in_float64(config(folder, "whole on two", **whole))
@@ -213,7 +213,7 @@ def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(t
     summary = (tmp_path / "run" / "summary.txt").read_text()
     assert f"{rows[2]['new text']:.4f}" in summary
     assert "adapters of attention" in summary
-    longer = finetune_moe.main(replace(asked, extend=True, max_steps=4))
+    longer = finetune_moe.main(asked.replace(extend=True, max_steps=4))
     steps = [results(tmp_path / "run" / "controls" / name)["steps"] for name in finetune_moe.CONTROLS]
     assert [longer["steps"], *steps] == [4, 4, 4]
 
@@ -223,7 +223,7 @@ def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(t
 
 def test_settings_that_leave_nothing_to_train_or_to_merge_are_refused():
     for words, message in (
-        ("--merge --lora-rank 0", "--merge True: there are no adapters"),
+        ("--merge --lora-rank 0", "--merge: there are no adapters"),
         ("--no-lora-experts --no-lora-attention", "neither experts nor attention"),
         ("--lora-rank -1", "--lora-rank -1: take one or more, or 0"),
         ("--lora-alpha 0", "--lora-alpha 0.0: take a positive number"),

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from toolkit.commands import main as toolkit_command
 from toolkit.data.text import load_text
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.hosts.transformers import use_toolkit_kernel
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.traces import read_trace
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
@@ -50,7 +50,7 @@ def config(folder: Path, run: str, **changes: Any) -> lm_moe.Config:
         "tracker": "none",
         "cpu": True,
     }
-    return replace(lm_moe.debug(), **usual, **changes)
+    return lm_moe.debug().replace(**usual, **changes)
 
 
 def main_in_float64(config: lm_moe.Config) -> None:
@@ -62,7 +62,7 @@ def main_in_float64(config: lm_moe.Config) -> None:
 def train(folder: Path, stop: bool) -> None:
     """A run left alone, with everything on; and one that is stopped and continued."""
     os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
-    moved = {"planner": "swap", "replan_every": 3, "guard": False, "record_traces": True, "export": True}
+    moved = {"replan": ReplanOptions(planner="swap", every=3, guarded=False), "record_traces": True, "export": True}
     if not stop:
         main_in_float64(config(folder, "one"))
         return

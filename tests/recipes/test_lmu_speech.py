@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def config(folder: Path, **settings) -> Config:
     # 480 utterances in batches of 44: the last batch of an epoch has 40, and one of 4 micro-batches at most is uneven.
     settings = {"epochs": 1, "batch_size": 44, "log_every": 2} | settings
-    return replace(debug(), run_dir=folder, tracker="none", cpu=True, **settings)
+    return debug().replace(run_dir=folder, tracker="none", cpu=True, **settings)
 
 
 def losses(folder: Path) -> list[float]:
@@ -63,7 +62,7 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
     assert results["test_cer"] < 0.85
     assert {path.name for path in (tmp_path / "whole" / "recogniser").iterdir()} == {"config.json", "model.safetensors"}
     # Stopped within the last of six epochs, and continued.
-    halfway = replace(debug(), run_dir=tmp_path / "run", tracker="none", cpu=True)
+    halfway = debug().replace(run_dir=tmp_path / "run", tracker="none", cpu=True)
     train_step = tk.Trainer.train_step
 
     def stopping(self: tk.Trainer, batches: list) -> None:
@@ -108,13 +107,13 @@ def test_every_preset_is_a_valid_configuration():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"width": 0}, "--width 0: take one or more"),
-        ({"beam_size": 0}, "--beam-size 0: take one or more"),
-        ({"lexicon": True}, "--lexicon True: pass --beam-size too"),
-        ({"thetas": ()}, "--thetas .*: take positive numbers of steps"),
-        ({"dropout": 1.0}, "--dropout 1.0: take a fraction below 1"),
-        ({"tail_s": -1.0}, "--tail-s -1.0: take 0 to 10 seconds"),
-        ({"encoder": "attention", "width": 100}, "--width 100: take a multiple of 64"),
+        ({"width": 0}, "width=0: input should"),
+        ({"beam_size": 0}, "beam_size=0: input should"),
+        ({"lexicon": True}, "lexicon=True: give beam_size, too"),
+        ({"thetas": ()}, "thetas=.*: tuple should have at least 1 item"),
+        ({"dropout": 1.0}, "dropout=1.0: input should be less than 1"),
+        ({"tail_s": -1.0}, "tail_s=-1.0: input should"),
+        ({"encoder": "attention", "width": 100}, "width=100: take a multiple of 64"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):
@@ -124,7 +123,7 @@ def test_a_wrong_setting_is_named(settings, message):
 
 def test_the_learning_rate_scales_with_the_effective_batch():
     # The guide's table: 16 utterances per GPU and 1e-3 for each of them.
-    warm = tk.ScheduleConfig(warmup_steps=500)
+    warm = tk.ScheduleOptions(warmup_steps=500)
     for gpus, rate in {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 8e-3}.items():
         scaled = Config(batch_size=16 * gpus, lr=1e-3, scale_lr=16, schedule=warm)
         assert scaled.peak_lr == pytest.approx(rate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,12 @@ from toolkit.run.tracking.jsonl import read_metrics
 def small(config: Config, folder: Path, **changes: object) -> Config:
     """On scikit-learn's digits, which are 22 steps an epoch."""
     settings = {"dim": 32, "expert_hidden_size": 16, "dataset": "digits", "cpu": True, "tracker": "none"} | changes
-    return replace(config, run_dir=folder, **settings)
+    return config.replace(run_dir=folder, **settings)
 
 
 def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Path) -> None:
     """The preset with its periods divided by 25."""
-    short = replace(dynamic().lifecycle, grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
+    short = dynamic().lifecycle.replace(grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
     results = main(small(dynamic(), tmp_path, max_steps=125, epochs=6, lifecycle=short))
     events = [event for line in read_metrics(tmp_path / "lifecycle.jsonl") for event in line["events"]]
     assert results["lifecycle_grow"] >= 2

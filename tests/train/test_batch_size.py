@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -79,7 +78,6 @@ class Wide(nn.Module):
         return self.head(self.dropout(self.stem(x).sin()))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     pass
 
@@ -94,7 +92,7 @@ def table() -> TensorTable:
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return build_optimizer(model, lr=1e-3, config=tk.OptimizerConfig())
+    return build_optimizer(model, lr=1e-3, config=tk.OptimizerOptions())
 
 
 def test_trial_steps_measure_activations_and_leave_no_trace(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import nn
 import toolkit as tk
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.run.config.adapters import AdapterOptions
+from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
@@ -21,7 +21,7 @@ from toolkit.train.callbacks.trace_recorder import TraceRecorder
 
 def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[type] | str:
     """The callbacks of `standard_trainer` for an MoE recipe that gives it none; or the text of its UserError."""
-    given = {"experts": 4, "batch_size": 8, "planner": "swap", "record_traces": True, **settings}
+    given = {"experts": 4, "batch_size": 8, "replan": ReplanOptions(planner="swap"), "record_traces": True, **settings}
     config = tk.MoERunConfig(run_dir=folder, tracker="none", cpu=True, **given)
     with tk.start_run("mine", config) as run:
         size = config.ep_size_in(run.world_size) if groups else 1
@@ -60,7 +60,7 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
     trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2, "dispatch_chunks": 2})
     lines = capsys.readouterr().out
     for notice in (
-        "--planner swap: no effect",
+        "--replan.planner swap: no effect",
         "--spare-slots 1: no effect",
         "--dispatch-chunks 2: no effect, because every process has all experts",
         "--dense-parallel fsdp2: no effect on one process",
@@ -70,7 +70,6 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
         assert notice in lines
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdapterConfig(tk.ExpertRunConfig, AdapterOptions):
     """Of a run that fine-tunes a mixture."""
 
@@ -97,15 +96,19 @@ def summary(
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({}, "raise --balance-weight 0.007, or use --balance bias"),
-        ({"balance": "none"}, "use --balance loss"),
-        ({"max_steps": 9}, "raise --balance-weight 0.007, or use --balance bias"),
+        ({}, "raise balance_weight=0.007, or use balance='bias'"),
+        ({"balance": "none"}, "use balance='loss'"),
+        ({"max_steps": 9}, "raise balance_weight=0.007, or use balance='bias'"),
         (
             {"kind": AdapterConfig},
-            "routers are frozen: --no-freeze-router trains them, --planner swap moves experts between processes",
+            "routers are frozen: freeze_router=False trains them, replan.planner='swap' moves experts between "
+            "processes",
         ),
-        ({"kind": AdapterConfig, "planner": "swap"}, "routers are frozen: --no-freeze-router trains them"),
-        ({"kind": AdapterConfig, "freeze_router": False}, "raise --balance-weight 0.007"),
+        (
+            {"kind": AdapterConfig, "replan": ReplanOptions(planner="swap")},
+            "routers are frozen: freeze_router=False trains them",
+        ),
+        ({"kind": AdapterConfig, "freeze_router": False}, "raise balance_weight=0.007"),
     ],
 )
 def test_an_uneven_load_is_a_line_of_the_summary_with_a_remedy(tmp_path: Path, settings: dict[str, Any], remedy: str):

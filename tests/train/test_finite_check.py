@@ -17,7 +17,7 @@ from tests.support.helpers import run_distributed
 from tests.support.small_run import small_config, small_trainer
 from toolkit.checkpoint import manifest
 from toolkit.errors import UserError
-from toolkit.run.config.run import CheckpointConfig
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.evaluation import Evaluation
 
@@ -51,7 +51,7 @@ class Poison(tk.Callback):
 
 def poisoned(folder: Path, what: str, read_every: int = 1, rank: int = 0) -> tuple[str, list[str]]:
     """The error of a run of 20 steps that saves every second one, and the checkpoints that it leaves."""
-    config = small_config(folder, log_every=20, checkpoint=CheckpointConfig(every_steps=2, keep=1))
+    config = small_config(folder, log_every=20, checkpoint=CheckpointOptions(every_steps=2, keep=1))
     with (
         pytest.raises(UserError) as error,
         small_trainer(config, callbacks=[Poison(what, read_every, rank)]) as trainer,
@@ -143,7 +143,7 @@ def test_weights_that_overflow_in_an_update_are_never_saved(tmp_path: Path):
             if trainer.state.step == 4:
                 trainer.raw_model.moe.experts.up.data.mul_(math.inf)
 
-    config = small_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2, keep=1))
+    config = small_config(tmp_path, checkpoint=CheckpointOptions(every_steps=2, keep=1))
     with (
         pytest.raises(UserError, match=r"after step 4: moe\.experts\.up is not finite"),
         small_trainer(config, callbacks=[Overflow()]) as trainer,

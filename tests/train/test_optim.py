@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from toolkit.run.config.run import ScheduleConfig
+from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.train.optim import build_schedule, constant, warmup_cosine, warmup_stable_decay
 
 
@@ -39,17 +39,17 @@ def test_a_rate_does_not_depend_on_which_steps_were_asked_before():
 
 
 def test_the_config_names_the_schedule():
-    cosine = build_schedule(ScheduleConfig(name="cosine", warmup_steps=2, final=0.1), max_steps=20)
+    cosine = build_schedule(ScheduleOptions(name="cosine", warmup_steps=2, final=0.1), max_steps=20)
     assert cosine(20) == pytest.approx(0.1)
-    assert build_schedule(ScheduleConfig(name="constant"), max_steps=20)(19) == 1.0
-    decay = build_schedule(ScheduleConfig(name="stable_decay"), max_steps=20)
+    assert build_schedule(ScheduleOptions(name="constant"), max_steps=20)(19) == 1.0
+    decay = build_schedule(ScheduleOptions(name="stable_decay"), max_steps=20)
     assert [decay(15), decay(16), decay(18)] == pytest.approx([1.0, 1.0, 0.5]), "a fifth of the run, when not given"
-    late = build_schedule(ScheduleConfig(name="stable_decay", decay_steps=10), max_steps=20)
+    late = build_schedule(ScheduleOptions(name="stable_decay", decay_steps=10), max_steps=20)
     assert late(15) == pytest.approx(0.5)
 
 
 def test_a_warmup_in_epochs_is_as_long_as_that_many_steps():
-    by_epochs = build_schedule(ScheduleConfig(warmup_epochs=0.5), max_steps=20, steps_per_epoch=8)
-    by_steps = build_schedule(ScheduleConfig(warmup_steps=4), max_steps=20, steps_per_epoch=8)
+    by_epochs = build_schedule(ScheduleOptions(warmup_epochs=0.5), max_steps=20, steps_per_epoch=8)
+    by_steps = build_schedule(ScheduleOptions(warmup_steps=4), max_steps=20, steps_per_epoch=8)
     assert [by_epochs(step) for step in range(20)] == [by_steps(step) for step in range(20)]
     assert [by_epochs(0), by_epochs(4)] == [0.2, 1.0]

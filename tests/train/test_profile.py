@@ -161,7 +161,7 @@ def test_the_rank_that_comes_last_does_not_wait():
             [{"collectives": [("experts", s)]} for s in (0.5, 0.0)],
             {},
             1.9,
-            "1.90 times the mean load; try --planner swap",
+            "1.90 times the mean load; try --replan.planner swap",
         ),
         (
             [{"collectives": [("gradients", 0.5)]}] * 2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch import nn
 import toolkit as tk
 from recipes import mnist_moe
 from tests.support.helpers import ROOT, run_distributed
-from toolkit.run.config.run import EarlyStoppingConfig
+from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.start import count_parameters, describe_start, print_idle_settings
 
 
 def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = replace(mnist_moe.debug(), run_dir=tmp_path, tracker="none", cpu=True, max_steps=2)
+    config = mnist_moe.debug().replace(run_dir=tmp_path, tracker="none", cpu=True, max_steps=2)
     mnist_moe.main(config)
     out = capsys.readouterr().out
     assert f"run folder {tmp_path}\n" in out
@@ -35,25 +34,28 @@ def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys:
     ("settings", "says"),
     [
         (
-            {"schedule": tk.ScheduleConfig(warmup_steps=20)},
+            {"schedule": tk.ScheduleOptions(warmup_steps=20)},
             "--schedule.warmup-steps 20: all of the run, of 20 steps",
         ),
-        ({"schedule": tk.ScheduleConfig(warmup_epochs=50)}, "--schedule.warmup-epochs 50: all of the run, of 20 steps"),
         (
-            {"schedule": tk.ScheduleConfig(name="constant", final=0.5)},
+            {"schedule": tk.ScheduleOptions(warmup_epochs=50)},
+            "--schedule.warmup-epochs 50: all of the run, of 20 steps",
+        ),
+        (
+            {"schedule": tk.ScheduleOptions(name="constant", final=0.5)},
             "--schedule.final 0.5: no effect with --schedule.name constant.",
         ),
         (
-            {"schedule": tk.ScheduleConfig(name="cosine", decay_steps=5)},
+            {"schedule": tk.ScheduleOptions(name="cosine", decay_steps=5)},
             "--schedule.decay-steps 5: no effect with --schedule.name cosine.",
         ),
         ({"memory_fraction": 0.5}, "--memory-fraction 0.5: no effect without --auto-batch-size."),
         (
-            {"early_stopping": EarlyStoppingConfig(metric="foo")},
+            {"early_stopping": EarlyStoppingOptions(metric="foo")},
             "--early-stopping.metric foo: no effect without --early-stopping.patience.",
         ),
         (
-            {"early_stopping": EarlyStoppingConfig(min_delta=0.1)},
+            {"early_stopping": EarlyStoppingOptions(min_delta=0.1)},
             "--early-stopping.min-delta 0.1: no effect without --early-stopping.patience.",
         ),
     ],

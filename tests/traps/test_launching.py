@@ -23,7 +23,6 @@ import os
 from dataclasses import dataclass
 import toolkit as tk
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     pass
 

@@ -20,7 +20,7 @@ from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.run.tracking.jsonl import from_json
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 from toolkit.errors import (
     EXIT_BUG,
@@ -27,19 +28,15 @@ from toolkit.errors import (
     UserError,
     is_out_of_memory,
 )
-from toolkit.run.config import foreign_flags
-from toolkit.run.config.choices import alternatives
-from toolkit.run.config.file import flags_of_file
-from toolkit.run.config.flags import CONFIG, help_text, is_enum, takes_several, value_types
+from toolkit.experts.options import Options
+from toolkit.run.config.file import CONFIG, words_of_file
+from toolkit.run.config.foreign_flags import remedy_for
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch import supervisor, world
 from toolkit.run.launch.restarts import CAUSE, send
 from toolkit.run.launch.streams import prepare_streams
 
 C = TypeVar("C", bound=RunConfig)
-
-LARGEST_INTEGER = 2**63 - 1
-"""Of int64, which torch counts in."""
 
 
 def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None = None) -> None:
@@ -49,6 +46,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     checkpoint, or before training, 130 Ctrl-C.
     """
     prepare_streams()
+    config = None
     try:
         world.begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
@@ -57,7 +55,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
             sys.exit(supervisor.start_processes(config))
         main(config)
     except UserError as error:
-        world.report(str(error))
+        world.report(as_typed(error, config))
         world.leave(EXIT_USER_ERROR)
     except Preempted as stop:
         world.report(str(stop), label="")
@@ -84,47 +82,160 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
     """The config of a preset, changed by the file of --config, changed by the flags in `args`.
 
-    Raises UserError for any other word, flag or value. --help prints and exits.
+    --help prints and exits.
+
+    Raises:
+        UserError: for any other word, flag or value.
     """
     import tyro
 
     args = list(args)
-    first = next(iter(presets))
-    preset = args.pop(0) if args and args[0] in presets else first
+    preset = next(iter(presets))
     if args and not args[0].startswith("-"):
-        if args[0] in presets:
-            raise UserError(f"two presets, {preset} and {args[0]}: take one.")
-        raise UserError(f"unknown preset {args[0]!r}: {_nearest(args[0], presets) or f'take {_either(presets)}.'}")
+        preset = args.pop(0)
+    if preset not in presets:
+        known = ", ".join(presets)
+        raise UserError(f"unknown preset {preset!r}: {_nearest(preset, presets) or f'take one of {known}.'}")
+    default = presets[preset]()
+    flags = flags_of(type(default))
+    words, files = _take_config(_as_tyro(args, flags))
+    in_file: list[str] = []
+    where = ""
+    if files:
+        where = f"{CONFIG} {files[-1]}: "
+        try:
+            in_file = _as_tyro(words_of_file(Path(files[-1]), flags), flags)
+        except UserError as error:
+            raise UserError(f"{where}{error}") from None
+    printed = io.StringIO()
     try:
-        default = presets[preset]()
-    except TypeError as error:
-        if "__init__() missing" not in str(error):
-            raise
-        raise UserError(f"the preset {preset} leaves out a field that has no default ({error}): give it one.") from None
-    flags = value_types(default) | {CONFIG: Path}
-    if {"-h", "--help"} & set(args):
-        _print_help(help_text(sys.argv[0], doc, presets, default))
-    words, given = _read(args, flags, presets)
-    in_file: dict[str, str] = {}
-    if path := given.get(CONFIG):
-        file_words, in_file = _read_file(Path(path), flags, presets)
-        words = file_words + words
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            config = tyro.cli(type(default), default=default, args=words, description="")
-            object.__setattr__(config, "preset", preset)  # which is frozen
-            return config
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+            config = tyro.cli(
+                type(default), default=default, args=[*in_file, *words], description=_description(presets, flags, doc)
+            )
     except SystemExit as stop:
-        if refusal := _user_error_behind(stop):
-            raise refusal from None
-        box = " ".join(line.strip("│╭╮╰╯─ ") for line in captured.getvalue().splitlines())
-        culprit = next((flag for flag in re.findall(r"--[\w.-]+", box) if flag in in_file | given), None)
-        if culprit is None:
-            raise UserError(f"the command line could not be read: {box}") from None
-        where = "" if culprit in given else f"{CONFIG} {path}: "
-        value = (in_file | given)[culprit]
-        raise UserError(f"{where}{culprit} {value}: take {_describe(flags[culprit])}.") from None
+        if not stop.code:
+            _print_help(printed.getvalue())
+        refusal = _user_error_behind(stop)
+        said = _first_paragraph(printed.getvalue()) if refusal is None else as_typed(refusal, default)
+        culprit = next(iter(re.findall(r"--[a-z][\w.-]*", said)), None)
+        is_of_file = culprit in in_file and culprit not in words
+        raise UserError(f"{where if is_of_file else ''}{said}") from None
+    object.__setattr__(config, "preset", preset)  # which is frozen
+    return config
+
+
+COMMON = ("epochs", "batch-size", "lr", "seed", "dataset", "run-dir", "num-processes", "cpu", "tracker", "experts")
+"""Flags that --help names first, where a recipe has them."""
+
+
+def flags_of(options: type[Options], prefix: str = "--") -> dict[str, Any]:
+    """Returns every flag of a config, with the type of its field; a switch is there with its opposite, too."""
+    flags: dict[str, Any] = {}
+    for name, field in options.model_fields.items():
+        hint: Any = field.annotation
+        word = name.replace("_", "-")
+        if isinstance(hint, type) and issubclass(hint, Options):
+            flags |= flags_of(hint, f"{prefix}{word}.")
+            continue
+        flags[f"{prefix}{word}"] = hint
+        if hint is bool:
+            flags[f"{prefix}no-{word}"] = hint
+    return flags
+
+
+def as_typed(error: UserError, config: RunConfig | None) -> str:
+    """The sentence of `error`, in which a field of `config` is the flag that sets it: `ep_size=3` is `--ep-size 3`."""
+    fields = {} if config is None else {flag[2:].replace("-", "_"): flag for flag in flags_of(type(config))}
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[2].strip("'")
+        known = name if name in fields else next((full for full in fields if full.endswith(f".{name}")), None)
+        if known is None:
+            return found[0]
+        group, dot, last = fields[known][2:].rpartition(".")
+        switch = {"True": f"--{group}{dot}{last}", "False": f"--{group}{dot}no-{last}"}
+        return switch.get(value) or f"{fields[known]} {'none' if value == 'None' else value}"
+
+    return re.sub(r"\b([a-z][\w.]*)=('[^']*'|\([^)]*\)|\S+?)(?=[.,:;)]*(?:\s|$))", flag, str(error))
+
+
+def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
+    """What to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
+    members = [name for name in flags if name.startswith(f"{flag}.") and ".no-" not in name]
+    if members:
+        return f"it is a group of flags: {', '.join(members[:4])}{', ...' if len(members) > 4 else ''}."
+    if elsewhere := remedy_for(flag, flags):
+        return f"{elsewhere}."
+    return _nearest(flag, flags) or "see --help."
+
+
+def _nearest(word: str, known: Iterable[str]) -> str | None:
+    """Returns "did you mean ...?" with the known word closest to `word`; a nested flag may lack its group."""
+    names = {name.rpartition(".")[2].lstrip("-"): name for name in known} | {name.lstrip("-"): name for name in known}
+    wanted = word.lstrip("-").lower()
+    alike = [name for name in names if len(wanted) > 4 and name.startswith(wanted)]
+    alike = alike or difflib.get_close_matches(wanted, names, n=1, cutoff=0.8)
+    return f"did you mean {names[alike[0]]}?" if alike else None
+
+
+def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
+    """`args` in tyro's form: None, True and False in its spelling, and `--resume` alone as `--resume yes`.
+
+    Raises UserError for an unknown flag, and for a value without letters, as of a variable that is not set.
+    """
+    words: list[str] = []
+    flag = ""
+    for arg in args:
+        if arg.startswith("--"):
+            name, equals, value = arg.partition("=")
+            flag = name.replace("_", "-")
+            if flag not in flags and flag not in (CONFIG, "--help"):
+                raise UserError(f"unknown flag {flag}: {instead_of(flag, flags)}")
+            words += [flag, value] if equals else [flag]
+        else:
+            words.append(arg)
+        if words[-1] == "":
+            raise UserError(f"{flag} needs a value.")
+        constants = [str(part) for part in (None, True, False) if type(part) in get_args(flags.get(flag))]
+        if words[-1].capitalize() in constants:
+            words[-1] = words[-1].capitalize()
+    alone = [at for at, word in enumerate(words, 1) if word == "--resume" and [*words, "--"][at].startswith("--")]
+    for at in reversed(alone):
+        words.insert(at, "yes")
+    return words
+
+
+def _take_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`words` without --config, and the file that it names, if there is one. Raises UserError for two."""
+    rest, files = list(words), []
+    while CONFIG in rest:
+        at = rest.index(CONFIG)
+        files += rest[at + 1 : at + 2] or [""]
+        del rest[at : at + 2]
+    if len(files) > 1:
+        raise UserError(f"{CONFIG} {files[1]}: {files[0]} was given as well: take one file.")
+    return rest, files
+
+
+def _description(presets: Mapping[str, Any], flags: Mapping[str, Any], doc: str | None) -> str:
+    """What --help says above the flags."""
+    about, _, examples = (doc or "").strip().partition("\n\n")
+    width = max(map(len, presets))
+    names = [f"{name:{width}}  {(build.__doc__ or '').strip().partition('.')[0]}" for name, build in presets.items()]
+    common = " ".join(f"--{name}" for name in COMMON if f"--{name}" in flags)
+    lines = [*examples.splitlines(), "", "presets, of which one may come first:", *names, "", f"common flags: {common}"]
+    lines.append(f"flags of a file: {CONFIG} FILE; those on the command line count more")
+    return "\n".join([about, "", *(f"  {line}" if line else "" for line in lines)])
+
+
+def _print_help(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # --help | head
+        world.leave(EXIT_DONE)
+    sys.exit(EXIT_DONE)
 
 
 def _user_error_behind(error: BaseException | None) -> UserError | None:
@@ -134,144 +245,12 @@ def _user_error_behind(error: BaseException | None) -> UserError | None:
     return error
 
 
-def _print_help(text: str) -> NoReturn:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # --help | head
-        world.leave(EXIT_DONE)
-    sys.exit(EXIT_DONE)
+def _first_paragraph(box: str) -> str:
+    """The first paragraph below the title of what tyro prints in a box, as a sentence."""
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    below = itertools.dropwhile(_is_rule, itertools.islice(itertools.dropwhile(_is_rule, lines), 1, None))
+    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help."
 
 
-def _read(
-    args: Sequence[str], flags: Mapping[str, Any], presets: Mapping[str, Any], *, may_be_empty: bool = False
-) -> tuple[list[str], dict[str, str]]:
-    """`args` in tyro's form, and the values of each flag. Raises UserError for what is no flag with its value.
-
-    `may_be_empty`: a text without letters and a tuple without items are values, and not a variable that is not set.
-    """
-    words: list[str] = []
-    given: dict[str, str] = {}
-    rest = list(args)
-    last = ""
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        if not word.startswith("-"):
-            if word in presets:
-                raise UserError(f"unexpected {word!r}: a preset comes first, before the flags.")
-            takes = "no value" if flags[last] is None else "one value"
-            raise UserError(f"unexpected {word!r}: {last} takes {takes}.")
-        if flag not in flags:
-            raise UserError(f"unknown flag {flag}: {instead_of(flag, flags)}")
-        last = flag
-        hint = flags[flag]
-        if hint is None:
-            if equals:
-                raise UserError(f"{word}: a switch takes no value, write {flag}.")
-            words.append(flag)
-            continue
-        values = [value] if equals else []
-        many = takes_several(hint)
-        while rest and not rest[0].startswith("--") and not (values and not many):
-            values.append(rest.pop(0))
-        if flag == "--resume" and not values:
-            values = ["yes"]
-        is_empty = may_be_empty and (many if not values else str in alternatives(hint))
-        if not any(values) and not is_empty:
-            raise UserError(f"{flag} needs a value: take {_describe(hint)}.")
-        if flag == CONFIG:
-            if flag in given:
-                raise UserError(f"{flag} {values[0]}: {given[flag]} was given as well: take one file.")
-            given[flag] = values[0]
-            continue
-        for value in values:
-            _check_value(flag, value, hint)
-        given[flag] = " ".join(values)
-        words += [flag, *(_as_python(value, hint) for value in values)]
-    return words, given
-
-
-def _check_value(flag: str, value: str, hint: Any) -> None:
-    """Raise UserError for a text that no path can be, and an integer that no tensor can hold."""
-    if "\0" in value:
-        raise UserError(f"{flag} {value!r}: take a value without a null character.")
-    if any(int in (part, *get_args(part)) for part in alternatives(hint)):
-        try:
-            number = int(value)
-        except ValueError:  # which tyro refuses, or reads as another type
-            return
-        if not -LARGEST_INTEGER - 1 <= number <= LARGEST_INTEGER:
-            raise UserError(f"{flag} {value}: take an integer of at most {LARGEST_INTEGER}.")
-
-
-def _as_python(value: str, hint: Any) -> str:
-    """`value` as tyro writes it: None, True and False where `hint` has them."""
-    constants = {type(None): ("none",), bool: ("true", "false")}
-    words = [word for part in alternatives(hint) for word in constants.get(part, ())]
-    return value.capitalize() if value.lower() in words else value
-
-
-def _read_file(path: Path, flags: Mapping[str, Any], presets: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """What `_read` makes of the flags in the file of --config. Its UserErrors name the file."""
-    args: list[str] = []
-    try:
-        for flag, values in flags_of_file(path):
-            if flag == CONFIG:
-                raise UserError(f"unknown flag {flag}: a file cannot name another one.")
-            if flag not in flags or flags[flag] is not None:
-                args += [flag, *values]
-                continue
-            group, dot, name = flag.removeprefix("--").rpartition(".")
-            off = f"--{group}{dot}no-{name}"
-            switches = {"true": flag, "false": off if off in flags else None}
-            if (switch := switches.get(" ".join(values).lower())) is None:
-                raise UserError(f"{flag} {' '.join(values)}: take {'true or false' if off in flags else 'true'}.")
-            args.append(switch)
-        return _read(args, flags, presets, may_be_empty=True)
-    except UserError as error:
-        raise UserError(f"{CONFIG} {path}: {str(error).removeprefix(f'{CONFIG} {path}: ')}") from None
-
-
-def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
-    """What to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
-    members = [name for name in flags if name.startswith(f"{flag}.") and ".no-" not in name]
-    if members:
-        more = ", ..." if len(members) > 4 else ""
-        return f"it is a group of flags: {', '.join(members[:4])}{more}."
-    if elsewhere := foreign_flags.remedy(flag, flags):
-        return f"{elsewhere}."
-    return _nearest(flag, flags) or "see --help."
-
-
-def _nearest(word: str, known: Mapping[str, Any]) -> str | None:
-    """ "did you mean ...?" with the known word closest to `word`; None if there is no close one."""
-    begins_alike = [name for name in known if len(word) > 4 and name.startswith(word)]
-    # A nested flag may have been typed without its group.
-    alike = begins_alike or [name for name in known if name.rpartition(".")[2] == word.lstrip("-")]
-    if not alike:  # without the dashes, which would make short names alike
-        names = {name.rpartition(".")[2]: name for name in known} | {name.lstrip("-"): name for name in known}
-        names = {name.lstrip("-"): full for name, full in names.items()}
-        alike = [names[name] for name in difflib.get_close_matches(word.lstrip("-").lower(), names, n=1, cutoff=0.8)]
-    return f"did you mean {alike[0]}?" if alike else None
-
-
-def _either(names: Mapping[str, Any] | Sequence[Any]) -> str:
-    *most, last = [str(name) for name in names]
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _describe(hint: Any) -> str:
-    """The values of type `hint`, in words."""
-    parts = alternatives(hint)
-    if len(parts) > 1:
-        options = [_describe(part).replace(" or ", ", ") for part in parts if part is not type(None)]
-        return _either([*options, *["none"] * (type(None) in parts)])
-    if get_origin(hint) is Literal:
-        return _either(get_args(hint))
-    if is_enum(hint):
-        return _either(hint.__members__)
-    if get_origin(hint) in (tuple, list):
-        return f"{_describe(get_args(hint)[0])}, or several with spaces between"
-    return {bool: "true or false", int: "an integer", float: "a number", Path: "a path"}.get(hint, "a word")
+def _is_rule(line: str) -> bool:
+    return not line.strip("─-╭╮╰╯+ ")

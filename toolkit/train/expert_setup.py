@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups, strided_partition
+from toolkit.experts.parallel.parallel_options import DDPOptions
 from toolkit.run.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
-from toolkit.run.config.run import DDPConfig
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
@@ -65,12 +64,12 @@ def expert_callbacks(model: nn.Module, config: MoERunConfig, penalty: RouterPena
         BiasBalancing(model),
         ExpertLoad(model),
         TraceRecorder(model, enabled=config.record_traces),
-        Replan.from_config(model, config),
+        Replan(model, config.replan),
     ]
 
 
 def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks of experts that `callbacks` lack: load metrics, and those of `--record-traces` and `--planner`.
+    """The callbacks of experts that `callbacks` lack: load metrics, traces and replanning.
 
     Prints one line for each setting that does nothing in this run. Raises UserError where `model` has all experts on
     every process, or no spare slots, and the config says otherwise.
@@ -96,8 +95,8 @@ def missing_expert_callbacks(run: Run, model: nn.Module, task: Task, callbacks: 
         missing.append(ExpertLoad(model))
     if config.record_traces and lacks(TraceRecorder):
         missing.append(TraceRecorder(model))
-    if config.planner and lacks(Replan):
-        missing.append(Replan.from_config(model, config))
+    if config.replan.planner and lacks(Replan):
+        missing.append(Replan(model, config.replan))
     return missing
 
 
@@ -109,8 +108,8 @@ def _print_idle_parallel_settings(run: Run) -> None:
     if config.fsdp_size is not None and (run.world_size == 1 or config.dense_parallel == "ddp"):
         where = "on one process" if run.world_size == 1 else "without --dense-parallel fsdp2"
         run.print(f"--fsdp-size {config.fsdp_size}: no effect {where}.")
-    for name, value in asdict(config.ddp).items():
-        if value != getattr(DDPConfig(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
+    for name, value in config.ddp.model_dump().items():
+        if value != getattr(DDPOptions(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
             where = "on one process" if run.world_size == 1 else f"with --dense-parallel {config.dense_parallel}"
             run.print(f"--ddp.{name.replace('_', '-')} {value}: no effect {where}.")
 
@@ -133,13 +132,13 @@ def _check_experts_are_as_configured(run: Run, config: ExpertRunConfig, stacks: 
     if is_spread and config.dispatch_chunks != stacks[0].groups.chunks:
         raise UserError(
             f"--dispatch-chunks {config.dispatch_chunks}: the model was built for {stacks[0].groups.chunks}: build it "
-            "with groups=tk.make_expert_groups(..., chunks=config.dispatch_chunks)."
+            "with groups=tk.make_expert_groups(..., dispatch_chunks=config.dispatch_chunks)."
         )
     if is_spread and config.ep_stride > 1 and built_in != strided_partition(run.world_size, built, config.ep_stride):
         raise UserError(
             f"--ep-stride {config.ep_stride}: the model was built for the EP groups "
             f"{', '.join(map(str, built_in))}: build it with groups=tk.make_expert_groups({built}, "
-            f"stride={config.ep_stride}), or leave the flag out."
+            f"ep_stride={config.ep_stride}), or leave the flag out."
         )
     if built > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):
         raise UserError(
@@ -150,7 +149,9 @@ def _check_experts_are_as_configured(run: Run, config: ExpertRunConfig, stacks: 
 
 def _print_idle_expert_settings(run: Run, config: ExpertRunConfig, task: Task, stacks: Sequence[ExpertStack]) -> None:
     """Print a line for each setting of experts that does nothing in this run."""
-    for name, usual in (("planner", None), ("spare_slots", 0), ("ep_stride", 1), ("dispatch_chunks", 1)):
+    if stacks[0].groups.ep_size == 1 and config.replan.planner is not None:
+        run.print(f"--replan.planner {config.replan.planner}: no effect, because every process has all experts.")
+    for name, usual in (("spare_slots", 0), ("ep_stride", 1), ("dispatch_chunks", 1)):
         if stacks[0].groups.ep_size == 1 and getattr(config, name) != usual:
             flag = "--" + name.replace("_", "-")
             run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")

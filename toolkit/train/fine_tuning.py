@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,8 +12,8 @@ from toolkit.data.hub import model_folder
 from toolkit.data.identity import identity
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained, write_on_main
+from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
 from toolkit.experts.hosts.peft.merged_weights import save_merged
-from toolkit.run.config.adapters import AdapterOptions
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import results_of
@@ -102,7 +101,7 @@ def compare(
         done = run.on_main_and_share(partial(results_of, folder))
         if done is None or (config.extend and done["steps"] != results["steps"]):
             usual: dict[str, Any] = {"run_dir": folder, "resume": "auto", "resume_from": None, "tracker": "none"}
-            control = replace(config, **changes, **usual, extend=done is not None)
+            control = config.replace(**changes, **usual, extend=done is not None)
             run.print(f"\ncontrol: {name}")
             done = dict(main(control))
         rows.append(_row(done["trained"], done["trained_parameters"], done))

@@ -14,12 +14,12 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.ownership import is_owned
-from toolkit.run.config.run import OptimizerConfig, ScheduleConfig
+from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
 
 Schedule = Callable[[int], float]
 
 
-def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) -> torch.optim.AdamW:
     """Fused AdamW with weight decay on matrices and none on vectors; owned parameters are in groups of their own.
 
     Fused, because at small batches memory traffic bounds the step: each tensor is read and written once.
@@ -79,12 +79,12 @@ def warmup_stable_decay(*, max_steps: int, warmup_steps: int = 0, decay_steps: i
     return multiplier
 
 
-def warmup_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
+def warmup_steps(config: ScheduleOptions, steps_per_epoch: int) -> int:
     """The optimizer steps of warm-up."""
     return config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
 
 
-def build_schedule(config: ScheduleConfig, *, max_steps: int, steps_per_epoch: int = 0) -> Schedule:
+def build_schedule(config: ScheduleOptions, *, max_steps: int, steps_per_epoch: int = 0) -> Schedule:
     """The schedule that `config` names, over a run of `max_steps`."""
     rise = warmup_steps(config, steps_per_epoch)
     if config.name == "constant":

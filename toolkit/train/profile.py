@@ -268,8 +268,8 @@ def verdict(
     if cause == "input":
         return "input: the step waits for its data", f"--num-workers {max(4, 2 * config.num_workers)}"
     if cause == "waiting" and imbalance >= UNEVEN:
-        planner = isinstance(config, ExpertRunConfig) and config.planner is not None
-        remedy = "a larger --balance-weight" if planner else "--planner swap, or a larger --balance-weight"
+        planner = isinstance(config, ExpertRunConfig) and config.replan.planner is not None
+        remedy = "a larger --balance-weight" if planner else "--replan.planner swap, or a larger --balance-weight"
         return f"expert imbalance: the busiest process has {imbalance:.2f} times the mean load", remedy
     if cause == "waiting":
         return f"a slow process: the others wait for rank {slowest}", "no flag: look at its machine and its data"

@@ -75,17 +75,18 @@ def standard_trainer(
     is a callback in place of `test`, such as one over a stream of tasks; `more_evaluations` are of
     further data sets. `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual
     ones, so that what they record is on the line of metrics that is printed. Load metrics of experts, and what
-    `--planner` and `--record-traces` ask for, are added where missing.
+    `--replan.planner` and `--record-traces` ask for, are added where missing.
 
     Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test` and
     for settings of experts that the model was not built with, and for data without samples.
     """
-    config, stopping = run.config, run.config.early_stopping
+    config = run.config
     if (test is None) == (evaluation is None):
         raise ValueError("give either `test`, a table, or `evaluation`, a callback")
-    if test is None and stopping.patience is not None:
+    if test is None and config.early_stopping.patience is not None:
         raise UserError(
-            f"--early-stopping.patience {stopping.patience}: this run has no single test set, leave it out."
+            f"--early-stopping.patience {config.early_stopping.patience}: this run has no single test set, leave "
+            "it out."
         )
     for which, data in (("training", train), ("test", test)):
         if data is None:
@@ -148,8 +149,8 @@ def standard_trainer(
             *([Profile()] if config.profile else []),
             evaluation,
             *more_evaluations,
-            Checkpointing(**vars(config.checkpoint)),
-            EarlyStopping(patience=stopping.patience, metric=stopping.metric, min_delta=stopping.min_delta),
+            Checkpointing(config.checkpoint),
+            EarlyStopping(config.early_stopping),
             Preemption(),
             Pictures(),
             Progress(),

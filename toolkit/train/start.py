@@ -7,8 +7,10 @@ from torch import nn
 
 from toolkit.experts.layer.moe_layer import experts_on_ranks
 from toolkit.experts.layer.stack import expert_stacks
+from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.run.config.experts import ExpertRunConfig
-from toolkit.run.config.run import EarlyStoppingConfig, RunConfig, ScheduleConfig
+from toolkit.run.config.optimizer_options import ScheduleOptions
+from toolkit.run.config.run import RunConfig
 from toolkit.run.hardware import describe_memory_limits
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
@@ -42,7 +44,7 @@ def print_idle_settings(run: Run, *, max_steps: int, steps_per_epoch: int) -> No
         by_epochs = schedule.warmup_steps == 0
         flag = f"epochs {schedule.warmup_epochs:g}" if by_epochs else f"steps {schedule.warmup_steps}"
         run.print(f"--schedule.warmup-{flag}: all of the run, of {max_steps} steps, is warm-up below the peak --lr.")
-    if schedule.name == "constant" and schedule.final != ScheduleConfig().final:
+    if schedule.name == "constant" and schedule.final != ScheduleOptions().final:
         run.print(f"--schedule.final {schedule.final:g}: no effect with --schedule.name constant.")
     if schedule.name != "stable_decay" and schedule.decay_steps is not None:
         run.print(f"--schedule.decay-steps {schedule.decay_steps}: no effect with --schedule.name {schedule.name}.")
@@ -51,7 +53,7 @@ def print_idle_settings(run: Run, *, max_steps: int, steps_per_epoch: int) -> No
     if stopping.patience is None:
         for name in ("metric", "min_delta"):
             value = getattr(stopping, name)
-            if value != getattr(EarlyStoppingConfig(), name):
+            if value != getattr(EarlyStoppingOptions(), name):
                 flag = f"--early-stopping.{name.replace('_', '-')}"
                 run.print(f"{flag} {value}: no effect without --early-stopping.patience.")
 

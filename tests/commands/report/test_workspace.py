@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.support.helpers import run_distributed
 from toolkit.commands import main
 from toolkit.commands.report.workspace import USUAL
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.run.tracking.guard import expand
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -26,10 +26,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run on two processes whose experts a planner moves, and one with dynamic experts."""
     folder = tmp_path_factory.mktemp("runs")
     usual: Any = {"tracker": "none", "cpu": True, "max_steps": 20, "log_every": 5, "dataset": "digits"}
-    planned = replace(
-        mnist_moe.debug(), **usual, planner="swap", replan_every=5, guard=False, run_dir=folder / "planned"
+    planned = mnist_moe.debug().replace(
+        **usual,
+        replan=ReplanOptions(planner="swap", every=5, guarded=False),
+        run_dir=folder / "planned",
     )
-    dynamic = replace(mnist_moe.debug(), **usual, max_experts=8, run_dir=folder / "dynamic")
+    dynamic = mnist_moe.debug().replace(**usual, max_experts=8, run_dir=folder / "dynamic")
     run_distributed(mnist_moe.main, 2, planned)
     mnist_moe.main(dynamic)
     return [planned.run_dir, dynamic.run_dir]

@@ -2,19 +2,18 @@
 
 RECIPE = """
 import json, os, sys, time
-from dataclasses import dataclass
 from toolkit.run.cli import parse
-from toolkit.run.config.run import RunConfig, require, to_dict
+from toolkit.run.config.run import RunConfig, to_dict
+from toolkit.errors import require
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     labels: int = 100
     rate: float = 0.0
     behave: str = "well"
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check_together(self):
+        super().check_together()
         require(self.labels > 0, "labels", self.labels, "take one or more")
 
 

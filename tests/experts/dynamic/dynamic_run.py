@@ -15,8 +15,9 @@ from continual.streams import TaskOrder
 from toolkit.data.batches import Augment, EvalBatches, TrainBatches
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
+from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.run.config.experts import DynamicRunConfig, LifecycleConfig
+from toolkit.run.config.experts import DynamicRunConfig
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
@@ -29,7 +30,7 @@ from toolkit.train.optim import build_optimizer, constant
 DIM, CLASSES, TASKS, PER_TASK, BATCH, EPOCHS_PER_TASK = 6, 4, 2, 120, 12, 5
 STEPS = TASKS * EPOCHS_PER_TASK * PER_TASK // BATCH
 
-EVENTFUL = LifecycleConfig(
+EVENTFUL = LifecycleOptions(
     check_every=3,
     check_samples=36,
     cooldown_checks=4,
@@ -71,7 +72,7 @@ def dynamic_table() -> TensorTable:
     return TensorTable(input=centres[task, (label + task) % CLASSES] + 0.6 * noise, label=label, task=task)
 
 
-def dynamic_config(folder: Path, *, lifecycle: LifecycleConfig = EVENTFUL, **settings: Any) -> DynamicRunConfig:
+def dynamic_config(folder: Path, *, lifecycle: LifecycleOptions = EVENTFUL, **settings: Any) -> DynamicRunConfig:
     settings = {"experts": 3, "max_experts": 8, "batch_size": BATCH, "lr": 0.01, "log_every": 4} | settings
     return DynamicRunConfig(run_dir=folder, tracker="none", cpu=True, lifecycle=lifecycle, **settings)
 
@@ -121,7 +122,7 @@ def dynamic_trainer(
                     lifecycle,
                     *([LifecycleReport(model, lifecycle=lifecycle, num_classes=CLASSES)] if reported else []),
                     Evaluation(EvalBatches(table, batch_size=50, **where)),
-                    Checkpointing(every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep),
+                    Checkpointing(config.checkpoint),
                     *callbacks,
                 ],
             ),

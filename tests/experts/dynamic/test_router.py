@@ -15,7 +15,7 @@ from toolkit.errors import UserError
 from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.dynamic.dynamic_router import DynamicRouter, Hyperplane
 from toolkit.experts.layer.router import TopKRouter
-from toolkit.run.config.router import RouterOptions
+from toolkit.experts.layer.router_options import RouterOptions
 
 DIM, LOGICAL, ACTIVE = 5, 10, 4
 

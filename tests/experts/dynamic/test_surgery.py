@@ -20,11 +20,11 @@ from toolkit.experts.dynamic.roster import ExpertRoster
 from toolkit.experts.dynamic.similarity import reordered
 from toolkit.experts.dynamic.surgery import Surgeon
 from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.gradients import average_owned_gradients
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import owned
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.run.config.router import RouterOptions
 
 DIM, HIDDEN, LOGICAL, ACTIVE, TOKENS = 6, 5, 8, 4, 48
 WORLDS = [1, 2, 4]

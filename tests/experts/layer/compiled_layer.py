@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.experts.layer.grouped_mm import grouped_mm
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.run.config.router import RouterOptions
+from toolkit.experts.layer.router_options import RouterOptions
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS: list[dict[str, Any]] = [

@@ -15,9 +15,9 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.capacity import Capacity, DropPolicy
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router import ExpertChoiceRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.run.config.router import RouterOptions
 
 EXPERTS, TOP_K, DIM = 4, 2, 8
 

@@ -16,7 +16,7 @@ from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.gradients import clip_grad_norm_
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 
 EXPERTS, SLOTS, DIM, STEPS = 6, 9, 16, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from recipes.mnist_moe import Config, debug, main
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.run.config.router import RouterOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.expert_setup import moe_from_config
 
@@ -39,7 +38,7 @@ def curves(folder: Path, recompute: str) -> dict[str, list[float]]:
         run_dir = folder / name
         common: dict[str, Any] = {"tracker": "none", "cpu": True, "max_steps": 8, "log_every": 1, "run_dir": run_dir}
         with in_float64():
-            main(replace(debug(), **common, **settings, recompute=recompute))
+            main(debug().replace(**common, **settings, recompute=recompute))
         lines = list(read_metrics(run_dir / "metrics.jsonl"))
         found[name] = [line[key] for line in lines for key in COMPARED if key in line]
         assert any("moe/dropped_fraction" in line for line in lines) == ("capacity_factor" in settings)

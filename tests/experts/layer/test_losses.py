@@ -14,8 +14,8 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.losses import BalanceScope, RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router import ExpertChoiceRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.run.config.router import RouterOptions
 
 EXPERTS, TOP_K, LENGTH, DIM = 6, 2, 5, 8
 

@@ -109,9 +109,9 @@ def with_and_without_overlap(
     shared = Noted(MLP(DIM, 8, DIM))
     options: dict[str, Any] = {"activation": activation, "recompute": recompute, "shared_expert": shared}
     options["capacity_factor"] = capacity
-    layer = make_moe(DIM, 24, 8, 2, groups=make_expert_groups(dist.get_world_size(), chunks=chunks), **options).to(
-        dtype
-    )
+    layer = make_moe(
+        DIM, 24, 8, 2, groups=make_expert_groups(dist.get_world_size(), dispatch_chunks=chunks), **options
+    ).to(dtype)
     nn.init.normal_(layer.router.weight)
     layer.experts.register_forward_pre_hook(lambda *_: events.append("experts"))
     layer.experts.up.register_hook(lambda _: events.append("gradient of experts"))

@@ -22,10 +22,10 @@ from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint, replay_contexts
 from toolkit.experts.layer.router import TopKRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.cost_model import EXCHANGES, HIERARCHICAL_EXCHANGES
-from toolkit.run.config.experts import ExpertExchange
-from toolkit.run.config.router import RouterOptions
+from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.train.models.mlp import MLP
 
 DIM, EXPERTS, TOP_K = 16, 8, 2

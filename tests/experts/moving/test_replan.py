@@ -16,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner, wanted_statistics
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement
@@ -27,7 +28,7 @@ EXPERTS, DIM, TOKENS = 4, 5, 12
 
 def a_layer(ep_size: int, stride: int = 1) -> MoE:
     torch.manual_seed(0)
-    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size, stride=stride))
+    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size, ep_stride=stride))
     layer.router.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     return layer
 
@@ -55,7 +56,7 @@ def told(stop: bool, ep_size: int, stride: int) -> tuple[list[Any], list[Any]]:
     PLANNERS.pop("listen", None)
     register_planner("listen")(listen)
     layer, optimizer = a_layer(ep_size, stride), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="listen", every=2, guarded=False))
     chosen = []
     for number in range(4):
         chosen.append(step(layer, number))
@@ -63,7 +64,7 @@ def told(stop: bool, ep_size: int, stride: int) -> tuple[list[Any], list[Any]]:
         if stop and number == 2:
             state = replanner.state_dict()
             layer = a_layer(ep_size, stride)
-            replanner = Replanner(expert_stacks(layer), planner="listen", every=2, guarded=False)
+            replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="listen", every=2, guarded=False))
             replanner.load_state_dict(state)
     ids_NTK = torch.cat(chosen[2:], dim=1)  # (W, steps * T, K)
     choices = torch.nn.functional.one_hot(ids_NTK, EXPERTS).sum(2).double()  # (W, N, E)
@@ -90,7 +91,7 @@ def test_planners_hear_who_sent_what_and_which_experts_were_chosen_together(
 def guard_after_two_steps(**assumptions: Any) -> CostModel:
     layer, clock = a_layer(1), iter([0.0, 3.0])
     optimizer = torch.optim.SGD(layer.parameters())
-    replanner = Replanner(expert_stacks(layer), planner="lpt", every=2, **assumptions)
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=2, **assumptions))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.experts.moving.replan.time.perf_counter", lambda: next(clock, 4.0))
         for number in (1, 2):
@@ -109,7 +110,7 @@ def test_what_the_guard_assumes_can_be_given() -> None:
 
 
 def test_without_a_guard_no_step_times_are_kept() -> None:
-    replanner = Replanner(expert_stacks(a_layer(1)), planner="lpt", every=100, guarded=False)
+    replanner = Replanner(expert_stacks(a_layer(1)), ReplanOptions(planner="lpt", every=100, guarded=False))
     for number in (1, 2):
         replanner.after_step(number, torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
     assert replanner._ends == []
@@ -117,7 +118,7 @@ def test_without_a_guard_no_step_times_are_kept() -> None:
 
 def link_speed_of_the_guard() -> tuple[float, float]:
     layer = a_layer(2)
-    replanner = Replanner(expert_stacks(layer), planner="lpt", every=1, link_gbytes_per_second=None)
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=1, link_gbytes_per_second=None))
     step(layer, 1)
     replanner.after_step(1, torch.optim.SGD(layer.parameters()))
     (guard,) = replanner.guards.values()
@@ -133,8 +134,8 @@ def test_the_link_is_measured_where_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("wrong", [{"link_gbytes_per_second": 0.0}, {"expert_time_share": 1.5}, {"every": 0}])
 def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"{'replan_every' if 'every' in wrong else next(iter(wrong))}="):
-        Replanner({}, **({"planner": "lpt", "every": 2} | wrong))
+    with pytest.raises(UserError, match=f"{next(iter(wrong))}="):
+        Replanner({}, ReplanOptions(**({"planner": "lpt", "every": 2} | wrong)))
 
 
 def test_every_planner_that_we_ship_can_be_told_what_it_wants() -> None:
@@ -157,9 +158,9 @@ def test_a_planner_that_wants_what_nobody_counts_is_refused_in_one_sentence() ->
 
 def test_an_option_that_a_planner_lacks_is_refused_before_the_first_plan() -> None:
     with pytest.raises(UserError, match="planner 'swap' has no option nope: use target, tolerance, max_moves"):
-        Replanner({}, planner="swap", every=2, options={"nope": 1, "target": 1.1})
+        Replanner({}, ReplanOptions(planner="swap", every=2, planner_options={"nope": 1, "target": 1.1}))
     with pytest.raises(UserError, match="planner 'contiguous' has no option nope: it takes none"):
-        Replanner({}, planner="contiguous", every=2, options={"nope": 1})
+        Replanner({}, ReplanOptions(planner="contiguous", every=2, planner_options={"nope": 1}))
 
 
 def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
@@ -170,7 +171,7 @@ def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
     def swap(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return swapped
 
-    replan = Replan(layer, planner=swap, every=every, link_gbytes_per_second=1e-15)
+    replan = Replan(layer, ReplanOptions(planner=swap, every=every, link_gbytes_per_second=1e-15))
     lines: list[Any] = []
     trainer: Any = SimpleNamespace(optimizer=optimizer, results={}, state=SimpleNamespace(step=0))
     trainer.record = lambda name, value: lines.append(value) if name == "moe/plans_refused" else None

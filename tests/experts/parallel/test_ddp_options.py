@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.helpers import run_distributed
 from tests.support.small_run import small_config, small_trainer
 from toolkit.errors import UserError
-from toolkit.run.config.run import DDPConfig
+from toolkit.experts.parallel.parallel_options import DDPOptions
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -28,7 +27,7 @@ def weights(folder: Path) -> dict[str, tuple[dict[str, Any], list[Tensor]]]:
     """For each of `OPTIONS`, what DDP was given, and the weights after four steps on two ranks."""
     found = {}
     for name, options in OPTIONS.items():
-        config = small_config(folder / name, max_steps=4, ddp=DDPConfig(**options))
+        config = small_config(folder / name, max_steps=4, ddp=DDPOptions(**options))
         with small_trainer(config, ep_size=2) as trainer:
             trainer.fit()
             model = trainer.model
@@ -48,7 +47,7 @@ def test_options_reach_ddp_and_change_only_how_gradients_travel(tmp_path: Path):
     found, _ = run_distributed(weights, 2, tmp_path)
     _, usual = found["default"]
     for name, (given, learned) in found.items():
-        asked = asdict(DDPConfig(**OPTIONS[name]))
+        asked = DDPOptions(**OPTIONS[name]).model_dump()
         rounds = asked.pop("comm_hook") != "no"
         assert given == asked
         largest = max((a - b).abs().max().item() for a, b in zip(usual, learned, strict=True))
@@ -56,15 +55,15 @@ def test_options_reach_ddp_and_change_only_how_gradients_travel(tmp_path: Path):
 
 
 def test_what_excludes_each_other_is_refused():
-    with pytest.raises(UserError, match=r"--ddp\.static-graph True: leave --ddp\.find-unused-parameters out"):
-        DDPConfig(find_unused_parameters=True, static_graph=True)
-    with pytest.raises(UserError, match=r"--ddp\.bucket-cap-mb 0"):
-        DDPConfig(bucket_cap_mb=0)
+    with pytest.raises(UserError, match="static_graph=True: leave find_unused_parameters=True out"):
+        DDPOptions(find_unused_parameters=True, static_graph=True)
+    with pytest.raises(UserError, match="bucket_cap_mb=0"):
+        DDPOptions(bucket_cap_mb=0)
 
 
 def test_a_type_that_a_cpu_cannot_add_is_refused(tmp_path: Path):
     with (
         pytest.raises(UserError, match=r"--ddp\.comm-hook bf16"),
-        small_trainer(small_config(tmp_path, ddp=DDPConfig(comm_hook="bf16"))),
+        small_trainer(small_config(tmp_path, ddp=DDPOptions(comm_hook="bf16"))),
     ):
         pass

@@ -136,7 +136,7 @@ def test_two_sets_of_two_ranks_hold_the_shards_and_meet_once_a_step():
         assert found["average"]
         assert "the gradients of 1 replicated parameter(s), first '1.weight', differ between ranks" in found["drift"]
         assert found[3] == (
-            "--fsdp-size 3 does not divide the 4 process(es) of this launch: use one of 2, 4, or --dense-parallel ddp, "
+            "fsdp_size=3: it does not divide the 4 process(es) of this launch: use one of 2, 4, or DDP, "
             "which replicates all parameters."
         )
-        assert found[1].startswith("--fsdp-size 1 does not divide")
+        assert found[1].startswith("fsdp_size=1: it does not divide")

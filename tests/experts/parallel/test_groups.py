@@ -49,12 +49,12 @@ def of_four_ranks() -> dict[str, tuple[Any, ...]]:
         "neighbours": {"ep_size": 2},
         "all": {"ep_size": 4},
         "alone": {"ep_size": 1},
-        "two apart": {"ep_size": 2, "stride": 2},
+        "two apart": {"ep_size": 2, "ep_stride": 2},
         "named": {"ranks": [[3, 0], [2, 1]]},
         "inner": {"ranks": mesh["inner"]},
         "outer": {"ranks": mesh["outer"]},
         "three": {"ep_size": 3},
-        "too far": {"ep_size": 4, "stride": 2},
+        "too far": {"ep_size": 4, "ep_stride": 2},
         "unequal": {"ranks": [[0], [1, 2, 3]]},
         "without one": {"ranks": [[0, 1], [2]]},
         "with others": {"ranks": [[0, 1], [2, 3], [4, 5]]},
@@ -63,7 +63,7 @@ def of_four_ranks() -> dict[str, tuple[Any, ...]]:
         "whole mesh": {"ranks": mesh},
         "both": {"ep_size": 2, "ranks": [[0, 1], [2, 3]]},
         "neither": {},
-        "named and apart": {"ranks": [[0, 1], [2, 3]], "stride": 2},
+        "named and apart": {"ranks": [[0, 1], [2, 3]], "ep_stride": 2},
     }
     found = {}
     for name, way in ways.items():
@@ -87,10 +87,10 @@ def test_four_ranks_make_the_groups_that_are_asked_for_or_refuse_alike():
         assert found["alone"] == (0, None, [0, 1, 2, 3], ((0,), (1,), (2,), (3,)))
         pair = sorted((rank, 3 - rank))
         assert found["named"] == (pair.index(rank), pair, [0, 1] if rank < 2 else [2, 3], crossed)
-        assert found["three"] == "--ep-size 3 does not divide the 4 process(es) of this launch: use one of 1, 2, 4."
+        assert found["three"] == "ep_size=3: it does not divide the 4 process(es) of this launch: use one of 1, 2, 4."
         assert found["too far"] == (
-            "--ep-stride 2 does not divide the 1 EP group(s) of 4 among 4 process(es): use one of 1, or another "
-            "--ep-size."
+            "ep_stride=2: it does not divide the 1 EP group(s) of 4 among 4 process(es): use one of 1, or another "
+            "ep_size."
         )
         assert found["without one"].startswith("ranks=... makes groups [], [0, 1], [2] of 4 process(es): give every")
         for wrong in ("unequal", "with others", "one twice", "disagreeing"):
@@ -99,7 +99,7 @@ def test_four_ranks_make_the_groups_that_are_asked_for_or_refuse_alike():
         assert found["whole mesh"].endswith('has 2 dimensions: give one of them, such as mesh["ep"].')
         assert found["both"].endswith("give one of the two, to say which ranks share the experts.")
         assert found["neither"].startswith("ep_size=None, ranks=None: give one of the two")
-        assert found["named and apart"].startswith("stride=2: ranks=... says which ranks")
+        assert found["named and apart"].startswith("ep_stride=2: ranks=... says which ranks")
 
 
 def test_one_process_needs_no_groups():
@@ -109,8 +109,8 @@ def test_one_process_needs_no_groups():
 def test_one_process_has_no_groups_of_two():
     with pytest.raises(UserError, match=r"use one of 1\."):
         make_expert_groups(2)
-    with pytest.raises(UserError, match="--ep-stride 2 does not divide"):
-        make_expert_groups(1, stride=2)
+    with pytest.raises(UserError, match="ep_stride=2: it does not divide"):
+        make_expert_groups(1, ep_stride=2)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -20,6 +20,7 @@ from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.loads import checked_load
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, moves, with_spare_slots
 from toolkit.experts.placement.placement import contiguous as blocks
+from toolkit.experts.placement.placement_options import PLANNER_NAMES
 from toolkit.experts.placement.planners import (
     PLANNERS,
     affinity,
@@ -39,7 +40,7 @@ from toolkit.experts.placement.planners.fewest import unevenness
 from toolkit.experts.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.experts.placement.planners.replicas import replicas_for
 from toolkit.experts.placement.traffic import Traffic, rows_between_ranks
-from toolkit.run.config.experts import PLANNER_NAMES, MoERunConfig
+from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.process_settings import flushes_subnormals
 
 Case = tuple[ExpertPlacement, list[float]]

@@ -23,9 +23,11 @@ from toolkit.experts.layer.dispatch.order import sort_by_slot
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.layer.stack import crossings, visited_nodes
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
+from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import Traffic, migration_cost, rows_between_ranks
 from toolkit.experts.routing.forwards import ModelForwards
 from toolkit.experts.routing.metrics import (
@@ -38,7 +40,6 @@ from toolkit.experts.routing.metrics import (
 )
 from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import read_trace
-from toolkit.run.config.experts import ExpertExchange
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
@@ -149,7 +150,7 @@ def train(
     )
     with start_run("metered", config) as run:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, stride=stride, exchange=exchange, chunks=chunks)
+            groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange, dispatch_chunks=chunks)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -171,7 +172,7 @@ def train(
             callbacks=[
                 ExpertLoad(model, ranks_per_node=ranks_per_node),
                 TraceRecorder(model),
-                Replan(model, planner=planner, every=PLAN, guarded=False),
+                Replan(model, ReplanOptions(planner=planner, every=PLAN, guarded=False)),
                 meter,
             ],
         )

@@ -60,7 +60,7 @@ def layer_of_ours(groups: ExpertGroups | None = None) -> nn.Module:
 
 
 def spread_layer_of_ours(stride: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    layer = layer_of_ours(make_expert_groups(2, stride=stride))
+    layer = layer_of_ours(make_expert_groups(2, ep_stride=stride))
     layer.experts.up.data.zero_()
     nn.ModuleList([layer]).load_state_dict(nn.ModuleList([layer_of_ours()]).state_dict())
     layer.load_state_dict(layer.state_dict(keep_vars=True))

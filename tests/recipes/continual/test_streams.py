@@ -97,7 +97,7 @@ def test_a_small_turn_keeps_a_blot_in_the_middle_and_moves_its_arm_upwards():
 
 @pytest.mark.parametrize("tasks", [0, 1, 3, 20])
 def test_classes_that_cannot_be_split_so_are_refused(tasks):
-    with pytest.raises(UserError, match=f"--num-tasks {tasks}: take two or more"):
+    with pytest.raises(UserError, match=f"num_tasks={tasks}: take two or more"):
         split_stream(DATA, num_tasks=tasks)
 
 

@@ -54,7 +54,7 @@ def toy_config(folder: Path, **settings: Any) -> tk.RunConfig:
     return tk.RunConfig(run_dir=folder, tracker="none", cpu=True, schedule=CONSTANT, **settings)
 
 
-CONSTANT = tk.ScheduleConfig(name="constant")
+CONSTANT = tk.ScheduleOptions(name="constant")
 
 
 @contextmanager

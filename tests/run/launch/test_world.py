@@ -41,7 +41,6 @@ import json, os, pathlib, sys, time
 from dataclasses import dataclass
 import toolkit as tk
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     lines: tuple[str, ...] = ()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -17,7 +16,6 @@ from toolkit.train.callbacks.expert_balance import BiasBalancing
 from toolkit.train.task import Loss
 
 
-@dataclass(frozen=True, kw_only=True)
 class Config(tk.RunConfig):
     limit_mib: int | None = None
     """Memory that a process may map beyond what it has when training begins."""

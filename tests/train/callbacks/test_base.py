@@ -9,6 +9,7 @@ from tests.support.helpers import run_distributed
 from tests.traps.toys import toy_data, toy_trainer
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
+from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks import base
 from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -16,6 +17,8 @@ from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.throughput import BarrierWait, Throughput
 from toolkit.train.trainer import Trainer
+
+STOPPING = EarlyStopping(EarlyStoppingOptions(patience=1))
 
 
 def hooks_in_the_drawing() -> list[str]:
@@ -100,7 +103,10 @@ def test_every_hook_is_a_method_of_callback_with_a_docstring():
     ("callbacks", "message"),
     [
         ([Preemption(), Checkpointing()], "Checkpointing must come before Preemption"),
-        ([EarlyStopping(patience=1), Checkpointing()], "Checkpointing must come before EarlyStopping"),
+        (
+            [STOPPING, Checkpointing()],
+            "Checkpointing must come before EarlyStopping",
+        ),
         ([Checkpointing(), Throughput()], "Throughput must come before Checkpointing"),
         ([recorder([]), BarrierWait()], "BarrierWait must come before Recorder"),
     ],
@@ -111,7 +117,7 @@ def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callb
 
 
 def test_an_order_that_every_callback_declares_possible_is_accepted():
-    check_callbacks([BarrierWait(), recorder([]), Throughput(), Checkpointing(), EarlyStopping(patience=1)])
+    check_callbacks([BarrierWait(), recorder([]), Throughput(), Checkpointing(), STOPPING])
 
 
 # --- state in checkpoints -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 import toolkit as tk
 from tests.support.small_run import small_config
 from toolkit.errors import UserError
+from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 
 
@@ -27,7 +28,7 @@ class StandIn(SimpleNamespace):
 
 
 def evaluations_until_stop(values, **settings) -> int | None:
-    stopping, trainer = EarlyStopping(**settings), StandIn()
+    stopping, trainer = EarlyStopping(EarlyStoppingOptions(**settings)), StandIn()
     for number, value in enumerate(values, 1):
         stopping.on_evaluate_end(trainer, "eval", {"eval/loss": value, "eval/accuracy": value})
         if trainer.stopped:
@@ -52,19 +53,23 @@ def test_a_run_stops_when_it_has_waited_long_enough(values, settings, evaluation
 
 
 def test_a_metric_that_no_evaluation_gives_is_refused():
-    with pytest.raises(UserError, match=r"--early-stopping\.metric wer: an evaluation gives accuracy, loss"):
+    with pytest.raises(UserError, match="metric='wer': an evaluation gives accuracy, loss"):
         evaluations_until_stop([1], patience=1, metric="wer")
 
 
 def test_evaluations_of_other_data_do_not_count():
-    stopping, trainer = EarlyStopping(patience=1), StandIn()
+    stopping, trainer = EarlyStopping(EarlyStoppingOptions(patience=1)), StandIn()
     for _ in range(3):
         stopping.on_evaluate_end(trainer, "first task", {"first task/loss": 1.0})
     assert trainer.stopped is None
 
 
 def test_a_run_that_ended_while_it_stopped_does_not_train_on():
-    stopping, again, trainer = EarlyStopping(patience=2), EarlyStopping(patience=2), StandIn()
+    stopping, again, trainer = (
+        EarlyStopping(EarlyStoppingOptions(patience=2)),
+        EarlyStopping(EarlyStoppingOptions(patience=2)),
+        StandIn(),
+    )
     for _ in range(3):
         stopping.on_evaluate_end(StandIn(), "eval", {"eval/loss": 1.0})
     again.load_state_dict(stopping.state_dict())
@@ -90,7 +95,7 @@ class Note(tk.Callback):
         ({"eval_every": 1}, [1, 2, 3]),
         ({"eval_every": 2}, [2, 3]),
         ({"eval_every": 5}, [3]),
-        ({"early_stopping": tk.EarlyStoppingConfig(patience=1)}, [1, 2]),
+        ({"early_stopping": tk.EarlyStoppingOptions(patience=1)}, [1, 2]),
     ],
     ids=["each epoch", "every other", "at the end at least", "until it stops"],
 )
@@ -107,5 +112,5 @@ def test_evaluations_come_every_few_epochs_until_the_run_ends(settings, epochs, 
 
 @pytest.mark.parametrize("settings", [{"patience": 0}, {"min_delta": -1.0}])
 def test_settings_without_a_meaning_are_refused(settings):
-    with pytest.raises(UserError, match="--early-stopping"):
-        tk.EarlyStoppingConfig(**settings)
+    with pytest.raises(UserError, match=r"(patience|min_delta)="):
+        tk.EarlyStoppingOptions(**settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +102,19 @@ def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mechanism", ["grow", "merge", "prune", "sleep"])
 def test_each_mechanism_can_be_switched_off(tmp_path: Path, mechanism: str) -> None:
-    lifecycle = replace(EVENTFUL, **{mechanism: False})
+    lifecycle = EVENTFUL.replace(**{mechanism: False})
     history, _, _ = run_distributed(train, 1, tmp_path / "run", 1, {"lifecycle": lifecycle})[0]
     assert mechanism not in {kind for _, kind, _ in history}
 
 
 def test_an_undone_change_restores_everything(tmp_path: Path) -> None:
     """A harmful replay is undone: weights, moments, router and the sums of the line of metrics."""
-    lifecycle = replace(EVENTFUL, grow=False, merge=False, prune=False)
-    wrecking = replace(lifecycle, replay_lr=10.0, undo_above=0.0)
+    lifecycle = EVENTFUL.replace(grow=False, merge=False, prune=False)
+    wrecking = lifecycle.replace(replay_lr=10.0, undo_above=0.0)
     history, losses, results = run_distributed(train, 1, tmp_path / "wrecked", 1, {"lifecycle": wrecking})[0]
     assert [kind for _, kind, _ in history].count("undone") >= 5
     _, expected, without = run_distributed(
-        train, 1, tmp_path / "without", 1, {"lifecycle": replace(lifecycle, replay_steps=0)}
+        train, 1, tmp_path / "without", 1, {"lifecycle": lifecycle.replace(replay_steps=0)}
     )[0]
     assert losses == expected
     assert results["test_loss"] == without["test_loss"]
@@ -137,7 +136,7 @@ def test_samples_that_are_replayed_in_sleep_are_augmented_anew(tmp_path: Path) -
 
 
 def test_new_experts_can_be_fresh(tmp_path: Path) -> None:
-    lifecycle = replace(EVENTFUL, new_expert="fresh")
+    lifecycle = EVENTFUL.replace(new_expert="fresh")
     history, _, results = run_distributed(train, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
     assert "grow" in {kind for _, kind, _ in history}
     assert results["test_accuracy"] > 0.5
@@ -185,7 +184,7 @@ def test_rows_of_inactive_experts_have_no_gradients_and_are_not_stepped(tmp_path
 
 def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
     """Growth on a schedule; each new expert is tried once, and pruned where the loss without it is hardly higher."""
-    scheduled = replace(EVENTFUL, merge=False, prune=False, grow_every=7, trial_gain=0.0)
+    scheduled = EVENTFUL.replace(merge=False, prune=False, grow_every=7, trial_gain=0.0)
     alone, _, kept = run_distributed(train, 1, tmp_path / "kept", 1, {"lifecycle": scheduled})[0]
     for history, _, _ in run_distributed(train, 2, tmp_path / "two", 2, {"lifecycle": scheduled}):
         assert history == alone
@@ -193,7 +192,7 @@ def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
     assert len(tried) == len(set(tried))
     assert kept["lifecycle_kept"] >= 1
     assert min(step for step, kind, _ in alone if kind == "grow") == 7
-    greedy = replace(scheduled, trial_gain=1e9)
+    greedy = scheduled.replace(trial_gain=1e9)
     _, _, pruned = run_distributed(train, 1, tmp_path / "pruned", 1, {"lifecycle": greedy})[0]
     assert pruned["lifecycle_kept"] == 0
     assert pruned["lifecycle_prune"] >= 2

@@ -26,7 +26,7 @@ class Fails(tk.Callback):
 
 
 def train(folder: Path, *callbacks: tk.Callback, ep_size: int = 1) -> None:
-    config = dynamic_config(folder, max_steps=STEPS, checkpoint=tk.CheckpointConfig(every_steps=52))
+    config = dynamic_config(folder, max_steps=STEPS, checkpoint=tk.CheckpointOptions(every_steps=52))
     with dynamic_trainer(config, ep_size=ep_size, callbacks=callbacks, reported=True) as (trainer, _):
         trainer.fit()
 

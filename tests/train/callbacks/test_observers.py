@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -54,7 +53,7 @@ class Passing(Callback):
 
 
 def config(folder: Path, **changes) -> RunConfig:
-    return replace(RunConfig(run_dir=folder, tracker="none", cpu=True, log_every=4, lr=1e-2), **changes)
+    return RunConfig(run_dir=folder, tracker="none", cpu=True, log_every=4, lr=1e-2).replace(**changes)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +50,7 @@ def test_the_result_is_that_of_the_smaller_micro_batches(tmp_path: Path, process
     ]
     assert "Traceback" not in done.stderr
     assert ("memory limit" in done.stdout) == (processes == 1)
-    halved = replace(memory_recipe.full(), run_dir=tmp_path / "halved", gradient_accumulation_steps=2)
+    halved = memory_recipe.full().replace(run_dir=tmp_path / "halved", gradient_accumulation_steps=2)
     run_distributed(memory_recipe.main, processes, halved)
     assert learned(tmp_path / "run") == learned(tmp_path / "halved")
     results = json.loads((tmp_path / "run" / "results.json").read_text())

@@ -93,7 +93,7 @@ def test_a_run_that_was_not_stopped_puts_the_handlers_back(fails, handlers, tmp_
 
 
 def test_a_stop_that_could_not_be_saved_says_where_the_run_will_continue(tmp_path, monkeypatch):
-    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointConfig(every_steps=4))
+    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointOptions(every_steps=4))
     write = checkpoint.save_file
 
     def full(*args: object) -> None:

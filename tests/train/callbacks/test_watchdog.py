@@ -25,7 +25,6 @@ from toolkit.train.tasks.classification import Classification
 RECIPE = '''
 """A small run that something happens to."""
 import json, os, signal, sys, time
-from dataclasses import dataclass
 from pathlib import Path
 import toolkit as tk
 from tests.support.small_run import SmallConfig, Stop, small_trainer

@@ -97,7 +97,7 @@ def train(folder: Path, micro_batches: int, as_table: bool) -> tuple[list[dict[s
         epochs=1,
         log_every=1,
         gradient_accumulation_steps=micro_batches,
-        optimizer=tk.OptimizerConfig(max_grad_norm=None),
+        optimizer=tk.OptimizerOptions(max_grad_norm=None),
     )
     columns = partly_labelled()
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -15,16 +15,20 @@ from toolkit.commands.lab.report import ASSUMED, STAY, Case, Rules, case_of_trac
 from toolkit.commands.lab.simulate import read_machine
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes
 from toolkit.errors import EXIT_DONE, UserError
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import PLANNERS, planner_named
 from toolkit.experts.routing.traces import read_trace
-from toolkit.run.config.experts import InitialPlacement
-from toolkit.run.config.run import require
 from toolkit.run.markdown import markdown_table
 from toolkit.run.pictures.plots import draw_imbalances
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]
 DECIMALS = {"MB moved": 2, "replica MB": 2, "planner ms": 2, "all-to-all MB": 2}
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise UserError(f"--{name.replace('_', '-')} {value}: {remedy}.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     for name in ("every", "ranks", "ranks_per_node", "top_k", "steps"):
         value = getattr(args, name)
-        require(value is None or value >= 1, name, value, "take one or more")
+        _require(value is None or value >= 1, name, value, "take one or more")
     for name in ("seconds_per_row", "bytes_per_second"):
         value = getattr(args, name)
-        require(value is None or value > 0, name, value, "take a positive number")
-    require(args.spare_slots >= 0, "spare_slots", args.spare_slots, "take zero or more")
+        _require(value is None or value > 0, name, value, "take a positive number")
+    _require(args.spare_slots >= 0, "spare_slots", args.spare_slots, "take zero or more")
     for name in args.planner:
         planner_named(name)
     machine = read_machine(args.machine) if args.machine else ASSUMED

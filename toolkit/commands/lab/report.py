@@ -26,6 +26,7 @@ from toolkit.experts.placement.guard import MigrationGuard
 from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.loads import Ints
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import planner_named
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.planners.registry import Planner
@@ -33,7 +34,6 @@ from toolkit.experts.placement.traffic import migration_cost, replica_rows
 from toolkit.experts.routing.metrics import DispatchCounts, Window, balance_metrics, count, traffic_metrics
 from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import Trace
-from toolkit.run.config.experts import InitialPlacement
 
 STAY = "stay"
 """No planner: the initial placement."""

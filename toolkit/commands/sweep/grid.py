@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.run.cli import instead_of, parse
-from toolkit.run.config.flags import value_types
+from toolkit.run.cli import flags_of, instead_of, parse
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import decides_what_is_learned
 from toolkit.run.tracking.secrets import mask
@@ -116,7 +114,7 @@ def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequenc
     """
     if any(word.partition("=")[0] in ("--run-dir", "--run_dir") for word in recipe.arguments):
         raise UserError("--run-dir: a sweep gives each run a folder of its own: use --out instead.")
-    flags = value_types(recipe.config(()))
+    flags = flags_of(type(recipe.config(())))
     for name, values in axes.items():
         flag = f"--{name}"
         if flag not in flags:
@@ -140,11 +138,7 @@ def config_digest(recipe: str, config: Any) -> str:
     before a default changed. Secrets are masked, because the digest is the name of a folder.
     """
     plain = mask(to_dict(config), digests=True)
-    required = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    required = {name: getattr(config, name) for name, field in type(config).model_fields.items() if field.is_required()}
     usual = mask(to_dict(type(config)(**required)), digests=True)
     fields = {
         name: value

@@ -13,8 +13,8 @@ from toolkit.experts.layer.capacity import DropPolicy
 from toolkit.experts.layer.grouped_experts import Activation
 from toolkit.experts.layer.moe_layer import MoE, make_moe, moe_layers
 from toolkit.experts.layer.recompute import Recompute
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.run.config.router import RouterOptions
 
 
 def make_dynamic_moe(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.router import TopKRouter, without_autocast
-from toolkit.run.config.router import RouterOptions
+from toolkit.experts.layer.router_options import RouterOptions
 
 NO_EXPERT = -1
 

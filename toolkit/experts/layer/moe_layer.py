@@ -17,14 +17,14 @@ from toolkit.experts.layer.dispatch.dispatch import ComputeRows, DispatchPlan
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.layer.stack_state import hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices
-from toolkit.run.config.experts import InitialPlacement
-from toolkit.run.config.router import RouterOptions
 
 
 class MoE(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.recompute import decide, in_region
-from toolkit.run.config.router import RouterOptions
+from toolkit.experts.layer.router_options import RouterOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 class TopKRouter(nn.Module):
     """Top-k routing: a linear map to E logits, a score of each, and the K experts with the highest scores.
 
-    Scores are float32 under autocast too. `options` (`toolkit.run.config.router.RouterOptions`):
+    Scores are float32 under autocast too. `options` (`toolkit.experts.layer.router_options.RouterOptions`):
 
     - `router_score`: softmax over experts, or a sigmoid of each logit (DeepSeek-V3, arXiv 2412.19437, eq. 15).
     - `router_normalize`, `routed_scaling`: a token's weights are divided by their sum, then multiplied by the factor.
@@ -80,7 +80,7 @@ class TopKRouter(nn.Module):
     def __init__(self, dim: int, num_experts: int, top_k: int, options: RouterOptions | None = None):
         super().__init__()
         self.options = options = options or RouterOptions()
-        options.check(num_experts, top_k)
+        options.check_fits(num_experts, top_k)
         self.num_experts, self.top_k = num_experts, top_k
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         # Small, so that the first choices depend on the data more than on this draw.

@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import MigrationReport, link_bytes_per_second, migrate
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.placement.cost_model import (
-    EXPERT_SHARE,
-    LINK_BYTES_PER_SECOND,
     CostModel,
     measured_cost_model,
 )
@@ -76,42 +75,26 @@ def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set
 
 
 class Replanner:
-    """Every `every` optimizer steps, asks `planner` where each layer's experts should be, and moves them there.
+    """Every so many optimizer steps, asks a planner where each layer's experts should be, and moves them there.
 
-    The loads of the window are summed over all ranks, so all make the same plans. `guarded` has a guard for each layer,
-    which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement that proved
-    better; without it every plan is carried out. The first refusal for each reason is printed. `options` are the
-    planner's.
+    The loads of the window are summed over all ranks, so all make the same plans. With `options.guarded`, each layer
+    has a guard, which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement
+    that proved better; without it every plan is carried out. The first refusal for each reason is printed.
 
-    The guard measures the time of a step and counts bytes. Two of its numbers are assumptions, for you to correct:
-    `link_gbytes_per_second`, at which one rank sends and receives (10 is a 100 Gbit/s network card; None measures it at
-    the first plan), and `expert_time_share`, the fraction of a step that grows with the assignments of the busiest
-    rank. Too high a share or too fast a link has experts moved for less than they gain.
+    Args:
+        stacks: The experts to plan for, by layer.
+        options: The planner, how often it is asked, and what the guard assumes.
 
-    Raises UserError for an unknown planner, and for numbers that cannot be.
+    Raises:
+        UserError: for a planner that wants what training does not count, and for options that it lacks.
     """
 
-    def __init__(
-        self,
-        stacks: Mapping[str, ExpertStack],
-        *,
-        planner: str | Planner,
-        every: int,
-        guarded: bool = True,
-        link_gbytes_per_second: float | None = LINK_BYTES_PER_SECOND / 1e9,
-        expert_time_share: float = EXPERT_SHARE,
-        options: Mapping[str, Any] | None = None,
-    ):
-        self.options = dict(options or {})
-        self.wanted = wanted_statistics(planner, self.options)
-        if every < 1:
-            raise UserError(f"replan_every={every}: take one step or more.")
-        if link_gbytes_per_second is not None and not link_gbytes_per_second > 0:
-            raise UserError(f"link_gbytes_per_second={link_gbytes_per_second}: take a positive number, or None.")
-        if not 0 < expert_time_share <= 1:
-            raise UserError(f"expert_time_share={expert_time_share}: take a fraction above 0, up to 1.")
-        self.link_gbytes_per_second, self.expert_time_share = link_gbytes_per_second, expert_time_share
-        self.planner, self.every, self.guarded = planner, every, guarded
+    def __init__(self, stacks: Mapping[str, ExpertStack], options: ReplanOptions):
+        self.options = options
+        self.planner = options.planner or "contiguous"
+        self.wanted = wanted_statistics(self.planner, options.planner_options)
+        self.every, self.guarded = options.every, options.guarded
+        self.link_gbytes_per_second = options.link_gbytes_per_second
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """Those of this process."""
@@ -144,7 +127,9 @@ class Replanner:
             current = stack.placement
             guard = self.guards.get(name)
             began = time.perf_counter()
-            new = plan_layer(self.planner, load_E, current, guard=guard, steps=self.every, **known, **self.options)
+            new = plan_layer(
+                self.planner, load_E, current, guard=guard, steps=self.every, **known, **self.options.planner_options
+            )
             self.planner_seconds += time.perf_counter() - began
             if guard is not None and guard.refused:
                 self._explain(step, name, guard.reason)
@@ -215,7 +200,7 @@ class Replanner:
                 rows=rows,
                 weight_bytes=weight_bytes(stack),
                 optimizer_bytes=int(most),
-                expert_share=self.expert_time_share,
+                expert_share=self.options.expert_time_share,
                 bytes_per_second=self.link_gbytes_per_second * 1e9,
             )
             if name in self.guards:

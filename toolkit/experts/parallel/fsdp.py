@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import awaits_all_reduce, mark_as_prepared
 from toolkit.errors import UserError
-from toolkit.experts.parallel.groups import divisors_text, new_group_of_each
+from toolkit.experts.parallel.groups import new_group_of_each
 from toolkit.experts.parallel.ownership import local_rows
+from toolkit.experts.parallel.parallel_options import divisors_text
 
 
 def fully_shard_dense(
@@ -103,8 +104,8 @@ def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:
         return init_device_mesh(accelerator.device.type, (world,))
     if fsdp_size is None or fsdp_size < 2 or world % fsdp_size:
         raise UserError(
-            f"--fsdp-size {fsdp_size} does not divide the {world} process(es) of this launch: use one of "
-            f"{divisors_text(world, least=2)}, or --dense-parallel ddp, which replicates all parameters."
+            f"fsdp_size={fsdp_size}: it does not divide the {world} process(es) of this launch: use one of "
+            f"{divisors_text(world, least=2)}, or DDP, which replicates all parameters."
         )
     ranks = torch.arange(world).view(-1, fsdp_size)
     groups = [new_group_of_each(partition.tolist()) for partition in (ranks.T, ranks)]
@@ -141,7 +142,7 @@ def _replicate(
             if awaits_all_reduce(module):
                 raise UserError(
                     f"{name or type(module).__name__} was used by a micro-batch of this step and not by the last one, "
-                    "so that its gradients are not averaged over the sets of shards: leave --fsdp-size out, or skip "
+                    "so that its gradients are not averaged over the sets of shards: leave fsdp_size out, or skip "
                     "it in all micro-batches of a step."
                 )
 

@@ -16,8 +16,9 @@ from toolkit.compat import timeout_of
 from toolkit.errors import UserError, require_choice, require_count
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
+from toolkit.experts.parallel.parallel_options import check_group_size
 from toolkit.experts.parallel.waits import waits
-from toolkit.run.config.experts import ExpertExchange
+from toolkit.experts.placement.placement_options import ExpertExchange
 
 Partition = tuple[tuple[int, ...], ...]
 """Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""
@@ -93,35 +94,41 @@ class ExpertGroups:
 def make_expert_groups(
     ep_size: int | None = None,
     *,
-    stride: int = 1,
+    ep_stride: int = 1,
     ranks: Sequence[Sequence[int]] | DeviceMesh | None = None,
     exchange: ExpertExchange = "flat",
-    chunks: int = 1,
+    dispatch_chunks: int = 1,
 ) -> ExpertGroups:
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
-    `ep_size` ranks that are `stride` apart are a group: neighbours by default. `ranks` says in their place which ranks
-    are a group each, in lists of equal length that together have every rank once, or as one dimension of a mesh, such
-    as `mesh["ep"]`. In each group experts are placed on the ranks in ascending order. `exchange`: whether a token is
-    sent to each rank that has experts of it, or once to each node and spread there. `chunks`: see `ExpertGroups`; each
-    layer's experts then take as many smaller products, so it pays where rows travel for long.
+    Args:
+        ep_size: Ranks that are a group, neighbours by default.
+        ep_stride: How far apart they are.
+        ranks: In place of the two: which ranks are a group each, in lists of equal length that together have every rank
+            once, or as one dimension of a mesh, such as `mesh["ep"]`. In each group experts are placed on the ranks in
+            ascending order.
+        exchange: Whether a token is sent to each rank that has experts of it, or once to each node and spread there.
+        dispatch_chunks: The `chunks` of `ExpertGroups`. Each layer's experts take as many smaller products, so it pays
+            where rows travel for long.
 
-    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * stride`,
+    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * ep_stride`,
     `ranks` are no such groups, groups are on one node or have unequal parts of several and the exchange is
     hierarchical, the exchange is neither, or there are fewer chunks than one.
     """
     world = world_size()
     if (ep_size is None) == (ranks is None):
         raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
-    for name, size in (("ep_size", ep_size), ("stride", stride), ("chunks", chunks)):
+    for name, size in (("ep_size", ep_size), ("ep_stride", ep_stride), ("dispatch_chunks", dispatch_chunks)):
         if size is not None:
             require_count(name, size)
-    if ranks is not None and stride != 1:
-        raise UserError(f"stride={stride}: ranks=... says which ranks share the experts: leave one of the two out.")
-    partition = strided_partition(world, ep_size, stride) if ep_size is not None else _agreed_partition(ranks)
+    if ranks is not None and ep_stride != 1:
+        raise UserError(
+            f"ep_stride={ep_stride}: ranks=... says which ranks share the experts: leave one of the two out."
+        )
+    partition = strided_partition(world, ep_size, ep_stride) if ep_size is not None else _agreed_partition(ranks)
     require_choice("exchange", exchange, ExpertExchange)
     if exchange == "hierarchical" and len(partition[0]) == 1:
-        raise UserError("--exchange hierarchical: each process has all experts, so nothing is exchanged: use flat.")
+        raise UserError("exchange='hierarchical': each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
         return ExpertGroups()
     rank, size = dist.get_rank(), len(partition[0])
@@ -133,7 +140,7 @@ def make_expert_groups(
         new_group_of_each(across),
         partition,
         None if exchange == "flat" else _node_groups(partition),
-        chunks,
+        dispatch_chunks,
     )
 
 
@@ -143,24 +150,10 @@ def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
     With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError where `world` is no
     multiple of their product.
     """
-    if ep_size < 1 or world % ep_size:
-        raise UserError(
-            f"--ep-size {ep_size} does not divide the {world} process(es) of this launch: "
-            f"use one of {divisors_text(world)}."
-        )
-    if stride < 1 or world // ep_size % stride:
-        raise UserError(
-            f"--ep-stride {stride} does not divide the {world // ep_size} EP group(s) of {ep_size} among {world} "
-            f"process(es): use one of {divisors_text(world // ep_size)}, or another --ep-size."
-        )
+    check_group_size(world, ep_size, stride)
     blocks = range(0, world, ep_size * stride)
     firsts = (first for block in blocks for first in range(block, block + stride))
     return tuple(tuple(range(first, first + ep_size * stride, stride)) for first in firsts)
-
-
-def divisors_text(number: int, *, least: int = 1) -> str:
-    """Such as "1, 2, 4" for 4."""
-    return ", ".join(str(n) for n in range(least, number + 1) if number % n == 0)
 
 
 def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Partition:
@@ -199,7 +192,7 @@ def _node_groups(partition: Partition) -> NodeGroups:
     sizes = sorted(set(gather_objects(ranks_per_node(world_size()))))
     if len(sizes) > 1:
         raise UserError(
-            f"--exchange hierarchical: nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
+            f"exchange='hierarchical': nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
             "on each."
         )
     mine = None

@@ -6,8 +6,6 @@ import atexit
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,16 +19,14 @@ from toolkit.errors import UserError
 from toolkit.experts.parallel.fsdp import fully_shard_dense
 from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
-from toolkit.run.config.run import DDPConfig
-
-Dense = Literal["ddp", "fsdp2"]
-"""How parameters that are not the experts' are trained: replicated by DDP, or sharded by FSDP2."""
+from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
 
 
-def ddp_options(config: DDPConfig) -> DistributedDataParallelKwargs:
+def ddp_options(config: DDPOptions) -> DistributedDataParallelKwargs:
     """What an Accelerator takes among its `kwargs_handlers`."""
-    options = {field.name: getattr(config, field.name) for field in fields(config)}
-    return DistributedDataParallelKwargs(**options | {"comm_hook": DDPCommunicationHookType(config.comm_hook)})
+    return DistributedDataParallelKwargs(
+        **config.model_dump() | {"comm_hook": DDPCommunicationHookType(config.comm_hook)}
+    )
 
 
 def prepare(
@@ -59,8 +55,8 @@ def prepare(
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
     if names and accelerator.mixed_precision == "fp16":
         raise UserError(
-            "--mixed-precision fp16 cannot be used with experts owned by ranks, because each rank would judge "
-            "overflow by its own experts: use bf16, or --parallel-strategy data_parallel."
+            "mixed_precision='fp16' cannot be used with experts owned by ranks, because each rank would judge "
+            "overflow by its own experts: use bf16, or parallel_strategy='data_parallel'."
         )
     refuse_coupled_rows(optimizer)
     if accelerator.num_processes > 1:
@@ -68,8 +64,8 @@ def prepare(
     if dense == "fsdp2":
         if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
             raise UserError(
-                "--dense-parallel fsdp2 leaves experts with their owners, and with --ep-size 1 every process has all: "
-                "use a larger --ep-size, or --dense-parallel ddp."
+                "dense_parallel='fsdp2' leaves experts with their owners, and with ep_size=1 every process has all: "
+                "use a larger ep_size, or DDP."
             )
         ignored = owned(model.parameters())
         optimizers = [optimizer, *more_optimizers]

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 from toolkit.experts.placement.imbalance import shares
 from toolkit.experts.placement.loads import Floats
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import (
     expected_visits,
     hierarchical_rows,
@@ -24,7 +25,6 @@ from toolkit.experts.placement.traffic import (
     replica_rows,
     rows_between_ranks,
 )
-from toolkit.run.config.experts import ExpertExchange
 
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses

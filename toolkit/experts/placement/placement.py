@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError, require_choice
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 
 EMPTY_ROW = -1
 """The id of a row that holds nothing."""

@@ -2,99 +2,73 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
-NO_FLAGS = ("recipe", "data_identity")
-"""Keys of a run's config.json beside its flags: the recipe's name, and what `toolkit.run.data` knows of the data."""
+CONFIG = "--config"
+"""The flag that names a file of flags: of the command line, and no field of a config."""
 MASK = "***"
 """Stands in the config.json of a run where a secret was, or what may be one."""
+NO_FLAGS = ("recipe", "data_identity")
+"""Keys of a run's config.json beside its flags: the recipe's name, and what `toolkit.run.data` knows of the data."""
 
 
-def flags_of_file(path: Path) -> list[tuple[str, list[str]]]:
-    """Pairs of a flag and the words of its value, `("--optimizer.weight-decay", ["0.1"])`, in the order of the file.
+def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
+    """Returns the flags in the file and their values as words of a command line, `--optimizer.weight-decay 0.1`.
 
-    The config.json of a run is such a file; its `NO_FLAGS` are left out. Raises UserError for a file that can't be read
-    or is no mapping, and for a flag that is there twice.
+    The config.json of a run is such a file; its `NO_FLAGS` are left out.
+
+    Args:
+        path: The file.
+        flags: The flags that there are, with their types, of which `bool` is a switch.
+
+    Raises:
+        UserError: for a file that cannot be read or is no mapping, a value of another shape, and one that was masked.
     """
     import yaml
 
     try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
-        if path.suffix == ".json":  # whose tabs YAML refuses
-            values = json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str, parse_constant=str)
-        else:
-            values = yaml.load(text, Loader=_words_loader())
-        if not isinstance(values, dict):
-            raise UserError("has no flags: write a line for each, such as `epochs: 3`.")
-        flags = list(_flat({key: value for key, value in values.items() if key not in NO_FLAGS}))
-        _once((name.removeprefix("--"), None) for name, _ in flags)  # one may be nested, and the other have a dot
+        # Every scalar is the word that was written: YAML itself would read `no` as false, and `1e-3` as a text. JSON
+        # is YAML but for tabs, which it has between words only.
+        text = path.expanduser().read_text(encoding="utf-8-sig").replace("\t", " ")
+        values = yaml.load(text, Loader=yaml.BaseLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror}): give a YAML or JSON file.") from None
-    except UserError as error:  # a ValueError, too
-        raise UserError(f"--config {path}: {error}") from None
+        raise UserError(f"cannot be read ({error.strerror}): give a YAML or JSON file.") from None
     except (ValueError, yaml.YAMLError) as error:
-        place = getattr(error, "problem_mark", None)
-        line = getattr(error, "lineno", None) or (place.line + 1 if place else "1")
-        raise UserError(f"--config {path}: line {line} is neither YAML nor JSON: correct it.") from None
-    except RecursionError:
-        raise UserError(f"--config {path}: is nested too deeply: write a line for each flag.") from None
-    return flags
+        raise UserError(f"is neither YAML nor JSON ({one_line(error)}): correct it.") from None
+    if not isinstance(values, dict):
+        raise UserError("has no flags: write a line for each, such as `epochs: 3`.")
+    words: list[str] = []
+    for flag, value in _flat({key: value for key, value in values.items() if key not in NO_FLAGS}):
+        if flag == CONFIG:
+            raise UserError(f"unknown flag {flag}: a file cannot name another one.")
+        items = value if isinstance(value, list) else [value]
+        if any(not isinstance(item, str) for item in items):
+            raise UserError(f"{flag}: a list or group within a list: write its values one after the other.")
+        if any(item.startswith(MASK) for item in items):
+            raise UserError(f"{flag} {items[0]}: was masked when this file was written: write what it stands for.")
+        if flags.get(flag) is bool:
+            words.append(_switch(flag, " ".join(items)))
+        else:
+            may_be_none = type(None) in get_args(flags.get(flag))
+            words += [flag, *("none" if may_be_none and item in ("null", "~", "") else item for item in items)]
+    return words
 
 
-def _words_loader() -> type:
-    """A loader of YAML to which every scalar is the word that was written: others read `no` as false, and `1e-3` as no
-    number. Only a null is None, so that a quoted "" is a text without letters.
-    """
-    import yaml
-
-    class Words(yaml.BaseLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            is_alias = self.check_event(yaml.AliasEvent)
-            node = super().compose_node(parent, index)
-            if is_alias and isinstance(node, yaml.MappingNode):  # a few lines of those within those have no end
-                raise UserError(f"line {node.start_mark.line + 1}: a group that is named twice: write both out.")
-            return node
-
-        def construct_scalar(self, node: Any) -> str | None:
-            is_null = node.style is None and node.value in ("null", "~", "")
-            return None if is_null else str(super().construct_scalar(node))
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
-            _once((str(key.value), None) for key, _ in node.value)
-            return super().construct_mapping(node, deep)
-
-    return Words
+def _switch(flag: str, value: str) -> str:
+    if value.lower() not in ("true", "false"):
+        raise UserError(f"{flag} {value}: take true or false.")
+    group, dot, name = flag.removeprefix("--").rpartition(".")
+    return flag if value.lower() == "true" else f"--{group}{dot}no-{name}"
 
 
-def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    """`pairs` as a mapping. Raises UserError for a key that is there twice, of which one would be ignored."""
-    pairs = list(pairs)
-    names = [str(key).replace("_", "-") for key, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{name}: is there twice: leave one out.")
-    return dict(pairs)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "--") -> Iterator[tuple[str, list[str]]]:
+def _flat(values: Mapping[str, Any], prefix: str = "--") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         name = prefix + str(key).replace("_", "-")
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         else:
-            items = value if isinstance(value, list) else [value]
-            if any(isinstance(item, dict | list) for item in items):
-                raise UserError(f"{name}: a list or group within a list: write its values one after the other.")
-            words = [_word(item) for item in items]
-            if any(word.startswith(MASK) for word in words):
-                raise UserError(f"{name} {words[0]}: was masked when this file was written: write what it stands for.")
-            yield name, words
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            yield name, value

@@ -22,13 +22,9 @@ ONLY_OF_THE_SPEED = frozenset(
         "exchange",
         "dispatch_chunks",
         "recompute",
-        "planner",
-        "replan_every",
+        "replan",
         "spare_slots",
         "initial_placement",
-        "guard",
-        "link_gbytes_per_second",
-        "expert_time_share",
         "record_traces",
     }
 )

@@ -8,6 +8,7 @@ from toolkit.checkpoint.background import BackgroundSave
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import go_back
 from toolkit.errors import UserError
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.launch.children import STOP_SIGNALS
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
@@ -22,7 +23,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class Checkpointing(Callback):
-    """Continues from the newest checkpoint that verifies; saves every `every_steps` (None: each epoch) and at the end.
+    """Continues from the newest checkpoint that verifies; saves as often as `options` say, and at the end.
 
     Training goes on after a save that fails for lack of room, but the run does not finish without the last one: it
     raises UserError.
@@ -35,9 +36,10 @@ class Checkpointing(Callback):
     runs_after = (Throughput,)
     """The time that a save takes would be counted as training."""
 
-    def __init__(self, *, every_steps: int | None = None, keep: int = 2, in_background: bool = False):
-        self.every_steps, self.keep = every_steps, keep
-        self._background = BackgroundSave() if in_background else None
+    def __init__(self, options: CheckpointOptions | None = None):
+        options = options or CheckpointOptions()
+        self.every_steps, self.keep = options.every_steps, options.keep
+        self._background = BackgroundSave() if options.in_background else None
         self._started_at = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -54,7 +56,7 @@ class Checkpointing(Callback):
                 _describe_extension(trainer)
         elif run.resume == "yes":
             raise UserError(
-                f"--resume yes: no checkpoint in {run.checkpoints} verifies: leave --resume out to start from step 0."
+                f"resume='yes': no checkpoint in {run.checkpoints} verifies: leave it out to start from step 0."
             )
         run.log_restart(trainer.state.step)
         self._started_at = trainer.state.step
@@ -102,7 +104,7 @@ def _describe_extension(trainer: Trainer) -> None:
     """Say what the schedule of the longer run does to the learning rate. Raises UserError where it is no longer."""
     run, step = trainer.run, trainer.state.step
     if step >= trainer.max_steps:
-        raise UserError(f"--extend True: the run has {step:,} steps already: give it more --epochs or --max-steps.")
+        raise UserError(f"extend=True: the run has {step:,} steps already: give it more epochs or max_steps.")
     if not run.is_main:
         return
     rates = [line["train/learning_rate"] for line in run.metrics() if "train/learning_rate" in line]

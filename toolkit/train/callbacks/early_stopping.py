@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
+from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.run.tracking.metric_names import is_share
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` evaluations in a row whose `metric` did not beat the best by `min_delta`; None: never.
+    """Stops after a number of evaluations in a row whose metric did not beat the best, as `options` say.
 
     Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement. The test set
     thereby decides when training ends: hold out a validation set where that matters.
@@ -24,9 +25,9 @@ class EarlyStopping(Callback):
     runs_after = (Checkpointing,)
     """A run that stopped early and is continued loads that before it would train another step."""
 
-    def __init__(self, *, patience: int | None, metric: str = "loss", min_delta: float = 0.0):
-        self.patience, self.metric, self.min_delta = patience, metric, min_delta
-        self._sign = -1 if is_share(metric) else 1
+    def __init__(self, options: EarlyStoppingOptions):
+        self.patience, self.metric, self.min_delta = options.patience, options.metric, options.min_delta
+        self._sign = -1 if is_share(options.metric) else 1
         self._best: float | None = None
         self._waited = 0
 
@@ -38,7 +39,7 @@ class EarlyStopping(Callback):
             return
         if f"eval/{self.metric}" not in metrics:
             known = ", ".join(sorted(key.removeprefix("eval/") for key in metrics))
-            raise UserError(f"--early-stopping.metric {self.metric}: an evaluation gives {known}: take one of them.")
+            raise UserError(field="metric", value=self.metric, remedy=f"an evaluation gives {known}: take one of them")
         value = self._sign * metrics[f"eval/{self.metric}"]
         if not math.isnan(value) and (self._best is None or value < self._best - self.min_delta):
             self._best, self._waited = value, 0

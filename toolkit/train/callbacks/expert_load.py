@@ -10,9 +10,6 @@ from torch import nn
 
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.metrics import Window
-from toolkit.run.config.adapters import AdapterOptions
-from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
-from toolkit.run.config.run import RunConfig
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -113,13 +110,15 @@ class ExpertLoad(Callback):
         self._stayed_active_LE = np.array(state["stayed_active"], dtype=bool)
 
 
-def _remedy(config: RunConfig) -> str:
-    if not isinstance(config, ExpertRunConfig):
-        return "raise the weight of the balance loss"
-    if isinstance(config, AdapterOptions) and config.freeze_router:
-        move = "" if config.planner else ", --planner swap moves experts between processes"
-        return f"routers are frozen: --no-freeze-router trains them{move}"
-    balance = config.balance if isinstance(config, MoERunConfig) else None
+def _remedy(config: Any) -> str:
+    """What to change in a run with the settings `config`, in words."""
+    if getattr(config, "freeze_router", False):
+        move = "" if config.replan.planner else ", replan.planner='swap' moves experts between processes"
+        return f"routers are frozen: freeze_router=False trains them{move}"
+    balance = getattr(config, "balance", None)
     if balance in ("bias", "none"):
-        return "use --balance loss"
-    return f"raise --balance-weight {config.balance_weight:g}" + (", or use --balance bias" if balance else "")
+        return "use balance='loss'"
+    weight = getattr(config, "balance_weight", None)
+    if weight is None:
+        return "raise the weight of the balance loss"
+    return f"raise balance_weight={weight:g}" + (", or use balance='bias'" if balance else "")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.dynamic.coverage import CoverageAlarm, Lack
 from toolkit.experts.dynamic.graph import KnowledgeGraph, Similarity
+from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.dynamic.plans import (
     Merge,
     Pair,
@@ -34,7 +35,6 @@ from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.optimizer_rows import RowsInUse
 from toolkit.experts.routing.routing_log import take_loads
-from toolkit.run.config.experts import LifecycleConfig
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
 
@@ -98,7 +98,7 @@ class Lifecycle(Callback):
         model: nn.Module,
         task: ScoresSamples,
         memory: ReplayMemory,
-        config: LifecycleConfig,
+        config: LifecycleOptions,
         *,
         min_experts: int,
         balance: WholeStepBalance | None = None,

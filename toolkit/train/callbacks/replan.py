@@ -5,22 +5,20 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import nn
 
 from toolkit.experts.layer.moe_layer import experts_on_ranks
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.run.config.experts import ExpertRunConfig
     from toolkit.train.trainer import Trainer
 
 
 class Replan(Callback):
-    """Moves experts between ranks every `every` steps, as `planner` says; None leaves them where they are.
-
-    `options` are those of `Replanner`; `from_config` takes all from a recipe's config.
+    """Moves experts between ranks while training, as `options` say; without a planner they stay where they are.
 
     Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, and
     `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
@@ -30,30 +28,18 @@ class Replan(Callback):
     on each line after which it is another.
     """
 
-    def __init__(self, model: torch.nn.Module, *, planner: str | None, every: int, **options: Any):
-        stacks = expert_stacks(model) if planner else {}
+    def __init__(self, model: nn.Module, options: ReplanOptions):
+        stacks = expert_stacks(model) if options.planner else {}
         self._model = model
         self._placements: dict[str, list[list[int]]] = {}
         """Those on the last lines of metrics that had one, by layer."""
-        self.replanner = Replanner(stacks, planner=planner or "contiguous", every=every, **options)
+        self.replanner = Replanner(stacks, options)
         self._experts = self._bytes = self._optimizer_bytes = 0
         self._refused = self._refused_before = 0
         """Plans refused since the last line, and those of this process up to the last step."""
         self._predicted: dict[str, float] = {}
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
-
-    @classmethod
-    def from_config(cls, model: torch.nn.Module, config: ExpertRunConfig) -> Replan:
-        """As the flags `--planner`, `--replan-every`, `--no-guard` and those of the guard's assumptions say."""
-        return cls(
-            model,
-            planner=config.planner,
-            every=config.replan_every,
-            guarded=config.guard,
-            link_gbytes_per_second=config.link_gbytes_per_second,
-            expert_time_share=config.expert_time_share,
-        )
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.replanner.stacks:

@@ -30,7 +30,7 @@ from toolkit.experts.hosts.transformers import save_pretrained
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.run.config.experts import ExpertExchange
+from toolkit.experts.placement.placement_options import ExpertExchange
 
 X = torch.randn(BATCH, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -24,6 +24,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.parallel.prepare import prepare
@@ -188,7 +189,8 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 HSDP = {"dense": "fsdp2", "fsdp_size": 2}
-MIGRATING = {"planner": "lpt", "replan_every": 2, "guarded": False}
+REPLICATING = ReplanOptions(planner="replicate", every=2, guarded=False)
+MIGRATING = {"replan": ReplanOptions(planner="lpt", every=2, guarded=False)}
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"ep_size": 1},
@@ -198,10 +200,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2", "accumulation": 2, **MIGRATING},
         {"ep_size": 2, "placement": "one rank", "accumulation": 2},
         {"ep_size": 2, "skew": True, **MIGRATING},
-        {"ep_size": 2, "planner": "swap", "replan_every": 1},
-        {"groups": {"ep_size": 2, "chunks": 2}, "placement": "copies", "accumulation": 2, "skew": True, **MIGRATING},
-        {"groups": {"ep_size": 2, "chunks": 3}, "placement": "uneven", "dense": "fsdp2"},
-        {"ep_size": 2, "skew": True, "planner": "replicate", "replan_every": 2, "spare_slots": 1, "guarded": False},
+        {"ep_size": 2, "replan": ReplanOptions(planner="swap", every=1)},
+        {
+            "groups": {"ep_size": 2, "dispatch_chunks": 2},
+            "placement": "copies",
+            "accumulation": 2,
+            "skew": True,
+            **MIGRATING,
+        },
+        {"groups": {"ep_size": 2, "dispatch_chunks": 3}, "placement": "uneven", "dense": "fsdp2"},
+        {"ep_size": 2, "skew": True, "replan": REPLICATING, "spare_slots": 1},
         {"ep_size": 2, "dtype": torch.float32, "placement": "shuffled"},
         {"ep_size": 2, "dtype": torch.float32, "bf16": True, "placement": "copies"},
         {"ep_size": 2, "dtype": torch.float32, "bf16": True, "dense": "fsdp2"},
@@ -215,8 +223,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 4, "placement": "copies", "dense": "fsdp2", "skew": True},
         {"ep_size": 2, "dense": "fsdp2", "placement": "shuffled", **MIGRATING},
         {"ep_size": 2, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
-        {"groups": {"ep_size": 2, "stride": 2}, **HSDP, "placement": "copies", "skew": True},
-        {"ep_size": 4, "skew": True, "planner": "replicate", "replan_every": 1, "spare_slots": 1, "guarded": False},
+        {"groups": {"ep_size": 2, "ep_stride": 2}, **HSDP, "placement": "copies", "skew": True},
+        {"ep_size": 4, "skew": True, "replan": REPLICATING.replace(every=1), "spare_slots": 1},
         {"ep_size": None, "dtype": torch.float32, **MIGRATING},
     ],
     8: [
@@ -226,7 +234,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "copies", "skew": True, "accumulation": 2},
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2"},
         {"ep_size": 1},
-        {"groups": {"ep_size": 2, "stride": 4}, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
+        {"groups": {"ep_size": 2, "ep_stride": 4}, **HSDP, "placement": "shuffled", "accumulation": 2, **MIGRATING},
     ],
 }
 REFERENCES = [{}, {"skew": True}, {"dtype": torch.float32}, {"dtype": torch.float32, "bf16": True}]
@@ -267,7 +275,7 @@ def test_a_plain_accelerate_loop_learns_what_one_process_learns(world: int, refe
             assert_equal_rows(together(owners), expected["gradients"][step], tolerance)
             assert not any(value.any() for each in rows for name, value in each.items() if name.endswith(" copy"))
         assert_equal_rows(together([rank["weights"] for rank in ranks]), expected["weights"], tolerance)
-        if case.get("guarded") is False:
+        if "replan" in case and not case["replan"].guarded:
             assert ranks[0]["moved"] > 0, f"nothing moved, so nothing was shown: {case}"
 
 
@@ -407,7 +415,7 @@ def stopped_and_continued(folder: Path) -> tuple[Any, ...]:
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         accelerator = Accelerator(cpu=True)
-        experts = ExpertParallel(accelerator, spare_slots=1, planner="replicate", replan_every=3, guarded=False)
+        experts = ExpertParallel(accelerator, spare_slots=1, replan=REPLICATING.replace(every=3))
         return experts, *experts.prepare(model, optimizer)
 
     def steps(model: Any, optimizer: Any, first: int, last: int) -> None:
@@ -505,7 +513,6 @@ def refusals() -> list[str]:
 
     accelerator, model = Accelerator(cpu=True), Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    refuse(lambda: ExpertParallel(accelerator, planner="swap"))
     refuse(lambda: ExpertParallel(accelerator, ep_size=1, groups=make_expert_groups(1)))
     refuse(lambda: ExpertParallel(accelerator, fsdp_size=2))
     unknown: Any = "fsdp"
@@ -514,7 +521,7 @@ def refusals() -> list[str]:
     refuse(lambda: ExpertParallel(accelerator).prepare(nn.Linear(2, 2), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=3).prepare(Model(), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=1).prepare(Model(), optimizer))
-    experts = ExpertParallel(accelerator, planner="swap", replan_every=2)
+    experts = ExpertParallel(accelerator, replan=ReplanOptions(planner="swap", every=2))
     experts.prepare(model, optimizer)
     refuse(lambda: experts.prepare(model, optimizer))
     refuse(lambda: accelerator.save_state("nowhere"))
@@ -525,13 +532,12 @@ def refusals() -> list[str]:
 def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> None:
     (said,) = run_distributed(refusals, 1)
     words = [
-        "give both",
         "groups=... says",
         'add dense="fsdp2"',
         "dense='fsdp': take one of ddp, fsdp2.",
         "placement='fsdp': take one of contiguous, round_robin.",
         "num_experts",
-        "ep-size 3",
+        "ep_size=3",
         "model.parameters()",
         "one ExpertParallel",
         "save(folder)",

@@ -25,7 +25,7 @@ from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.run.config.experts import ExpertExchange
+from toolkit.experts.placement.placement_options import ExpertExchange
 
 
 class CheckpointedModel(Model):

@@ -18,6 +18,7 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.parameter_groups import parameter_groups
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.moving.replan_options import ReplanOptions
 
 STEPS, SAMPLES = 3, 4
 RATES: dict[str, Any] = {
@@ -74,7 +75,7 @@ def prepared(kind: str, family: str, frozen: tuple[str, ...]) -> tuple[Any, Any,
     rates = {part: settings for part, settings in RATES.items() if part not in frozen}
     optimizer: Any = torch.optim.AdamW(parameter_groups(model, **rates, freeze=frozen))
     # Some tokens of a step may all go to experts of one rank, and a router that is frozen alike on all has no gradient.
-    experts = ExpertParallel(Accelerator(cpu=True), planner="lpt", replan_every=1, guarded=False)
+    experts = ExpertParallel(Accelerator(cpu=True), replan=ReplanOptions(planner="lpt", every=1, guarded=False))
     wrapped, optimizer = experts.prepare(model, optimizer)
     return model, wrapped, optimizer, experts
 

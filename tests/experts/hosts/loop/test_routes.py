@@ -30,9 +30,9 @@ from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint, replay_contexts
 from toolkit.experts.layer.router import ExpertChoiceRouter
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
-from toolkit.run.config.router import RouterOptions
 
 DIM, TOP_K = 8, 2
 

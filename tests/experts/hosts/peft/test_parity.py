@@ -16,6 +16,7 @@ from tests.experts.hosts.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64, relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.recompute import replay_contexts
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 
 STEPS, SAMPLES, TOLERANCE = 3, 8, 1e-6
@@ -89,7 +90,7 @@ def train(case: Case) -> dict[str, Any]:
     if case.kind == "recomputed" and case.ep_size:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
     if case.ep_size:
-        moving = {"planner": "lpt", "replan_every": 1, "guarded": False} if case.placement == "moving" else {}
+        moving = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)} if case.placement == "moving" else {}
         experts = ExpertParallel(
             accelerator,
             ep_size=case.ep_size,

@@ -27,6 +27,7 @@ from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.route_hooks import record_routes
 from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.hosts.transformers.expert_trainer import expert_trainer
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.routes import Routes
 
 FAMILY = "qwen3_moe"
@@ -44,7 +45,7 @@ class Case(NamedTuple):
         return " ".join([self.kind, self.trained, *self.spread, *self.given])
 
 
-MOVING = {"planner": "lpt", "replan_every": 1, "guarded": False}
+MOVING = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)}
 CASES = [
     Case("Trainer", "adapters", {"balance_weight": 0.1, **MOVING}, {"gradient_accumulation_steps": 2}),
     Case("Trainer", "experts", MOVING),

@@ -24,6 +24,7 @@ from toolkit.experts.hosts.transformers import (
 )
 from toolkit.experts.hosts.transformers.toolkit_ep import ToolkitEP
 from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import ExpertPlacement
 
 STEPS, SAMPLES = 4, 8
@@ -95,7 +96,7 @@ def fit(model: Any, world: int, callbacks: list[Any], *, resume: str | None = No
 
 def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -> dict[str, Any]:
     model = load(folder, world, ep_size, family, "all_to_all" if placement == "stock" else "toolkit")
-    replan = replan_callback(reverse, every=1, guarded=False)
+    replan = replan_callback(ReplanOptions(planner=reverse, every=1, guarded=False))
     refused = []
     if placement == "permuted":
         uneven = ExpertPlacement((ORDER[:5], ORDER[5:]))
@@ -191,7 +192,12 @@ def test_models_that_came_another_way_are_refused():
 
 def trained_under_ddp(folder: Path) -> str:
     try:
-        fit(causal_lm(config("mixtral")), 2, [replan_callback("swap", every=2)], output_dir=str(folder))
+        fit(
+            causal_lm(config("mixtral")),
+            2,
+            [replan_callback(ReplanOptions(planner="swap", every=2))],
+            output_dir=str(folder),
+        )
     except UserError as error:
         return str(error)
     return ""
@@ -230,7 +236,9 @@ def with_adapters(folder: Path) -> list[str]:
         experts = ExpertParallel(Accelerator(cpu=True))
         use = partial(experts.prepare, model, optimizer)
         if implementation == "toolkit":
-            use = partial(replan_callback("swap", every=1).on_init_end, None, None, None, model=model)
+            use = partial(
+                replan_callback(ReplanOptions(planner="swap", every=1)).on_init_end, None, None, None, model=model
+            )
         with pytest.raises(UserError) as refused:
             use()
         said.append(str(refused.value))
@@ -247,9 +255,9 @@ def test_adapters_of_experts_that_transformers_has_spread_are_refused_in_one_lin
 
 def test_an_interval_of_no_steps_and_an_unknown_planner_are_refused():
     with pytest.raises(UserError, match="every=0"):
-        replan_callback("swap", every=0)
+        replan_callback(ReplanOptions(planner="swap", every=0))
     with pytest.raises(UserError, match="swapp"):
-        replan_callback("swapp", every=10)
+        replan_callback(ReplanOptions(planner="swapp", every=10))
 
 
 def test_a_transformers_without_a_registry_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -275,7 +283,7 @@ def interrupted(folder: Path, world: int, ep_size: int, planner: Any, guarded: b
     ends, out = [], str(folder / f"out-{world}-{guarded}")
     for resume in (None, f"{out}/checkpoint-2"):
         model = load(folder, world, ep_size, "dropout", "toolkit")
-        replan = replan_callback(planner, every=1, guarded=guarded)
+        replan = replan_callback(ReplanOptions(planner=planner, every=1, guarded=guarded))
         saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "output_dir": out}
         schedule = {"lr_scheduler_type": "linear", "warmup_steps": 1}
         _, lines = fit(model, world, [replan], resume=resume, **saving, **schedule)

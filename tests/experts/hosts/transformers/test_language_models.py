@@ -64,7 +64,7 @@ def test_the_dense_sibling_is_as_large_as_what_a_token_uses(architecture):
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"dim": 30}, "--dim 30: take a multiple"), ({"heads": 3}, "--heads 3"), ({"layers": 0}, "--layers 0")],
+    [({"dim": 30}, "dim=30: take a multiple"), ({"heads": 3}, "heads=3"), ({"layers": 0}, "layers=0")],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, says):
     with pytest.raises(UserError, match=says):

@@ -205,5 +205,5 @@ def test_ranks_refuse_the_same_groups_together():
     for sentence, expected in zip(
         first, ("nothing is exchanged", "is on one node", "nodes have 1 to 2 processes"), strict=True
     ):
-        assert sentence.startswith("--exchange hierarchical: ")
+        assert sentence.startswith("exchange='hierarchical': ")
         assert expected in sentence

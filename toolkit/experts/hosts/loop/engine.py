@@ -1,6 +1,6 @@
 """Expert parallelism under a user's own Accelerate loop, with no trainer of ours.
 
-    experts = ExpertParallel(accelerator, ep_size=4, planner="swap", replan_every=200)
+    experts = ExpertParallel(accelerator, ep_size=4, replan=ReplanOptions(planner="swap", every=200))
     model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
 
 The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
@@ -34,11 +34,16 @@ from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.hosts.loop.route_hooks import hook_blocks
 from toolkit.experts.hosts.spreading.foreign import num_experts
 from toolkit.experts.hosts.spreading.libraries import libraries
-from toolkit.experts.hosts.spreading.spread import PlacementOf, require_experts, spread_experts
+from toolkit.experts.hosts.spreading.spread import (
+    PlacementOf,
+    require_experts,
+    spread_experts,
+)
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.layer.stack_state import only_names_are_read
 from toolkit.experts.moving.replan import Migration, Replanner
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.gradients import (
     average_accumulated,
     clip_grad_norm_,
@@ -48,10 +53,10 @@ from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.parallel.prepare import Dense, prepare, refuse_meta
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.state.state_dict import is_spread, whole_state_dict
-from toolkit.run.config.experts import InitialPlacement
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,14 +71,13 @@ class ExpertParallel:
 
     `ep_size`: neighbouring ranks that share one set of experts; None takes as many as divide both the processes and the
     experts. `groups`: other ranks that do, as `make_expert_groups` made them.
-    `planner` and `replan_every`: a name out of `toolkit.experts.placement.planners`, and optimizer steps between plans; None
-    leaves experts where they are. `guarded`, `link_gbytes_per_second`, `expert_time_share`: see `Replanner`.
+    `replan`: when experts are moved, and by which planner; None leaves them where they are.
     `spare_slots`: empty slots on each rank, for replicas of experts in demand. `placement`: where experts are at first,
     in contiguous blocks of ids, round-robin, or as a function of (layer, number of experts, `ep_size`) says.
     `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2: over all ranks, or over each
     `fsdp_size` neighbours (HSDP).
 
-    Raises UserError for an unknown planner, `placement` or `dense`, for settings that do not go together, and where the
+    Raises UserError for an unknown `placement` or `dense`, for settings that do not go together, and where the
     launcher's processes are no world of Accelerate.
     """
 
@@ -83,21 +87,12 @@ class ExpertParallel:
         *,
         ep_size: int | None = None,
         groups: ExpertGroups | None = None,
-        planner: str | None = None,
-        replan_every: int | None = None,
+        replan: ReplanOptions | None = None,
         spare_slots: int = 0,
         placement: InitialPlacement | PlacementOf = "contiguous",
-        guarded: bool = True,
-        link_gbytes_per_second: float | None = 10.0,
-        expert_time_share: float = 0.5,
-        planner_options: Mapping[str, Any] | None = None,
         dense: Dense = "ddp",
         fsdp_size: int | None = None,
     ):
-        if (planner is None) != (replan_every is None):
-            raise UserError(
-                f"planner={planner!r} and replan_every={replan_every} belong together: give both, or neither."
-            )
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size={ep_size}: groups=... says which ranks share the experts: leave one of them out.")
         require_choice("dense", dense, Dense)
@@ -120,16 +115,8 @@ class ExpertParallel:
         self.stacks: dict[str, ExpertStack] = {}
         """The experts of each layer, by the layer's name; their `placement` says where each one is."""
         self.replanner: Replanner | None = None
-        if planner is not None and replan_every is not None:
-            self.replanner = Replanner(
-                {},
-                planner=planner,
-                every=replan_every,
-                guarded=guarded,
-                link_gbytes_per_second=link_gbytes_per_second,
-                expert_time_share=expert_time_share,
-                options=planner_options,
-            )
+        if replan is not None and replan.planner is not None:
+            self.replanner = Replanner({}, replan)
         self.steps = 0
         """Optimizer steps since `prepare`."""
         self._meter: LoadMeter | None = None

@@ -11,10 +11,10 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.parameter_groups import parameter_groups
+from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
 from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
 from toolkit.experts.hosts.spreading.libraries import library_that_multiplies
 from toolkit.experts.parallel.seeding import derive_seed
-from toolkit.run.config.adapters import AdapterOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

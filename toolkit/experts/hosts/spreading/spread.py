@@ -23,7 +23,7 @@ from toolkit.experts.layer.stack_state import hook_state, rows_of
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.rows_in_files import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
-from toolkit.run.config.experts import InitialPlacement
+from toolkit.experts.placement.placement_options import InitialPlacement
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to the layer's initial placement."""

@@ -1,6 +1,6 @@
 """transformers' Trainer, and trainers derived from it, with experts spread over ranks by `ExpertParallel`.
 
-    trainer = expert_trainer(SFTTrainer, ep_size=4, planner="swap", replan_every=200)(
+    trainer = expert_trainer(SFTTrainer, ep_size=4, replan=ReplanOptions(planner="swap", every=200))(
         model, args=arguments, train_dataset=data, peft_config=adapters
     )
 

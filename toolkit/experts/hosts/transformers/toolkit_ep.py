@@ -4,7 +4,7 @@
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="toolkit")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     place_experts(model, placement)                              # any permutation, at any step boundary
-    Trainer(model, args, callbacks=[replan_callback("swap", every=200)], ...)
+    Trainer(model, args, callbacks=[replan_callback(ReplanOptions(planner="swap", every=200))], ...)
 
 transformers shards experts as `Shard(0)` DTensors, so every rank has equally many slots and no expert has replicas;
 which expert is in which slot is free, and may change. State dicts, and with them `save_pretrained`, are always in the

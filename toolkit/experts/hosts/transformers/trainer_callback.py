@@ -14,48 +14,30 @@ from toolkit.experts.hosts.transformers.toolkit_ep import refuse_adapters
 from toolkit.experts.hosts.transformers.training_state import TrainingState
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.experts.parallel.ownership import spread_like
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from toolkit.experts.placement.planners import Planner
 
+def replan_callback(options: ReplanOptions) -> TrainerCallback:
+    """For transformers' Trainer: moves experts between steps, as `options` say.
 
-def replan_callback(
-    planner: str | Planner,
-    *,
-    every: int,
-    guarded: bool = True,
-    link_gbytes_per_second: float | None = 10.0,
-    expert_time_share: float = 0.5,
-    **options: Any,
-) -> TrainerCallback:
-    """For transformers' Trainer: after each `every` steps, move experts where `planner` wants them for the load since.
-
-    The arguments are those of `toolkit.experts.moving.replan.Replanner`, which the callback has as its `replanner`; `options` are
-    the planner's.
+    The callback has a `toolkit.experts.moving.replan.Replanner` as its `replanner`.
 
     Trainer does not resume models that were sharded when they were loaded. With this callback it does: pass
     `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
     to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`.
 
-    Raises UserError for an unknown planner, on resuming from a checkpoint outside `output_dir` or without these, and
+    Raises UserError on resuming from a checkpoint outside `output_dir` or without these, and
     for a model whose experts cannot move, as under DDP alone, or have adapters, and for two balance penalties. Rank 0
     prints which one is active when training begins.
     """
     from transformers import TrainerCallback
 
-    replanner = Replanner(
-        {},
-        planner=planner,
-        every=every,
-        guarded=guarded,
-        link_gbytes_per_second=link_gbytes_per_second,
-        expert_time_share=expert_time_share,
-        options=options,
-    )
+    replanner = Replanner({}, options)
 
     class Replan(TrainingState, TrainerCallback):
         replanner: Replanner

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from toolkit.errors import UserError
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.run.config import experts
+from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
 Planner = Callable[..., ExpertPlacement]
 """`planner(load_E, current, **options)`: a better placement of the experts in the slots that `current` has.
@@ -28,7 +28,7 @@ def register_planner(name: str) -> Callable[[P], P]:
         if name in PLANNERS:
             raise ValueError(f"there is a planner {name!r} already: choose another name")
         PLANNERS[name] = planner
-        experts.PLANNER_NAMES.add(name)
+        PLANNER_NAMES.add(name)
         return planner
 
     return register

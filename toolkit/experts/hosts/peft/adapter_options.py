@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from pydantic import NonNegativeInt, PositiveFloat
 
-from toolkit.run.config.run import require
+from toolkit.errors import require
+from toolkit.experts.options import Options
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterOptions:
-    """Adapters, and what is trained in full.
+class AdapterOptions(Options):
+    """Adapters, and what is trained in full; `toolkit.experts.hosts.peft.build.add_adapters` takes them."""
 
-    What `toolkit.experts.hosts.peft.lora_model.add_adapters` takes.
-    """
-
-    lora_rank: int = 8
+    lora_rank: NonNegativeInt = 8
     """Rank of the adapters (LoRA); 0 adds none and trains the model's own weights."""
-    lora_alpha: float = 16.0
-    """What adapters add is scaled by this over --lora-rank."""
+    lora_alpha: PositiveFloat = 16.0
+    """What adapters add is scaled by this over the rank."""
     lora_experts: bool = True
     """Adapters of the experts."""
     lora_attention: bool = True
@@ -28,14 +24,12 @@ class AdapterOptions:
     merge: bool = False
     """Also write the model with its adapters merged, as plain transformers weights, to merged/ in the run's folder."""
 
-    def check(self) -> None:
-        """Raise UserError where the options leave nothing to train, or to merge."""
-        require(self.lora_rank >= 0, "lora_rank", self.lora_rank, "take one or more, or 0 to train all weights")
-        require(0 < self.lora_alpha < math.inf, "lora_alpha", self.lora_alpha, "take a positive number")
+    def check_together(self) -> None:
+        super().check_together()
         any_of = self.lora_rank == 0 or self.lora_experts or self.lora_attention
-        remedy = "adapters of neither experts nor attention: leave one of --no-lora-experts, --no-lora-attention out"
+        remedy = "adapters of neither experts nor attention: leave lora_experts=False or lora_attention=False out"
         require(any_of, "lora_rank", self.lora_rank, remedy)
-        remedy = "there are no adapters with --lora-rank 0, and model/ has the weights: leave it out"
+        remedy = "there are no adapters with lora_rank=0, and model/ has the weights: leave it out"
         require(not self.merge or self.lora_rank > 0, "merge", self.merge, remedy)
 
     @property

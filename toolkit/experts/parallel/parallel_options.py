@@ -1,0 +1,81 @@
+"""Options of EP groups, and of how parameters that are not the experts' are trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from toolkit.errors import UserError, require
+from toolkit.experts.options import Options
+from toolkit.experts.placement.placement_options import ExpertExchange
+
+Dense = Literal["ddp", "fsdp2"]
+"""How parameters that are not the experts' are trained: replicated by DDP, or sharded by FSDP2."""
+
+
+class GroupOptions(Options):
+    """EP groups: which processes share one set of experts, and how tokens travel between them."""
+
+    ep_size: PositiveInt | None = None
+    """Processes in an expert-parallel group; none: the most that divide processes and experts."""
+    ep_stride: PositiveInt = 1
+    """How far apart the processes of an expert-parallel group are; 1: neighbours."""
+    exchange: ExpertExchange = "flat"
+    """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
+    dispatch_chunks: PositiveInt = 1
+    """Send tokens to experts in this many parts, so that experts compute one while the rows of others travel."""
+
+
+def check_group_size(world: int, ep_size: int, ep_stride: int = 1) -> None:
+    """Raise UserError unless `world` processes are EP groups of `ep_size` that are `ep_stride` apart."""
+    if ep_size < 1 or world % ep_size:
+        raise UserError(
+            field="ep_size",
+            value=ep_size,
+            remedy=f"it does not divide the {world} process(es) of this launch: use one of {divisors_text(world)}",
+        )
+    groups = world // ep_size
+    if ep_stride < 1 or groups % ep_stride:
+        raise UserError(
+            field="ep_stride",
+            value=ep_stride,
+            remedy=f"it does not divide the {groups} EP group(s) of {ep_size} among {world} process(es): use one of "
+            f"{divisors_text(groups)}, or another ep_size",
+        )
+
+
+def divisors_text(number: int, *, least: int = 1) -> str:
+    """Such as "1, 2, 4" for 4."""
+    return ", ".join(str(n) for n in range(least, number + 1) if number % n == 0)
+
+
+class DenseOptions(Options):
+    """Parameters that are not the experts'."""
+
+    dense_parallel: Dense = "ddp"
+    """On several processes, replicate (DDP) or shard (FSDP2) all parameters except the experts'."""
+    fsdp_size: Annotated[int, Field(ge=2)] | None = None
+    """Neighbouring processes that share one set of shards with FSDP2 (HSDP); none: all."""
+
+
+class DDPOptions(Options):
+    """DDP, on several processes."""
+
+    find_unused_parameters: bool = False
+    """Look for parameters without a gradient in each step; for models that do not use all of them."""
+    static_graph: bool = False
+    """The same parameters are used in every step."""
+    bucket_cap_mb: PositiveInt = 25
+    """Size of a bucket of gradients that is averaged at once, in MiB."""
+    gradient_as_bucket_view: bool = False
+    """Keep gradients in the buckets, which saves their memory once."""
+    broadcast_buffers: bool = True
+    """Copy buffers, such as running means, from the first process before each forward pass."""
+    comm_hook: Literal["no", "fp16", "bf16"] = "no"
+    """Type in which gradients travel."""
+
+    def check_together(self) -> None:
+        super().check_together()
+        both = self.find_unused_parameters and self.static_graph
+        require(not both, "static_graph", True, "leave find_unused_parameters=True out: it finds them by itself")

@@ -1,0 +1,12 @@
+"""The words that placements are asked for by, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PLANNER_NAMES = {"affinity", "contiguous", "few_swaps", "lpt", "node_aware", "replicate", "round_robin", "swap"}
+"""The names of planners. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
+InitialPlacement = Literal["contiguous", "round_robin"]
+"""Blocks of consecutive experts on each rank, or expert e on rank e modulo ranks."""
+ExpertExchange = Literal["flat", "hierarchical"]
+"""How rows travel between the ranks of an EP group: to each rank, or once to each node and on from there."""

@@ -1,0 +1,46 @@
+"""Options of the optimizer and of the learning-rate schedule, which `toolkit.train.optim` builds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from toolkit.errors import require
+from toolkit.experts.options import Fraction, FractionBelowOne, Options
+
+
+class OptimizerOptions(Options):
+    """Optimizer: AdamW, with gradient clipping."""
+
+    beta1: FractionBelowOne = 0.9
+    """EMA decay of gradients."""
+    beta2: FractionBelowOne = 0.999
+    """EMA decay of squared gradients."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay of matrices, times the learning rate; vectors have none."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip gradients to this global 2-norm; none: no clipping."""
+
+
+class ScheduleOptions(Options):
+    """Learning rate schedule."""
+
+    name: Literal["constant", "cosine", "stable_decay"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    warmup_epochs: NonNegativeFloat = 0.0
+    """Epochs of linear warm-up, instead of steps."""
+    final: Fraction = 0.0
+    """Final learning rate, as a fraction of the peak."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps of the decay of stable_decay; none: a fifth of the run."""
+
+    def check_together(self) -> None:
+        super().check_together()
+        both = self.warmup_epochs > 0 and self.warmup_steps > 0
+        remedy = f"warmup_steps={self.warmup_steps} says how long the warm-up is: leave one of them out"
+        require(not both, "warmup_epochs", self.warmup_epochs, remedy)
