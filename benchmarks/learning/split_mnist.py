@@ -29,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -272,7 +272,7 @@ def chosen(rival: Rival, data: Callable[[], ImageData]) -> tuple[Rival, list[dic
     """`rival` with the settings that did best on held-out training images, and what was tried."""
     tried = []
     for settings in CHOICES.get(rival.method, []):
-        trial = rival.replace(**settings)
+        trial = replace(rival, **settings)
         words = "_".join(f"{name}_{value}" for name, value in settings.items())
         file = RUNS / f"tuning-{rival.method}-{rival.steps_per_batch}-{rival.affine}-{words}.json"
         if not file.exists():
@@ -282,7 +282,7 @@ def chosen(rival: Rival, data: Callable[[], ImageData]) -> tuple[Rival, list[dic
     if not tried:
         return rival, []
     best = max(tried, key=lambda trial: trial["held-out accuracy %"])
-    return rival.replace(**{name: value for name, value in best.items() if name != "held-out accuracy %"}), tried
+    return replace(rival, **{name: value for name, value in best.items() if name != "held-out accuracy %"}), tried
 
 
 def run(arm: str, memory: int, seed: int, rival: Rival | None, data: Callable[[], ImageData], data_dir: Any) -> None:

@@ -225,8 +225,8 @@ def test_settings_that_leave_nothing_to_train_or_to_merge_are_refused():
     for words, message in (
         ("--merge --lora-rank 0", "--merge: there are no adapters"),
         ("--no-lora-experts --no-lora-attention", "neither experts nor attention"),
-        ("--lora-rank -1", "--lora-rank -1: take one or more, or 0"),
-        ("--lora-alpha 0", "--lora-alpha 0.0: take a positive number"),
+        ("--lora-rank -1", "--lora-rank -1: input should be greater"),
+        ("--lora-alpha 0", "--lora-alpha 0.0: input should be greater"),
     ):
         with pytest.raises(UserError, match=message):
             cli.parse(finetune_moe.PRESETS, ["debug", *words.split()])

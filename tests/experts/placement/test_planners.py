@@ -16,6 +16,7 @@ from tests.experts.placement.placements import placements, placements_with_loads
 from toolkit.commands.lab.replay import replay
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.errors import UserError
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.imbalance import rank_imbalance
 from toolkit.experts.placement.loads import checked_load
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, moves, with_spare_slots
@@ -357,7 +358,7 @@ def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
     register_planner("stay")(stay)
     try:
         assert planner_named("stay") is stay
-        assert MoERunConfig(planner="stay").planner == "stay"
+        assert ReplanOptions(planner="stay").planner == "stay"
         with pytest.raises(ValueError, match="there is a planner 'stay' already"):
             register_planner("stay")(stay)
     finally:
