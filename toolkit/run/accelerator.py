@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError
 
 from toolkit.compat import reset_accelerator_state
 from toolkit.errors import UserError
-from toolkit.experts.parallel.prepare import ddp_options
+from toolkit.experts.hosts.loop.accelerate_prepare import ddp_options
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import holding_signals
 

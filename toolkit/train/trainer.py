@@ -20,9 +20,10 @@ from toolkit.checkpoint.background import Write
 from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
+from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.ownership import owned
-from toolkit.experts.parallel.prepare import prepare, refuse_late_parameters
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.waits import waits
 from toolkit.experts.state.tensor_files import ToCPU, on_cpu

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as careless_checkpoint
 
 from toolkit.checkpoint import checkpoint
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.layer import losses
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import make_moe
@@ -25,7 +26,6 @@ from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import owned
-from toolkit.experts.parallel.prepare import prepare
 from toolkit.experts.placement.placement import ExpertPlacement
 
 fault = sys.argv[1] if len(sys.argv) > 1 else ""

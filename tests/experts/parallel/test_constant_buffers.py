@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from speech.legendre import LegendreMemory
 from speech.lmu import LMU
 from tests.support.helpers import run_distributed
-from toolkit.experts.parallel.prepare import constant_buffers, prepare
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
+from toolkit.experts.parallel.dense import constant_buffers
 
 
 class Memory(nn.Module):

@@ -18,9 +18,9 @@ from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
 from toolkit.compat import timeout_of
 from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.parallel import groups
-from toolkit.experts.parallel.fsdp import fully_shard_dense
 from toolkit.experts.parallel.gradients import clip_grad_norm_
 
 
@@ -32,7 +32,7 @@ def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, 
     blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
     model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    fully_shard_dense(model, [optimizer], accelerator, fsdp_size=fsdp_size, ignored=[])
+    prepare(accelerator, model, optimizer, dense="fsdp2", fsdp_size=fsdp_size)
     return accelerator, model, optimizer
 
 
@@ -54,7 +54,7 @@ def skip_a_block_in_the_last_micro_batch() -> str:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = Skipping()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    fully_shard_dense(model, [optimizer], accelerator, fsdp_size=2, ignored=[])
+    prepare(accelerator, model, optimizer, dense="fsdp2", fsdp_size=2)
     for depth in (2, 2, 1, 2, 2, 1):
         model.depth = depth
         with accelerator.accumulate(model):

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from toolkit.experts.parallel.prepare import prepare
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(1, 1)

@@ -41,7 +41,6 @@ from toolkit.experts.placement.planners.fewest import unevenness
 from toolkit.experts.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.experts.placement.planners.replicas import replicas_for
 from toolkit.experts.placement.traffic import Traffic, rows_between_ranks
-from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.process_settings import flushes_subnormals
 
 Case = tuple[ExpertPlacement, list[float]]

@@ -246,7 +246,7 @@ RULES = [
         OVERWRITTEN,
         "preparing the model changed rows that a rank owns: {where}",
         "DDP treated them as replicated and broadcast rank 0's; it averages their gradients too",
-        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.experts.parallel.prepare.prepare",
+        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.experts.hosts.loop.accelerate_prepare.prepare",
     ),
     Rule(
         "one routing decision",

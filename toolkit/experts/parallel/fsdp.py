@@ -6,19 +6,19 @@ between the ranks of all sets that have the same shard, once per optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from toolkit.compat import awaits_all_reduce, mark_as_prepared
+from toolkit.compat import awaits_all_reduce
 from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import new_group_of_each
 from toolkit.experts.parallel.ownership import local_rows
 from toolkit.experts.parallel.parallel_options import divisors_text
@@ -27,35 +27,37 @@ from toolkit.experts.parallel.parallel_options import divisors_text
 def fully_shard_dense(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    accelerator: Accelerator,
     *,
+    device: torch.device,
     fsdp_size: int | None = None,
     ignored: Iterable[Tensor],
+    is_synchronising: Callable[[], bool] = lambda: True,
+    autocast: torch.dtype | None = None,
 ) -> None:
-    """Shard all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
+    """Shards all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
 
-    `fsdp_size` neighbouring ranks have one set of shards, None for all. Sets begin with the weights of the first one,
-    as replicas do under DDP.
+    Modules that repeat in a list are gathered one at a time, the rest together.
 
-    Modules that repeat in a list are gathered one at a time, the rest together. `optimizers` are given the new
-    parameters; they must not have stepped. Accelerate is told that the model is prepared, because it would wrap it in
-    DDP; so autocast is entered here. Does nothing on one process.
+    Args:
+        model: Sets of shards begin with the weights of the first one, as replicas do under DDP.
+        optimizers: Are given the new parameters; they must not have stepped.
+        device: Where this rank's shards and the ignored parameters go.
+        fsdp_size: So many neighbouring ranks have one set of shards; None: all.
+        ignored: Stay whole on each rank.
+        is_synchronising: Says before a forward whether it is that of the last micro-batch of a step.
+        autocast: A type that the forward computes in.
 
-    Raises UserError for fp16, whose loss scaler looks for overflow on each rank separately, for an optimizer that has
-    state already, for a trainable parameter in none of `optimizers`, and for an `fsdp_size` that does not divide the
-    number of processes.
+    Raises:
+        UserError: For an optimizer that has state already, for a trainable parameter in none of `optimizers`, and for
+            an `fsdp_size` that does not divide the number of processes.
     """
-    if accelerator.num_processes == 1:
-        return
-    if accelerator.mixed_precision == "fp16":
-        raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
     ignored = set(ignored)
     before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
     _refuse_unfit(optimizers, before)
-    mesh = _make_mesh(accelerator, fsdp_size)
-    # FSDP2 moves what it shards, and Accelerate nothing of a model that is marked as prepared.
+    mesh = _make_mesh(device.type, fsdp_size)
+    # FSDP2 moves what it shards.
     for parameter in ignored:
-        parameter.data = parameter.data.to(accelerator.device)
+        parameter.data = parameter.data.to(device)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.
     options: dict[str, Any] = {
@@ -73,10 +75,9 @@ def fully_shard_dense(
         for group in optimizer.param_groups:
             group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     if mesh.ndim > 1:
-        _replicate(model, mesh, accelerator, optimizers)
-    if accelerator.mixed_precision == "bf16":
-        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    mark_as_prepared(model)
+        _replicate(model, mesh, is_synchronising, optimizers)
+    if autocast is not None:
+        model.forward = torch.autocast(device.type, autocast)(model.forward)
 
 
 def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping[str, nn.Parameter]) -> None:
@@ -97,11 +98,12 @@ def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping
             )
 
 
-def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:
-    """Of one dimension, or for several sets of shards of two: ranks with the same shard, and ranks of the same set."""
-    world = accelerator.num_processes
+def _make_mesh(device_type: str, fsdp_size: int | None) -> DeviceMesh:
+    """Makes a mesh of one dimension, or for several sets of shards of two: ranks with the same shard, and ranks of the
+    same set."""
+    world = world_size()
     if fsdp_size in (None, world):
-        return init_device_mesh(accelerator.device.type, (world,))
+        return init_device_mesh(device_type, (world,))
     if fsdp_size is None or fsdp_size < 2 or world % fsdp_size:
         raise UserError(
             f"fsdp_size={fsdp_size}: it does not divide the {world} process(es) of this launch: use one of "
@@ -111,14 +113,17 @@ def _make_mesh(accelerator: Accelerator, fsdp_size: int | None) -> DeviceMesh:
     groups = [new_group_of_each(partition.tolist()) for partition in (ranks.T, ranks)]
     return DeviceMesh.from_group(
         [group for group in groups if group is not None],
-        accelerator.device.type,
+        device_type,
         mesh=ranks,
         mesh_dim_names=("replicate", "shard"),
     )
 
 
 def _replicate(
-    model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, optimizers: Sequence[torch.optim.Optimizer]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    is_synchronising: Callable[[], bool],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Have all sets of shards begin with the weights of the first, and average gradients once per optimizer step."""
     group = mesh.get_group(0)
@@ -129,9 +134,9 @@ def _replicate(
 
     @torch.compiler.disable
     def sum_within_sets(module: nn.Module, _: Any) -> None:
-        """Until the last micro-batch of a step, of which Accelerate tells before its forward."""
+        """Leaves sums within the sets until the last micro-batch of a step."""
         assert isinstance(module, FSDPModule)
-        module.set_requires_all_reduce(accelerator.sync_gradients)
+        module.set_requires_all_reduce(is_synchronising())
 
     model.register_forward_pre_hook(sum_within_sets)
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.equality import assert_equal_rows, relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.parallel.prepare import prepare
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.train.callbacks.expert_load import ExpertLoad
 

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.compat import is_marked_as_prepared
 from toolkit.errors import UserError, require_choice
+from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.hosts.loop.join import join_forwards
 from toolkit.experts.hosts.loop.patches import Patches, Undo
 from toolkit.experts.hosts.loop.prepared_optimizer import OnlyOptimizer, fit_optimizer, load_only_own_states
@@ -44,6 +45,7 @@ from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.layer.stack_state import only_names_are_read
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.experts.parallel.dense import refuse_meta
 from toolkit.experts.parallel.gradients import (
     average_accumulated,
     clip_grad_norm_,
@@ -52,7 +54,7 @@ from toolkit.experts.parallel.gradients import (
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
-from toolkit.experts.parallel.prepare import Dense, prepare, refuse_meta
+from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs

@@ -1,0 +1,103 @@
+"""`accelerator.prepare` for a model with owned parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.compat import mark_as_prepared
+from toolkit.errors import UserError
+from toolkit.experts.parallel.dense import (
+    end_after_gloo_threads,
+    keep_group_longer_than,
+    leave_out_of_ddp,
+    refuse_meta,
+)
+from toolkit.experts.parallel.fsdp import fully_shard_dense
+from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
+from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
+from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
+
+
+def ddp_options(config: DDPOptions) -> DistributedDataParallelKwargs:
+    """What an Accelerator takes among its `kwargs_handlers`."""
+    return DistributedDataParallelKwargs(
+        **config.model_dump() | {"comm_hook": DDPCommunicationHookType(config.comm_hook)}
+    )
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    more_optimizers: Sequence[torch.optim.Optimizer] = (),
+    dense: Dense = "ddp",
+    fsdp_size: int | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging, and `constant_buffers`
+    out of its broadcast.
+
+    `dense="fsdp2"` shards all other parameters over the ranks, or with `fsdp_size` over each set of so many neighbours.
+    `more_optimizers` have further parameters of `model`, and are given the sharded ones; preparing them is left to you.
+    Raises UserError for parameters on the meta device, for fp16 with owned parameters, for an optimizer whose
+    statistics span their rows, and for FSDP2 with experts that every rank replicates.
+    Raises ValueError for an owned parameter that sits on the root module, see `leave_out_of_ddp`.
+    """
+    refuse_meta(model)
+    leave_out_of_ddp(model)
+    names = [name for name, p in model.named_parameters() if is_owned(p)]
+    if names and accelerator.mixed_precision == "fp16":
+        raise UserError(
+            "mixed_precision='fp16' cannot be used with experts owned by ranks, because each rank would judge "
+            "overflow by its own experts: use bf16, or parallel_strategy='data_parallel'."
+        )
+    refuse_coupled_rows(optimizer)
+    if accelerator.num_processes > 1:
+        end_after_gloo_threads()
+    if dense == "fsdp2":
+        if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
+            raise UserError(
+                "dense_parallel='fsdp2' leaves experts with their owners, and with ep_size=1 every process has all: "
+                "use a larger ep_size, or DDP."
+            )
+        ignored = owned(model.parameters())
+        optimizers = [optimizer, *more_optimizers]
+        _shard(accelerator, model, optimizers, fsdp_size, ignored)
+    elif accelerator.num_processes > 1:
+        if names and not any(p.requires_grad for p in model.parameters() if not is_owned(p)):
+            # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
+            return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        keep_group_longer_than(model)
+    return model, optimizer
+
+
+def _shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    fsdp_size: int | None,
+    ignored: Sequence[Tensor],
+) -> None:
+    """`fully_shard_dense`, of which Accelerate is told: it would wrap the model in DDP, and move it."""
+    if accelerator.num_processes == 1:
+        return
+    if accelerator.mixed_precision == "fp16":
+        raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
+    fully_shard_dense(
+        model,
+        optimizers,
+        device=accelerator.device,
+        fsdp_size=fsdp_size,
+        ignored=ignored,
+        is_synchronising=lambda: accelerator.sync_gradients,
+        autocast=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
+    )
+    mark_as_prepared(model)

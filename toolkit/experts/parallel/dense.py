@@ -1,0 +1,95 @@
+"""The parameters that are not the experts': what DDP must leave alone, and what must hold of them. No Accelerate."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.compat import exclude_from_ddp, holders_of_process_group
+from toolkit.errors import UserError
+from toolkit.experts.parallel.ownership import is_owned
+
+
+def leave_out_of_ddp(model: nn.Module) -> None:
+    """Puts owned parameters, and buffers that are equal on all ranks for ever, on the list of what DDP leaves alone.
+
+    DDP then neither overwrites them with the first rank's nor averages their gradients. Without DDP it changes nothing.
+
+    Raises:
+        ValueError: For an owned parameter on the root module: DDP makes the names that it ignores from those of
+            sub-modules, so it would skip the broadcast of such a parameter and still average its gradient.
+    """
+    names = [name for name, parameter in model.named_parameters() if is_owned(parameter)]
+    for name in names:
+        if "." not in name:
+            raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
+    if excluded := names + constant_buffers(model):
+        exclude_from_ddp(model, excluded)
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UserError for a parameter on the meta device, which has no values to train."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UserError(
+                f"parameter {name!r} is on the meta device, without values: load the model's weights before prepare, "
+                "as from_pretrained does."
+            )
+
+
+def constant_buffers(model: nn.Module) -> list[str]:
+    """The buffers that modules list as `constant_buffers`: equal on all ranks for ever, so DDP need not copy them from
+    the first before each forward."""
+    found = []
+    for prefix, module in model.named_modules():
+        if prefix:  # DDP knows no names of the root's own
+            found += [f"{prefix}.{name}" for name in getattr(module, "constant_buffers", ())]
+    return found
+
+
+def keep_group_longer_than(model: DistributedDataParallel) -> None:
+    """Hold a reference to the process group of `model` for longer than DDP's reducer and logger do.
+
+    If the reducer drops the last reference, which happens where a model outlives its run, the group is destroyed under
+    the GIL and joins its threads, one of which may be waiting for the GIL to free the tensors of its last collective.
+    """
+    for holder in holders_of_process_group(model):
+        weakref.finalize(holder, _release, model.process_group).atexit = False
+
+
+def _release(_group: dist.ProcessGroup) -> None:
+    pass
+
+
+def end_after_gloo_threads() -> None:
+    """Have this process wait a moment, without the GIL, before the interpreter ends. Calling it again changes nothing.
+
+    Gloo's threads free the tensors of the last collective after the caller has gone on, and take the GIL for it. Python
+    ends a thread that asks for the GIL too late, which aborts the process ("terminate called without an active
+    exception"). Gloo cannot be asked whether its threads are done, and a thread that waits for the GIL needs far less
+    than this time.
+    """
+    atexit.unregister(_give_up_gil)
+    atexit.register(_give_up_gil)
+
+
+def _give_up_gil() -> None:
+    time.sleep(0.1)
+
+
+def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:
+    """Raise ValueError for a trainable parameter that is not among those `prepared`: no rank would synchronise it and
+    no optimizer update it."""
+    known = {id(p) for p in prepared}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ValueError(
+                f"parameter {name!r} was added after the model was prepared, so it would neither be trained nor "
+                "synchronised: allocate it before, and change what it holds"
+            )
