@@ -14,6 +14,7 @@ from pydantic import PositiveInt
 
 import toolkit as tk
 from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
+from toolkit.experts.layer.moe_layer import describe_experts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,12 +86,12 @@ def main(config: Config) -> dict[str, Any]:
         base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
         model = build_model(config, base, data.tokenizer.vocab_size)
         run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
-        groups = tk.make_expert_groups(**config.group_options(run.world_size))
+        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
         place: Any = {"spare_slots": config.spare_slots, "placement": config.initial_placement or "contiguous"}
-        tk.spread_experts(model, groups, **place)
-        run.describe(**tk.describe_experts(model, groups))
+        tk.experts.spread_experts(model, groups, **place)
+        run.describe(**describe_experts(model, groups))
         routers = tk.transformers.watch_routers(model)
-        penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
+        penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
         trainer = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 
 import toolkit as tk
+from toolkit.experts.layer.moe_layer import describe_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,12 +90,12 @@ def main(config: Config) -> dict[str, Any]:
         )
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
-        groups = tk.make_expert_groups(**config.group_options(run.world_size))
+        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
         placement = config.initial_placement or "contiguous"
-        tk.spread_experts(model, groups, spare_slots=config.spare_slots, placement=placement)
-        run.describe(**tk.describe_experts(model, groups))
+        tk.experts.spread_experts(model, groups, spare_slots=config.spare_slots, placement=placement)
+        run.describe(**describe_experts(model, groups))
         routers = tk.transformers.watch_routers(model) if config.experts else []
-        penalty = tk.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
+        penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
         results = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),

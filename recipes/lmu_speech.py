@@ -26,6 +26,7 @@ from speech.speech_models import (
     SpeechRecogniser,
     Standardise,
 )
+from toolkit.data.ragged import BucketedOrder
 from toolkit.experts.options import FractionBelowOne
 
 
@@ -113,7 +114,7 @@ def main(config: Config) -> dict[str, Any]:
         task, model = build(config, data, letters)
         parameters = sum(p.numel() for p in model.parameters())
         run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
-        order = tk.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
+        order = BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
         augment = SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
         how = {"train": data.train, "test": data.test, "order": order, "augment": augment}
         results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 import toolkit as tk
+from toolkit.data.images import ImageData
 from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.options import FractionBelowOne
+from toolkit.experts.parallel.groups import ExpertGroups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +71,7 @@ def dynamic() -> Config:
     return full().replace(experts=4, max_experts=16, lifecycle=lifecycle)
 
 
-def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> nn.Module:
+def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Module:
     """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
     hidden = config.expert_hidden_size
     if config.experts == 0:
@@ -83,11 +86,11 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mnist_moe", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        groups = tk.make_expert_groups(**config.group_options(run.world_size))
+        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
         model = build_model(config, data, groups)
-        run.describe(dataset=data.name, dataset_notice=data.notice, **tk.describe_experts(model, groups))
+        run.describe(dataset=data.name, dataset_notice=data.notice, **describe_experts(model, groups))
         balance_weight = config.balance_weight if config.balance == "loss" else 0.0
-        penalty = tk.RouterPenalty(
+        penalty = tk.experts.RouterPenalty(
             model, balance_weight=balance_weight, z_weight=config.z_weight, balance_scope=config.balance_scope
         )
         augment = None

@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
-from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
-from toolkit.checkpoint.manifest import read_manifest
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
@@ -30,6 +28,8 @@ from toolkit.experts.moving import replan
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.state import checkpoint_files
+from toolkit.experts.state.manifest import read_manifest
 from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.run import start_run
@@ -398,9 +398,9 @@ def save_spread(folder: Path) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer, 0)
     then = whole(model, optimizer)
-    save_tensors(folder, model, optimizer, {"spread": True})
+    checkpoint_files.save(folder, model, optimizer, {"spread": True})
     step(model, optimizer, 1)
-    assert load_tensors(folder, model, optimizer) == {"spread": True}
+    assert checkpoint_files.load(folder, model, optimizer) == {"spread": True}
     now = whole(model, optimizer)
     for name, value in then.items():
         assert torch.equal(now[name], value), name
@@ -412,7 +412,7 @@ def test_what_fsdp2_spreads_is_saved_whole_and_loaded_in_parts(tmp_path: Path):
     then, _ = run_distributed(save_spread, 2, tmp_path / "spread")
     model = dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    load_tensors(tmp_path / "spread", model, optimizer)
+    checkpoint_files.load(tmp_path / "spread", model, optimizer)
     now = whole(model, optimizer)
     assert now.keys() == then.keys()
     assert all(torch.equal(value, now[name]) for name, value in then.items())

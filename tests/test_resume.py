@@ -9,6 +9,8 @@ import toolkit as tk
 from tests.support.forked_python import run_forked
 from tests.support.helpers import run_distributed
 from tests.support.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
+from toolkit.errors import Preempted
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 
 
@@ -38,7 +40,7 @@ def stopped_and_continued(
         train(small_config(folder, **settings), first)
     outcome = train(small_config(folder, **settings), second)
     outcome.samples = dict(first.samples) | dict(second.samples)
-    if error is tk.Preempted:
+    if error is Preempted:
         assert [at for at, _ in first.samples + second.samples] == list(range(begins, STEPS)), "repeated or skipped"
     return outcome
 
@@ -46,12 +48,12 @@ def stopped_and_continued(
 @pytest.mark.parametrize("step", range(1, STEPS))
 def test_a_run_preempted_at_any_step_goes_on_as_if_it_had_not_been(step, tmp_path, uninterrupted):
     how = "SIGTERM" if step % 2 else "SIGUSR1"
-    stopped_and_continued(tmp_path / "run", step, how, tk.Preempted).assert_equals(uninterrupted)
+    stopped_and_continued(tmp_path / "run", step, how, Preempted).assert_equals(uninterrupted)
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_run_that_fails_at_any_step_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
-    every = {"checkpoint": tk.CheckpointOptions(every_steps=4)}
+    every = {"checkpoint": CheckpointOptions(every_steps=4)}
     stopped_and_continued(tmp_path / "run", step, "exception", RuntimeError, **every).assert_equals(uninterrupted)
 
 
@@ -60,7 +62,7 @@ def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, u
     samples = {}
     for step in range(1, STEPS):
         stop = Stop(step, "SIGTERM")
-        with pytest.raises(tk.Preempted, match=f"stopped by SIGTERM at step {step}; run the same command again"):
+        with pytest.raises(Preempted, match=f"stopped by SIGTERM at step {step}; run the same command again"):
             train(config, stop)
         samples |= dict(stop.samples)
     outcome = train(config)
@@ -70,13 +72,13 @@ def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, u
 
 def test_a_run_goes_back_to_an_older_checkpoint_once_and_later_ones_are_kept(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    often = {"checkpoint": tk.CheckpointOptions(every_steps=4, keep=9)}
-    with pytest.raises(tk.Preempted):
+    often = {"checkpoint": CheckpointOptions(every_steps=4, keep=9)}
+    with pytest.raises(Preempted):
         train(small_config(folder, **often), Stop(14, "SIGTERM"))
     with pytest.raises(tk.UserError, match=r"--resume-from 5: there is no such checkpoint .* take one of 4, 8, 12, 14"):
         train(small_config(folder, **often, resume_from=5))
     back, again = Stop(10, "SIGTERM"), Stop()
-    with pytest.raises(tk.Preempted):
+    with pytest.raises(Preempted):
         train(small_config(folder, **often, resume_from=8), back)
     outcome = train(small_config(folder, **often, resume_from=8), again)
     assert [step for step, _ in (*back.samples, *again.samples)] == list(range(8, STEPS))
@@ -96,7 +98,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
         train(small_config(folder, max_steps=10, extend=True))
     capsys.readouterr()
     settings = {"max_steps": 20, "extend": True, "begins": 10}
-    outcome = stopped_and_continued(folder, 15, "SIGTERM", tk.Preempted, **settings)
+    outcome = stopped_and_continued(folder, 15, "SIGTERM", Preempted, **settings)
     outcome.samples = uninterrupted.samples
     outcome.assert_equals(uninterrupted)
     assert "extended to step 20: the schedule is that of a run of this length; the learning rate goes from" in (
@@ -111,7 +113,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
 def test_gradient_accumulation_continues_exactly(tmp_path):
     settings = {"gradient_accumulation_steps": 2}
     whole = train(small_config(tmp_path / "whole", **settings))
-    stopped_and_continued(tmp_path / "run", 7, "SIGTERM", tk.Preempted, **settings).assert_equals(whole)
+    stopped_and_continued(tmp_path / "run", 7, "SIGTERM", Preempted, **settings).assert_equals(whole)
 
 
 @pytest.mark.parametrize("step", [2, 9, 15])
@@ -123,7 +125,7 @@ def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterru
         f"train(config, Stop({step}, 'SIGKILL'))"
     )
     assert run_forked("-c", code).returncode == -9
-    outcome = train(small_config(folder, checkpoint=tk.CheckpointOptions(every_steps=4)))
+    outcome = train(small_config(folder, checkpoint=CheckpointOptions(every_steps=4)))
     outcome.samples = uninterrupted.samples | outcome.samples
     outcome.assert_equals(uninterrupted)
 
@@ -136,7 +138,7 @@ def train_on_ranks(folder: Path, ep_size: int, accumulation: int) -> None:
         config = small_config(folder / f"run-{step}", **settings)
         first, second = Stop(step, "SIGTERM", rank=1), Stop()
         # Ranks agree one step later.
-        with pytest.raises(tk.Preempted, match=f"stopped by SIGTERM at step {step + 1};"):
+        with pytest.raises(Preempted, match=f"stopped by SIGTERM at step {step + 1};"):
             train(config, first, ep_size=ep_size)
         outcome = train(config, second, ep_size=ep_size)
         assert [at for at, _ in first.samples + second.samples] == list(range(STEPS))

@@ -1,7 +1,7 @@
 """A training toolkit on Hugging Face Accelerate with explicit, movable expert placement.
 
     import toolkit as tk
-    tk.Trainer, tk.make_moe, tk.experts, ...
+    tk.Trainer, tk.experts.make_moe, tk.experts, ...
 
 The public names are listed in `__init__.pyi`, where editors and type checkers read them, and are imported when they are
 first used: `import toolkit` and `--help` load neither torch nor transformers.

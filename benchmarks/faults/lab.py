@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.faults.server import ROOT, STACKS, Process, Server
 from benchmarks.same_numbers import differences, environment, read_records
-from toolkit.checkpoint import manifest
+from toolkit.experts.state import manifest
 from toolkit.run.tracking.jsonl import read_metrics
 
 RECIPE = f"{ROOT}/recipes/mnist_moe.py"

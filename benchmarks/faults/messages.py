@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.faults.lab import Attempt, Fault, Lab
 from benchmarks.faults.server import ROOT, Process
-from toolkit.checkpoint import manifest
+from toolkit.experts.state import manifest
 
 # --- what is planted in the process -------------------------------------------------------------------------------
 
@@ -45,13 +45,13 @@ def with_a_scheduler(*given, **named):
 standard.build_optimizer = with_a_scheduler
 """
 NO_ROOM_FOR_CHECKPOINTS = """
-import toolkit.checkpoint.checkpoint as checkpoint
-save = checkpoint.save_file
+import toolkit.experts.state.checkpoint_files as checkpoint_files
+save = checkpoint_files.save_file
 def full(tensors, path, *more):
     if "step-00000020" in str(path):
         raise OSError(28, "No space left on device")
     save(tensors, path, *more)
-checkpoint.save_file = full
+checkpoint_files.save_file = full
 """
 NO_ROOM_FOR_METRICS = """
 import toolkit.run.tracking.jsonl as jsonl

@@ -186,9 +186,9 @@ def train(
         with tk.start_run("continual_learning", config) as run:
             data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
             stream = STREAMS[cell.stream](data, cell.seed)
-            model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
+            model = build_model(config, replace(data, num_classes=stream.num_classes), tk.experts.make_expert_groups(1))
             parameters = sum(parameter.numel() for parameter in model.parameters())
-            balance = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+            balance = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
             elastic = None if cell.strength is None else ElasticWeights(model, cell.strength)
             task = stream_task(stream, penalty=elastic or balance)
             tasks = task_order(run, stream)

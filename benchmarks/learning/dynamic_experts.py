@@ -117,8 +117,10 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             with tk.start_run("dynamic_experts", config) as run:
                 data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
                 stream = permuted_stream(data, seed=seed, divided=True) if kind == "permuted" else split_stream(data)
-                model = build_model(config, replace(data, num_classes=stream.num_classes), tk.make_expert_groups(1))
-                penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+                model = build_model(
+                    config, replace(data, num_classes=stream.num_classes), tk.experts.make_expert_groups(1)
+                )
+                penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
                 task = stream_task(stream, penalty=penalty)
                 remember, lifecycle_callback, report = tk.lifecycle_callbacks(
                     model, config, penalty, task, stream.train, num_classes=stream.num_classes
@@ -176,8 +178,8 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             tk.start_run("dynamic_experts", config := merge_config(folder, data_dir, seed)) as run,
         ):
             data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-            model = build_model(config, data, tk.make_expert_groups(1))
-            penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+            model = build_model(config, data, tk.experts.make_expert_groups(1))
+            penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
             task = tk.Classification(penalty=penalty)
             still = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
             with torch.enable_grad():
@@ -301,8 +303,8 @@ def step_times(config: Config, steps: int) -> list[float]:
     clock = StepClock()
     with tk.start_run("dynamic_experts", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        model = build_model(config, data, tk.make_expert_groups(1))
-        penalty = tk.RouterPenalty(model, balance_weight=config.balance_weight)
+        model = build_model(config, data, tk.experts.make_expert_groups(1))
+        penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
         task = tk.Classification(penalty=penalty)
         lifecycle = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
         tk.standard_trainer(

@@ -67,7 +67,7 @@ def run(settings: dict[str, Any] | None) -> tuple[list[float], float]:
         config = tk.RunConfig(run_dir=Path(folder) / "run", tracker="none", cpu=True, batch_size=BATCH, max_steps=STEPS)
         with tk.start_run("checkpoint_stall", config) as started:
             torch.manual_seed(0)
-            model = torch.nn.Sequential(tk.make_moe(DIM, HIDDEN, EXPERTS, 2), torch.nn.Linear(DIM, 10))
+            model = torch.nn.Sequential(tk.experts.make_moe(DIM, HIDDEN, EXPERTS, 2), torch.nn.Linear(DIM, 10))
             table = TensorTable(input=torch.randn(4 * BATCH, DIM), label=torch.randint(10, (4 * BATCH,)))
             every = 10 * STEPS if settings is None else EVERY
             timed = TimedCheckpointing(CheckpointOptions(every_steps=every, keep=1, **(settings or {})))

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit import ExpertParallel, ReplanOptions
+from toolkit.experts import ExpertParallel, ReplanOptions
 
 
 class Experts(nn.Module):

@@ -17,25 +17,29 @@ from activity.window_models import WindowClassifier, view_channels
 from autoencoder.labels import FewLabels
 from continual.streams import split_stream
 from speech.legendre import LegendreMemory
+from toolkit.data.images import ImageData
+from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.hosts.transformers.language_models import language_model_config
+from toolkit.experts.layer.router_options import RouterOptions
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
 
 TABLE = tk.TensorTable(input=torch.rand(20, 4), label=torch.arange(20) % 10)
-IMAGES = tk.ImageData("rows", TABLE, TABLE, mean=0.0, std=1.0)
+IMAGES = ImageData("rows", TABLE, TABLE, mean=0.0, std=1.0)
 SIZES: dict[str, int] = {"vocab_size": 9, "dim": 8, "layers": 1, "heads": 1, "experts": 2, "top_k": 1}
 WIDTHS: dict[str, int] = {"expert_hidden_size": 4, "context": 8}
 SIGNALS: dict[str, Any] = {"mean": torch.zeros(1), "std": torch.ones(1)}
 FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
-    ("placement", partial(tk.make_moe, 8, 4, 4, 2)),
-    ("activation", partial(tk.make_moe, 8, 4, 4, 2)),
-    ("drop_policy", partial(tk.make_moe, 8, 4, 4, 2)),
-    ("drop_policy", partial(tk.make_moe, 8, 4, 4, 2, capacity_factor=1.0)),
-    ("recompute", partial(tk.make_moe, 8, 4, 4, 2)),
-    ("recompute", partial(tk.make_dynamic_moe, 8, 4, 2, 2, max_experts=4)),
-    ("placement", partial(tk.spread_experts, tk.make_moe(8, 4, 4, 2), tk.ExpertGroups())),
+    ("placement", partial(tk.experts.make_moe, 8, 4, 4, 2)),
+    ("activation", partial(tk.experts.make_moe, 8, 4, 4, 2)),
+    ("drop_policy", partial(tk.experts.make_moe, 8, 4, 4, 2)),
+    ("drop_policy", partial(tk.experts.make_moe, 8, 4, 4, 2, capacity_factor=1.0)),
+    ("recompute", partial(tk.experts.make_moe, 8, 4, 4, 2)),
+    ("recompute", partial(make_dynamic_moe, 8, 4, 2, 2, max_experts=4)),
+    ("placement", partial(tk.experts.spread_experts, tk.experts.make_moe(8, 4, 4, 2), ExpertGroups())),
     ("placement", lambda placement: initial_placement(4, 2, placement)),
-    ("exchange", partial(tk.make_expert_groups, 1)),
-    ("balance_scope", partial(tk.RouterPenalty, [], balance_weight=0.1)),
+    ("exchange", partial(tk.experts.make_expert_groups, 1)),
+    ("balance_scope", partial(tk.experts.RouterPenalty, [], balance_weight=0.1)),
     ("mode", partial(WindowClassifier, nn.Identity(), nn.Identity(), **SIGNALS)),
     ("mode", partial(view_channels, channels=3)),
     ("balance", partial(class_weights, torch.ones(3))),
@@ -56,7 +60,7 @@ def test_a_function_takes_one_of_its_words(name: str, call: Callable[..., Any]) 
     ("name", "words", "make"),
     [
         ("mixed_precision", "'no', 'fp16' or 'bf16'", tk.RunConfig),
-        ("router_score", "'softmax' or 'sigmoid'", tk.RouterOptions),
+        ("router_score", "'softmax' or 'sigmoid'", RouterOptions),
     ],
 )
 def test_options_take_one_of_their_words(name: str, words: str, make: Callable[..., Any]) -> None:
@@ -70,12 +74,12 @@ LAYER = {"dim": 8, "hidden_dim": 4, "num_experts": 4, "top_k": 2}
 @pytest.mark.parametrize(
     ("name", "value", "call"),
     [
-        *((name, 0, partial(tk.make_moe, **LAYER)) for name in ("dim", "hidden_dim", "num_experts")),
-        ("dim", 8.0, partial(tk.make_moe, **LAYER)),
-        ("spare_slots", -1, partial(tk.make_moe, **LAYER)),
-        *(("ep_size", value, tk.make_expert_groups) for value in (0, 2.0, "2")),
-        ("ep_stride", 0, partial(tk.make_expert_groups, 1)),
-        ("dispatch_chunks", 0, partial(tk.make_expert_groups, 1)),
+        *((name, 0, partial(tk.experts.make_moe, **LAYER)) for name in ("dim", "hidden_dim", "num_experts")),
+        ("dim", 8.0, partial(tk.experts.make_moe, **LAYER)),
+        ("spare_slots", -1, partial(tk.experts.make_moe, **LAYER)),
+        *(("ep_size", value, tk.experts.make_expert_groups) for value in (0, 2.0, "2")),
+        ("ep_stride", 0, partial(tk.experts.make_expert_groups, 1)),
+        ("dispatch_chunks", 0, partial(tk.experts.make_expert_groups, 1)),
     ],
 )
 def test_a_size_is_an_integer_that_can_be(name: str, value: Any, call: Callable[..., Any]) -> None:

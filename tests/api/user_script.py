@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import toolkit as tk
+from toolkit.data.images import ImageData
+from toolkit.experts.layer.moe_layer import MoE, describe_experts
+from toolkit.experts.parallel.groups import ExpertGroups
 
 
 class Config(tk.MoERunConfig):
@@ -64,9 +67,9 @@ class WeightedTask:
         return self.loss(model, batch)
 
 
-def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> nn.Module:
-    layer: tk.MoE = tk.make_moe(config.width, 2 * config.width, config.experts, config.top_k, groups=groups)
-    placement: tk.ExpertPlacement = layer.placement
+def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Module:
+    layer: MoE = tk.experts.make_moe(config.width, 2 * config.width, config.experts, config.top_k, groups=groups)
+    placement: tk.experts.ExpertPlacement = layer.placement
     tk.require(placement.ranks == groups.ep_size, "experts", config.experts, "take a multiple of the ranks")
     pixels = tk.Pixels(mean=data.mean, std=data.std)
     return tk.ResidualClassifier(pixels, layer, num_pixels=28 * 28, dim=config.width, num_classes=data.num_classes)
@@ -75,10 +78,10 @@ def build_model(config: Config, data: tk.ImageData, groups: tk.ExpertGroups) -> 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mine", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        groups = tk.make_expert_groups(**config.group_options(run.world_size))
+        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
         model = build_model(config, data, groups)
-        run.describe(dataset=data.name, **tk.describe_experts(model, groups))
-        penalty = tk.RouterPenalty(model, balance_weight=0.01)
+        run.describe(dataset=data.name, **describe_experts(model, groups))
+        penalty = tk.experts.RouterPenalty(model, balance_weight=0.01)
         task: tk.Task = tk.Classification(penalty=penalty) if config.experts else WeightedTask()
         callbacks = [*tk.expert_callbacks(model, config, penalty), Note()]
         trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=callbacks)
@@ -89,7 +92,7 @@ def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     """A loop on Accelerate whose experts are spread over the processes and moved while it runs."""
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters())
-    experts = tk.ExpertParallel(accelerator, replan=tk.ReplanOptions(planner="swap", every=100))
+    experts = tk.ExpertParallel(accelerator, replan=tk.experts.ReplanOptions(planner="swap", every=100))
     model, optimizer = experts.prepare(model, optimizer)
     last = 0.0
     for inputs, labels in batches:

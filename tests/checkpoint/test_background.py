@@ -12,9 +12,11 @@ import toolkit as tk
 from tests.checkpoint.test_checkpoint import OneRank, Pair, save, trained
 from tests.support.helpers import fork_context, run_distributed
 from tests.support.small_run import Stop, small_config, train
-from toolkit.checkpoint import checkpoint, manifest
+from toolkit.checkpoint import checkpoint
 from toolkit.checkpoint.background import BackgroundSave
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.state import checkpoint_files, manifest
+from toolkit.run.config.callback_options import CheckpointOptions
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -32,7 +34,7 @@ def begin(folder: Path, pair: Pair, state: dict[str, Any], background: Backgroun
 def train_while_it_is_written(folder: Path, world: int) -> None:
     """Everything that is saved changes before the first file is written, and another save takes the same memory."""
     run, background, may_write = OneRank(), BackgroundSave(), threading.Event()
-    write = checkpoint.save_file
+    write = checkpoint_files.save_file
 
     def when_it_may(*args: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
@@ -44,7 +46,7 @@ def train_while_it_is_written(folder: Path, world: int) -> None:
         expected = save(folder / "at_once", pair, step, run=run)
         state = {"step": step, "callbacks": {"Some": {"of": "these"}}}
         may_write.clear()
-        checkpoint.save_file = when_it_may
+        checkpoint_files.save_file = when_it_may
         begin(folder / "background", pair, state, background, run)
         with torch.no_grad():
             for parameter in pair[0].parameters():
@@ -54,7 +56,7 @@ def train_while_it_is_written(folder: Path, world: int) -> None:
         state["callbacks"]["Some"] = {}
         may_write.set()
         saved = background.wait()
-        checkpoint.save_file = write
+        checkpoint_files.save_file = write
         assert expected is not None
         assert saved is not None
         assert bytes_of(saved) == bytes_of(expected)
@@ -67,11 +69,11 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, world: 
 
 
 def in_background(folder: Path, **settings: Any) -> Any:
-    return small_config(folder, checkpoint=tk.CheckpointOptions(every_steps=4, in_background=True), **settings)
+    return small_config(folder, checkpoint=CheckpointOptions(every_steps=4, in_background=True), **settings)
 
 
 def train_both_ways(folder: Path) -> None:
-    at_once = train(small_config(folder / "at_once", checkpoint=tk.CheckpointOptions(every_steps=4)), ep_size=2)
+    at_once = train(small_config(folder / "at_once", checkpoint=CheckpointOptions(every_steps=4)), ep_size=2)
     outcome = train(in_background(folder / "background"), ep_size=2)
     outcome.assert_equals(at_once)
     for name in ("step-00000016", "step-00000020"):
@@ -92,14 +94,14 @@ def test_an_exception_leaves_the_checkpoint_that_was_being_written(tmp_path: Pat
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, *, at_step: int) -> None:
     """The checkpoint of that step finds no room."""
-    write = checkpoint.save_file
+    write = checkpoint_files.save_file
 
     def full(*args: Any) -> None:
         if f"step-{at_step:08d}" in str(args[1]):
             raise OSError(28, "No space left on device")
         write(*args)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
 
 
 def test_a_disk_without_room_is_one_warning_and_training_goes_on(tmp_path: Path, monkeypatch, capsys):
@@ -124,7 +126,7 @@ def test_what_the_thread_raises_ends_the_run(tmp_path: Path, monkeypatch):
     def bug(*_: Any) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr(checkpoint, "save_file", bug)
+    monkeypatch.setattr(checkpoint_files, "save_file", bug)
     with pytest.raises(RuntimeError, match="bug"):
         train(in_background(tmp_path / "run"))
 

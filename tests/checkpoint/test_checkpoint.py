@@ -17,14 +17,16 @@ from safetensors import SafetensorError, safe_open
 import toolkit as tk
 from tests.support.helpers import fork_context, run_distributed
 from tests.support.small_run import SmallConfig, SmallModel, small_config, small_trainer
-from toolkit.checkpoint import checkpoint, manifest
-from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint, load_tensors, save_tensors
+from toolkit.checkpoint import checkpoint
+from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
+from toolkit.experts.state import checkpoint_files, manifest
 from toolkit.experts.state.tensor_files import SavedTensors, load_optimizer
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.storage import Storage
 from toolkit.train.optim import build_optimizer
 
@@ -127,8 +129,8 @@ def test_moments_keep_the_memory_format_of_their_weights(tmp_path):
 
     going_on, loaded = fresh(), fresh()
     learn(*going_on)
-    save_tensors(tmp_path / "saved", *going_on)
-    load_tensors(tmp_path / "saved", *loaded)
+    checkpoint_files.save(tmp_path / "saved", *going_on)
+    checkpoint_files.load(tmp_path / "saved", *loaded)
     learn(*going_on)
     learn(*loaded)
     assert torch.equal(going_on[0].weight, loaded[0].weight)
@@ -695,20 +697,20 @@ def test_none_is_deleted_where_that_would_not_make_enough_room(two_checkpoints, 
 def fail_on_rank_one(folder: Path) -> None:
     groups, run = make_expert_groups(2), OneRank()
     save(folder, trained(groups, steps=1), 3, run=run)
-    write = checkpoint.save_file
+    write = checkpoint_files.save_file
 
     def full(*args: Any) -> None:
         if run.rank == 1:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    checkpoint.save_file = full
+    checkpoint_files.save_file = full
     assert save(folder, trained(groups), 7, run=run) is None
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
     assert len(run.said) == (1 if run.is_main else 0)
     assert all("No space left on device on rank 1" in line for line in run.said)
-    checkpoint.save_file = write
+    checkpoint_files.save_file = write
     assert save(folder, trained(groups), 7, run=run) is not None
 
     def bug(*args: Any) -> None:
@@ -716,7 +718,7 @@ def fail_on_rank_one(folder: Path) -> None:
             raise KeyError("bug")
         write(*args)
 
-    checkpoint.save_file = bug
+    checkpoint_files.save_file = bug
     with pytest.raises(RuntimeError, match=r"bug.*on rank 1"):
         save(folder, trained(groups), 9, run=run)
 
@@ -746,15 +748,15 @@ def test_what_does_not_fit_one_rank_is_refused_by_all(tmp_path):
 
 def test_a_loop_of_ones_own_saves_and_loads_without_a_run(tmp_path):
     then, now = trained(), trained(steps=0)
-    save_tensors(tmp_path / "any name", *then, {"epoch": 3})
-    assert load_tensors(tmp_path / "any name", *now) == {"epoch": 3}
+    checkpoint_files.save(tmp_path / "any name", *then, {"epoch": 3})
+    assert checkpoint_files.load(tmp_path / "any name", *now) == {"epoch": 3}
     assert_same(now, then)
     assert [path.name for path in tmp_path.iterdir()] == ["any name"]
 
 
 def test_a_loop_of_ones_own_loads_what_a_trainer_saved(tmp_path):
     now = trained(steps=0)
-    state = load_tensors(save(tmp_path, trained(), 7), *now)
+    state = checkpoint_files.load(save(tmp_path, trained(), 7), *now)
     assert state["step"] == 7
     assert_same(now, trained())
 
@@ -762,9 +764,9 @@ def test_a_loop_of_ones_own_loads_what_a_trainer_saved(tmp_path):
 def test_experts_are_placed_where_they_were_saved_and_only_where_the_checkpoint_fits(tmp_path):
     moved = trained()
     migrate(moved[0].moe.expert_stack, ExpertPlacement(((3, 1, 0, 2),)), moved[1])
-    save_tensors(tmp_path / "saved", *moved)
+    checkpoint_files.save(tmp_path / "saved", *moved)
     model, optimizer = trained(steps=0)
-    load_tensors(tmp_path / "saved", model, optimizer)
+    checkpoint_files.load(tmp_path / "saved", model, optimizer)
     assert model.moe.placement == moved[0].moe.placement
     expected, now = moved[0].moe.experts.up, model.moe.experts.up
     assert torch.equal(now, expected)
@@ -773,16 +775,16 @@ def test_experts_are_placed_where_they_were_saved_and_only_where_the_checkpoint_
     larger = trained(experts=6)
     before = larger[0].moe.placement
     with pytest.raises(tk.UserError, match="build the model that it was made with"):
-        load_tensors(tmp_path / "saved", *larger)
+        checkpoint_files.load(tmp_path / "saved", *larger)
     assert larger[0].moe.placement == before
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path, monkeypatch):
     def replaced(folder: Path, before: Callable[[str], None]) -> None:
-        save_tensors(folder, *trained(steps=1), {"of": "old"})
+        checkpoint_files.save(folder, *trained(steps=1), {"of": "old"})
         with monkeypatch.context() as patch:
             operations(patch, before)
-            save_tensors(folder, *trained(steps=2), {"of": "new"})
+            checkpoint_files.save(folder, *trained(steps=2), {"of": "new"})
 
     done: list[str] = []
     replaced(tmp_path / "undisturbed", done.append)
@@ -799,16 +801,16 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_pat
         with pytest.raises(Died):
             replaced(folder, die)
         pair = trained(steps=0)
-        found.append(load_tensors(folder, *pair)["of"])
+        found.append(checkpoint_files.load(folder, *pair)["of"])
         assert_same(pair, trained(steps=2 if found[-1] == "new" else 1))
-        save_tensors(folder, *pair, {"of": "later"})
+        checkpoint_files.save(folder, *pair, {"of": "later"})
         assert [path.name for path in folder.parent.iterdir()] == ["last"], "leftovers"
     assert found == sorted(found, reverse=True), "first the old, then the new"
     assert set(found) == {"old", "new"}
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    save_tensors(tmp_path / "last", *trained())
+    checkpoint_files.save(tmp_path / "last", *trained())
     before = snapshot(tmp_path)
 
     def full(what: str) -> None:
@@ -818,7 +820,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         operations(patch, full)
         with pytest.raises(tk.UserError, match=r"could not be written: .*No space left on device; .* bytes needed"):
-            save_tensors(tmp_path / "last", *trained(steps=5))
+            checkpoint_files.save(tmp_path / "last", *trained(steps=5))
     assert snapshot(tmp_path) == before
 
 
@@ -826,24 +828,24 @@ def test_a_folder_of_something_else_is_neither_replaced_nor_loaded(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     with pytest.raises(tk.UserError, match="holds something that is no checkpoint"):
-        save_tensors(tmp_path / "thesis", *trained())
+        checkpoint_files.save(tmp_path / "thesis", *trained())
     with pytest.raises(tk.UserError, match=r"thesis cannot be loaded: manifest.json is missing"):
-        load_tensors(tmp_path / "thesis", *trained())
+        checkpoint_files.load(tmp_path / "thesis", *trained())
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_file_named(tmp_path):
-    save_tensors(tmp_path / "last", *trained())
+    checkpoint_files.save(tmp_path / "last", *trained())
     flip(tmp_path / "last" / "experts-00000.safetensors", 300)
     with pytest.raises(tk.UserError, match=r"cannot be loaded: experts-00000.safetensors does not match its SHA-256"):
-        load_tensors(tmp_path / "last", *trained())
+        checkpoint_files.load(tmp_path / "last", *trained())
 
 
 # --- the callback -------------------------------------------------------------------------------------------------
 
 
 def test_a_run_keeps_as_many_as_it_was_told_and_says_where_it_continues(tmp_path, capsys):
-    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointOptions(every_steps=4, keep=3))
+    config = small_config(tmp_path / "run", checkpoint=CheckpointOptions(every_steps=4, keep=3))
     with small_trainer(config) as trainer:
         trainer.fit()
     folder = config.run_dir / "checkpoints"
@@ -886,7 +888,7 @@ def test_training_goes_on_where_checkpoints_cannot_be_written(tmp_path, monkeypa
     def full(*_: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
     with (
         small_trainer(small_config(tmp_path / "run")) as trainer,
         pytest.raises(tk.UserError, match="the last checkpoint, of step 20, could not be written"),

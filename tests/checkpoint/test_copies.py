@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.small_run import SmallConfig, Stop, small_config, small_trainer, train
-from toolkit.checkpoint import manifest
 from toolkit.errors import Preempted, UserError
+from toolkit.experts.state import manifest
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.storage import Storage
 
 
@@ -57,7 +57,7 @@ def bucket(request: pytest.FixtureRequest) -> str:
 
 
 def small(folder: Path, storage: str, **settings: Any) -> SmallConfig:
-    return small_config(folder, storage=storage, checkpoint=tk.CheckpointOptions(every_steps=4), **settings)
+    return small_config(folder, storage=storage, checkpoint=CheckpointOptions(every_steps=4), **settings)
 
 
 def finish(config: SmallConfig) -> None:

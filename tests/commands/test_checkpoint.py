@@ -12,18 +12,17 @@ from torch import nn
 from tests.checkpoint.test_checkpoint import assert_same, flip, ranks, trained
 from tests.support.helpers import run_distributed
 from tests.support.small_run import SmallModel
-from toolkit.checkpoint import manifest
-from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.commands import main
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.state import checkpoint_files, manifest
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "checkpoints" / "step-00000007"
-    save_tensors(folder, *trained(), {"at": 7})
+    checkpoint_files.save(folder, *trained(), {"at": 7})
     return folder
 
 
@@ -59,19 +58,19 @@ def test_a_resharded_checkpoint_loads_without_a_difference(placement, saved, tmp
     said_by(capsys, "reshard", saved, tmp_path / "out", "--ep-size", 3, "--placement", placement)
     assert len(list((tmp_path / "out").glob("experts-*"))) == 3
     now = trained(steps=0)
-    assert load_tensors(tmp_path / "out", *now) == {"at": 7}
+    assert checkpoint_files.load(tmp_path / "out", *now) == {"at": 7}
     assert_same(now, trained())
 
 
 @pytest.mark.parametrize("kind", get_args(InitialPlacement))
 def test_a_resharded_checkpoint_has_experts_where_a_new_run_has_them(kind, tmp_path, capsys):
-    save_tensors(tmp_path / "in", *trained(experts=5))
+    checkpoint_files.save(tmp_path / "in", *trained(experts=5))
     said_by(capsys, "reshard", tmp_path / "in", tmp_path / "out", "--ep-size", 2, "--placement", kind)
     facts = json.loads(said_by(capsys, "inspect", tmp_path / "out", "--json"))
     slots = initial_placement(5, 2, kind).slots
     assert facts["layers"]["moe.experts"]["slots"] == [list(row) for row in slots]
     now = trained(steps=0, experts=5)
-    load_tensors(tmp_path / "out", *now)
+    checkpoint_files.load(tmp_path / "out", *now)
     assert_same(now, trained(experts=5))
 
 
@@ -86,7 +85,7 @@ def test_an_exported_file_is_a_state_dict_with_experts_in_the_order_of_their_ids
 
 def test_an_export_in_another_type_leaves_whole_numbers_alone(tmp_path, capsys):
     model = nn.BatchNorm1d(3)
-    save_tensors(tmp_path / "in", model, torch.optim.SGD(model.parameters()))
+    checkpoint_files.save(tmp_path / "in", model, torch.optim.SGD(model.parameters()))
     said_by(capsys, "export", tmp_path / "in", tmp_path / "half.safetensors", "--dtype", "bfloat16")
     weights = load_file(tmp_path / "half.safetensors")
     assert weights.pop("num_batches_tracked").dtype == torch.int64
@@ -149,7 +148,7 @@ BAD = {
 def test_bad_input_costs_one_sentence(case, saved, tmp_path, capsys):
     (tmp_path / "p.json").write_text('{"num_experts": 4, "slots": [[0, 1, 2, 3]]}')
     model = nn.Linear(2, 2)
-    save_tensors(tmp_path / "dense", model, torch.optim.SGD(model.parameters()))
+    checkpoint_files.save(tmp_path / "dense", model, torch.optim.SGD(model.parameters()))
     words, said = BAD[case]
     assert said.format(tmp=tmp_path) in refusal(capsys, *words.format(tmp=tmp_path, saved=saved).split())
     assert not (tmp_path / "out").exists()

@@ -12,6 +12,7 @@ from recipes.lmu_speech import Config, connected, debug, fsdd, guide, main
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.forked_python import run_forked
 from tests.support.helpers import run_distributed
+from toolkit.errors import Preempted
 from toolkit.run.tracking.jsonl import read_metrics
 
 
@@ -71,7 +72,7 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(tk.Trainer, "train_step", stopping)
-    with pytest.raises(tk.Preempted):
+    with pytest.raises(Preempted):
         main(halfway)
     monkeypatch.undo()
     monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(tmp_path / "cache"))

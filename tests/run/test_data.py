@@ -10,6 +10,7 @@ import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.small_run import Stop, small_config, small_trainer, train
 from toolkit.data.identity import identity
+from toolkit.errors import Preempted
 from toolkit.run.data import record_data
 
 
@@ -25,7 +26,7 @@ def train_on(folder, *, rows=None, stop=None, **settings):
 
 def test_a_run_is_not_continued_on_other_data(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(tk.Preempted):
+    with pytest.raises(Preempted):
         train(small_config(folder), Stop(7, "SIGTERM"))
     with pytest.raises(
         tk.UserError, match=r"started with train data of 95 rows .*, not of 94 rows .*: give the --dataset"
@@ -40,7 +41,7 @@ def test_a_run_is_not_continued_on_other_data(tmp_path):
 
 def test_a_checkpoint_keeps_the_identity_when_config_json_is_gone(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(tk.Preempted):
+    with pytest.raises(Preempted):
         train(small_config(folder), Stop(7, "SIGTERM"))
     (folder / "config.json").unlink()
     with pytest.raises(tk.UserError, match="it was made with train data of 95 rows"):
@@ -49,7 +50,7 @@ def test_a_checkpoint_keeps_the_identity_when_config_json_is_gone(tmp_path):
 
 def test_a_run_from_before_identities_were_kept_takes_them_up(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(tk.Preempted):
+    with pytest.raises(Preempted):
         train(small_config(folder), Stop(7, "SIGTERM"))
     path = folder / "config.json"
     before = json.loads(path.read_text())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import toolkit as tk
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -41,7 +42,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.stem = nn.Linear(DIM, 16)
         self.dropout = nn.Dropout(0.1)
-        self.moe = tk.make_moe(16, 12, experts, 2, groups=groups, router=tk.RouterOptions(balance="bias"))
+        self.moe = tk.experts.make_moe(16, 12, experts, 2, groups=groups, router=RouterOptions(balance="bias"))
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def small_trainer(
         accumulation = config.gradient_accumulation_steps
         yield tk.Trainer(
             run,
-            tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=0.01)),
+            tk.Classification(penalty=tk.experts.RouterPenalty(model, balance_weight=0.01)),
             model,
             build_optimizer(model, lr=config.lr, config=config.optimizer),
             TrainBatches(table, batch_size=config.batch_size, seed=config.seed, accumulation=accumulation, **where),

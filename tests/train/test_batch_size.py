@@ -198,9 +198,9 @@ def ranks_disagree(folder) -> int:
         batch_size.memory_budget = lambda *_: 1000 - 700 * run.rank
         measured = TrialSteps.peak_bytes
         TrialSteps.peak_bytes = lambda self, size: 0 * measured(self, size) + 100 * size
-        groups = tk.make_expert_groups(2)
-        model = nn.Sequential(nn.Linear(4, 6), tk.make_moe(6, 4, 4, 2, groups=groups), nn.Linear(6, 2))
-        task = tk.Classification(penalty=tk.RouterPenalty(model, balance_weight=0.1))
+        groups = tk.experts.make_expert_groups(2)
+        model = nn.Sequential(nn.Linear(4, 6), tk.experts.make_moe(6, 4, 4, 2, groups=groups), nn.Linear(6, 2))
+        task = tk.Classification(penalty=tk.experts.RouterPenalty(model, balance_weight=0.1))
         load = ExpertLoad(model)
         steps = accumulation_steps(run, task, model, table(), optimizer)
         assert len(load.forwards) == 0

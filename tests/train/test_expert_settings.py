@@ -25,7 +25,9 @@ def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[
     config = tk.MoERunConfig(run_dir=folder, tracker="none", cpu=True, **given)
     with tk.start_run("mine", config) as run:
         size = config.ep_size_in(run.world_size) if groups else 1
-        model = nn.Sequential(nn.Linear(4, 8), tk.make_moe(8, 16, 4, 2, groups=tk.make_expert_groups(size)))
+        model = nn.Sequential(
+            nn.Linear(4, 8), tk.experts.make_moe(8, 16, 4, 2, groups=tk.experts.make_expert_groups(size))
+        )
         table = tk.TensorTable(input=torch.randn(16, 4), label=torch.arange(16) % 4)
         try:
             trainer = tk.standard_trainer(run, tk.Classification(), model, train=table, test=table)
@@ -65,7 +67,7 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
         "--dispatch-chunks 2: no effect, because every process has all experts",
         "--dense-parallel fsdp2: no effect on one process",
         "--fsdp-size 2: no effect on one process",
-        "--balance-weight 0.007: no effect, because the task has no tk.RouterPenalty",
+        "--balance-weight 0.007: no effect, because the task has no tk.experts.RouterPenalty",
     ):
         assert notice in lines
 
@@ -82,7 +84,7 @@ def summary(
         run_dir=folder, tracker="none", cpu=True, **{"experts": 4, "top_k": 1, "batch_size": 50, "lr": 1e-6, **settings}
     )
     with tk.start_run("mine", config) as run:
-        moe = tk.make_moe(4, 8, 4, 1)
+        moe = tk.experts.make_moe(4, 8, 4, 1)
         rows = torch.eye(4) if top_expert is None else torch.ones(4, 4) * (torch.arange(4) == top_expert)[:, None]
         with torch.no_grad():
             moe.router.weight.copy_(10 * rows)

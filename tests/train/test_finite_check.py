@@ -15,8 +15,8 @@ from torch import Tensor
 import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.small_run import small_config, small_trainer
-from toolkit.checkpoint import manifest
 from toolkit.errors import UserError
+from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.evaluation import Evaluation

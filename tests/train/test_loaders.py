@@ -25,6 +25,7 @@ import toolkit as tk
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 
 SAMPLES, BATCH, STEPS_PER_EPOCH = 46, 8, 6
@@ -105,7 +106,7 @@ def train(folder: Path, kind: str, stop_at: int | None = None, **settings: Any) 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "batch sampler", "persistent workers", "stream"])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str):
-    settings = {"epochs": 3, "checkpoint": tk.CheckpointOptions(every_steps=4)}
+    settings = {"epochs": 3, "checkpoint": CheckpointOptions(every_steps=4)}
     whole, results = train(tmp_path / "whole", kind, **settings)
     stopped, again = train(tmp_path / "stopped", kind, stop_at=9, **settings)
     assert len(whole) == 15

@@ -42,7 +42,7 @@ def table() -> TensorTable:
 def train(config: MoERunConfig, *, only: tuple[int, ...] = (), train_on: Any = None) -> dict[str, Any]:
     """With `only`, all tokens go to these two experts."""
     with tk.start_run("profiled", config) as run:
-        moe = tk.moe_from_config(config, DIM, groups=tk.make_expert_groups(run.world_size))
+        moe = tk.moe_from_config(config, DIM, groups=tk.experts.make_expert_groups(run.world_size))
         if only:
             moe.router.weight.data.zero_()
             moe.router.register_forward_pre_hook(lambda _, given: (torch.cat([given[0][:, :-1], BIG(given[0])], 1),))

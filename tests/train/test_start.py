@@ -72,15 +72,15 @@ def test_settings_without_effect_are_named(
 
 
 def counts(ep_size: int) -> tuple[int, int | None]:
-    groups = tk.make_expert_groups(ep_size)
-    moe = tk.make_moe(8, 16, 4, 2, groups=groups, spare_slots=1 if ep_size > 1 else 0)
+    groups = tk.experts.make_expert_groups(ep_size)
+    moe = tk.experts.make_moe(8, 16, 4, 2, groups=groups, spare_slots=1 if ep_size > 1 else 0)
     return count_parameters(nn.Sequential(nn.Linear(4, 8), moe), 2)
 
 
 def test_every_expert_counts_once_however_many_ranks_and_slots_there_are():
     whole = counts(1)
     each = (whole[0] - whole[1]) // 2
-    assert each == sum(p[:1].numel() for p in tk.make_moe(8, 16, 4, 2).experts.parameters())
+    assert each == sum(p[:1].numel() for p in tk.experts.make_moe(8, 16, 4, 2).experts.parameters())
     assert run_distributed(counts, 2, 2) == [whole, whole]
 
 

@@ -17,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.experts.hosts.loop.test_engine import Model
 from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
-from toolkit.checkpoint import checkpoint, manifest
+from toolkit.checkpoint import checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.state import manifest
 from toolkit.train.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)

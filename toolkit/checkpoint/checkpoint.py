@@ -1,50 +1,29 @@
-"""Checkpoints: saved by all ranks, verified, and loadable under another layout of ranks.
+"""A run's checkpoints: when one may be loaded into a run, and what is deleted for a new one.
 
-    checkpoints/step-00000100/
-        *.safetensors    weights and optimizer states, see `toolkit.experts.state.tensor_files`
-        state.json       step, metric sums, callbacks, results, the configuration, the identity of the data
-        manifest.json    format, step, world size, placement of rows, which file holds which, size and SHA-256 of files
-
-`toolkit.checkpoint.manifest` writes a folder so that it is complete or not there. Safetensors and JSON only: loading
-executes no code. A `Trainer` uses `begin_checkpoint` and `load_checkpoint`; other loops `save_tensors` and
-`load_tensors`, which need no `Run` and write the same files.
+The files are those of `toolkit.experts.state.checkpoint_files`, in `checkpoints/step-00000100/` of the run's folder; their
+state.json has step, metric sums, callbacks, results, the configuration and the identity of the data.
 """
 
 from __future__ import annotations
 
-import copy
-import shutil
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 
-from toolkit.checkpoint import manifest
 from toolkit.checkpoint.background import Write
 from toolkit.checkpoint.copies import put_checkpoint
-from toolkit.checkpoint.retention import drop_older, free_bytes, make_room, prune
-from toolkit.errors import UserError
-from toolkit.experts.parallel.collectives import is_main, on_main, rank, together
-from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.checkpoint.retention import drop_older, prune
+from toolkit.experts.parallel.collectives import together
+from toolkit.experts.state import manifest
+from toolkit.experts.state.checkpoint_files import begin_save, load_verified
 from toolkit.experts.state.tensor_files import (
-    FileContents,
-    SavedTensors,
     ToCPU,
-    adopt_places,
-    describe_places,
-    describe_tensor,
-    files_to_write,
-    list_rows,
-    load_model,
-    load_optimizer,
     on_cpu,
-    targets,
 )
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned
@@ -54,9 +33,6 @@ from toolkit.run.tracking.secrets import mask
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run
-
-FORMAT = 1
-STATE = "state.json"
 
 # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -85,7 +61,7 @@ def begin_checkpoint(
     try:
         together(lambda: manifest.sweep(folder) if run.owns_folder else None)
         free = partial(drop_older, folder, step, run.print)
-        write_files = _begin(
+        write_files = begin_save(
             final,
             model,
             optimizer,
@@ -119,98 +95,6 @@ def _warn(run: Run, step: int, error: OSError) -> None:
     run.print(f"warning: no checkpoint at step {step}: {error}; older checkpoints are untouched, training goes on.")
 
 
-def save_tensors(
-    folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any] | None = None
-) -> None:
-    """Write `model`, `optimizer` and `extra` (plain JSON values) as the checkpoint `folder`. A collective.
-
-    For loops that have no `Run`. A checkpoint that is there already is replaced once the new one is complete and
-    verified. Raises UserError on every rank, with the former one untouched, where it cannot be written.
-    """
-    final = Path(folder).absolute()
-
-    def prepare() -> None:
-        manifest.recover(final)
-        if final.exists() and not (final / manifest.NAME).exists() and (not final.is_dir() or any(final.iterdir())):
-            raise UserError(f"{folder} holds something that is no checkpoint: save to another folder.")
-
-    try:
-        on_main(prepare)
-        _begin(final, model, optimizer, state=extra or {}, config={}, step=None)(None)
-    except OSError as error:
-        raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
-
-
-def _begin(
-    final: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    state: dict[str, Any],
-    config: dict[str, Any],
-    step: int | None,
-    make_free: Callable[[int], None] = lambda _: None,
-    to_cpu: ToCPU = on_cpu,
-    ranks: Sequence[int] | None = None,
-) -> Callable[[dist.ProcessGroup | None], list[str]]:
-    """Make room for the checkpoint `final`, and return what writes it, whole or not at all, and returns the names of
-    its files. Both are collectives, and raise OSError on every rank.
-
-    `make_free` is called with the number of bytes that the disk lacks. `ranks` are those that share the folder; the
-    first of them makes it.
-    """
-    makes_folder = is_main() if ranks is None else rank() == ranks[0]
-    writing = final.with_name(manifest.WRITING + final.name)
-    placement = describe_places(model)
-    files = files_to_write(model, optimizer, to_cpu)
-    content = copy.deepcopy({"training": state, "config": config, "optimizer": _describe(optimizer)})
-    needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
-
-    def write(group: dist.ProcessGroup | None) -> list[str]:
-        with _removed_on_failure(writing, needed, makes_folder):
-            reports = together(lambda: _write(writing, files, content if is_main() else None), group)
-            about = {
-                "format": FORMAT,
-                "step": step,
-                "world_size": len(reports),
-                "config_digest": manifest.digest(config),
-                "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
-                "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
-                "placement": placement,
-            }
-            here = [name for at in ranks or range(len(reports)) for name in reports[at][0]]
-            together(lambda: manifest.publish(writing, final, about, here) if makes_folder else None, group)
-        return here
-
-    with _removed_on_failure(writing, needed, makes_folder):
-        together(lambda: make_room(writing, needed, make_free) if makes_folder else None)
-    return write
-
-
-@contextmanager
-def _removed_on_failure(writing: Path, needed: int, makes_folder: bool) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if makes_folder:
-            shutil.rmtree(writing, ignore_errors=True)
-        folder = writing.parent
-        raise OSError(f"{error}; {needed:,} bytes needed, {free_bytes(folder):,} free in {folder}") from error
-
-
-def _write(
-    writing: Path, files: FileContents, content: dict[str, Any] | None
-) -> tuple[dict[str, Any], dict[str, dict[str, list[int]]]]:
-    """Write this rank's files; returns their seals, and which rows of which parameter each holds."""
-    for name, tensors in files.items():
-        save_file(tensors, writing / name)
-    names = list(files)
-    if content is not None:
-        manifest.write_canonical(writing / STATE, content)
-        names.append(STATE)
-    return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
-
-
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
@@ -229,77 +113,8 @@ def load_checkpoint(
     """
     remedy = "use the settings it was made with, or another --run-dir"
     free = LENGTH if run.config.extend else frozenset()
-    return _load(path, model, optimizer, config=_trajectory(run), free=free, remedy=remedy)
-
-
-def load_tensors(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Verify what `save_tensors` (or a `Trainer`) wrote, and load it into `model` and `optimizer`; returns its `extra`.
-
-    A collective. Experts are placed as by `load_checkpoint`. Raises UserError on every rank where the checkpoint is
-    missing, damaged or does not fit.
-    """
-    path = Path(folder).absolute()
-
-    def check() -> None:
-        manifest.recover(path)
-        if damage := manifest.find_damage(path):
-            raise UserError(f"checkpoint {folder} cannot be loaded: {damage}: use another.")
-
-    on_main(check)
-    return _load(path, model, optimizer, config=None, remedy="build the model that it was made with")
-
-
-def _load(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    config: dict[str, Any] | None,
-    free: Set[str] = frozenset(),
-    remedy: str,
-) -> dict[str, Any]:
-    """`config`: the settings that it must have been made with but for those in `free`, or None to accept any."""
-    about, saved = on_main(lambda: read(path))
-    with SavedTensors() as tensors:
-
-        def compare() -> tuple[list[str], set[str]]:
-            tensors.open(path, about["files"])
-            lines = [] if config is None else _differences(saved["config"], config, free)
-            return lines + _misfits(saved, model, optimizer, tensors), {weight for weight, _ in targets(model)}
-
-        try:
-            answers = together(compare)
-        except OSError as error:
-            raise UserError(
-                f"checkpoint {path} cannot be read ({error}): every machine must see this folder."
-            ) from None
-        strangers = tensors.known() - {weight for _, wanted in answers for weight in wanted}
-        lines = [line for found, _ in answers for line in found] + [
-            f"it holds {weight!r}" for weight in sorted(strangers)
-        ]
-        if lines := list(dict.fromkeys(lines)):
-            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-            raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
-        adopt_places(model, about.get("placement", {}))
-        load_model(model, tensors)
-        load_optimizer(model, optimizer, tensors)
-    if saved["optimizer"]["scaler"] is not None:
-        optimizer.scaler.load_state_dict(saved["optimizer"]["scaler"])  # type: ignore[attr-defined]
-    return saved["training"]
-
-
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The manifest and the state in `path`. Raises UserError for another format, and where one cannot be read."""
-    about = manifest.read_manifest(path)
-    if about["format"] != FORMAT:
-        raise UserError(
-            f"checkpoint {path} has format {about['format']} and this version reads format {FORMAT}: "
-            "use the version that wrote it, or another folder."
-        )
-    try:
-        return about, manifest.read_canonical(path / STATE)
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {path} cannot be loaded: {STATE} cannot be read ({error}): use another.") from None
+    now = _trajectory(run)
+    return load_verified(path, model, optimizer, remedy=remedy, differences=lambda then: _differences(then, now, free))
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> list[str]:
@@ -311,30 +126,6 @@ def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> l
     ]
     line = other_data(then.get(DATA, {}), now.get(DATA, {}))
     return lines if line is None else [*lines, f"it was made with {line}"]
-
-
-def _misfits(
-    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors
-) -> list[str]:
-    """Why this rank's model and optimizer cannot use the checkpoint, each reason as half a sentence."""
-    lines = []
-    then, now = saved["optimizer"], _describe(optimizer)
-    if then["name"] != now["name"]:
-        lines.append(f"it was made with the optimizer {then['name']} and this run has {now['name']}")
-    if (then["scaler"] is None) != (now["scaler"] is None):
-        lines.append(f"it was made {'without' if then['scaler'] is None else 'with'} fp16's loss scaling")
-    for weight, target in targets(model):
-        here = describe_tensor(tuple(target.shape), target.dtype)
-        if weight not in tensors.weights:
-            lines.append(f"it lacks {weight!r}")
-        elif (there := tensors.describe(weight)) != here:
-            lines.append(f"its {weight!r} is {there} and this run's is {here}")
-    return lines
-
-
-def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    scaler = getattr(optimizer, "scaler", None)
-    return {"name": type(unwrapped(optimizer)).__name__, "scaler": None if scaler is None else scaler.state_dict()}
 
 
 def _trajectory(run: Run) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from toolkit.checkpoint import manifest
 from toolkit.checkpoint.retention import newest_first, step_of
 from toolkit.experts.parallel.collectives import on_main, together
+from toolkit.experts.state import manifest
 from toolkit.run.storage import CHECKPOINTS, Storage
 
 if TYPE_CHECKING:

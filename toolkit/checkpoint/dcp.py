@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from toolkit.checkpoint import manifest
 from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places, whole_weights
 from toolkit.errors import UserError, one_line
+from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import SavedTensors, split_key
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.checkpoint import manifest
-from toolkit.checkpoint.checkpoint import STATE, read
 from toolkit.checkpoint.copies import find_with_copies
 from toolkit.checkpoint.retention import newest_first, step_of
+from toolkit.experts.state import manifest
+from toolkit.experts.state.checkpoint_files import STATE, read
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.checkpoint import manifest
 from toolkit.errors import UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import ROWS, SavedTensors, list_rows
 
 RowIds = dict[str, list[list[int]]]

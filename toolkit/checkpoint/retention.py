@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.checkpoint import manifest
 from toolkit.errors import UserError
+from toolkit.experts.state import manifest
 
 
 def step_of(path: Path) -> int:
@@ -67,22 +66,3 @@ def drop_older(folder: Path, step: int, say: Callable[[str], None], missing: int
         manifest.remove(path)
         missing -= size
         say(f"warning: the disk is full: {path.name} was deleted to make room for step {step}.")
-
-
-def make_room(writing: Path, needed: int, make_free: Callable[[int], None]) -> None:
-    """Make the empty folder `writing` on a disk with `needed` free bytes. Raises OSError where `make_free`, which is
-    called with the number that it lacks, does not help."""
-    writing.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(writing, ignore_errors=True)
-    if (missing := needed - free_bytes(writing.parent)) > 0:
-        make_free(missing)
-    if needed > free_bytes(writing.parent):
-        raise OSError("the disk is full")
-    writing.mkdir()
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that can be written where `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

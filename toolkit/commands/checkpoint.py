@@ -13,7 +13,6 @@ from typing import cast, get_args
 import torch
 from safetensors import SafetensorError
 
-from toolkit.checkpoint import manifest
 from toolkit.checkpoint import reshard as rewrite
 from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import newest_first
@@ -21,6 +20,7 @@ from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.state import manifest
 from toolkit.run.tracking.jsonl import from_json
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"

@@ -121,23 +121,23 @@ def _check_experts_are_as_configured(run: Run, config: ExpertRunConfig, stacks: 
     if built < wanted and run.world_size > 1:
         raise UserError(
             f"--parallel-strategy {config.parallel_strategy}: experts should be on {wanted} processes, and the model "
-            f"was built for {built}: build it with groups=tk.make_expert_groups({wanted}), or use data_parallel."
+            f"was built for {built}: build it with groups=tk.experts.make_expert_groups({wanted}), or use data_parallel."
         )
     if config.exchange == "hierarchical" and stacks[0].groups.nodes is None:
         raise UserError(
-            "--exchange hierarchical: the model was built for flat: build it with groups=tk.make_expert_groups(..., "
+            "--exchange hierarchical: the model was built for flat: build it with groups=tk.experts.make_expert_groups(..., "
             "exchange=config.exchange)."
         )
     is_spread = run.world_size > 1 and built > 1
     if is_spread and config.dispatch_chunks != stacks[0].groups.chunks:
         raise UserError(
             f"--dispatch-chunks {config.dispatch_chunks}: the model was built for {stacks[0].groups.chunks}: build it "
-            "with groups=tk.make_expert_groups(..., dispatch_chunks=config.dispatch_chunks)."
+            "with groups=tk.experts.make_expert_groups(..., dispatch_chunks=config.dispatch_chunks)."
         )
     if is_spread and config.ep_stride > 1 and built_in != strided_partition(run.world_size, built, config.ep_stride):
         raise UserError(
             f"--ep-stride {config.ep_stride}: the model was built for the EP groups "
-            f"{', '.join(map(str, built_in))}: build it with groups=tk.make_expert_groups({built}, "
+            f"{', '.join(map(str, built_in))}: build it with groups=tk.experts.make_expert_groups({built}, "
             f"ep_stride={config.ep_stride}), or leave the flag out."
         )
     if built > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):
@@ -157,7 +157,9 @@ def _print_idle_expert_settings(run: Run, config: ExpertRunConfig, task: Task, s
             run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")
     wants_penalty = isinstance(config, MoERunConfig) and config.balance == "loss" and config.balance_weight > 0
     if wants_penalty and isinstance(task, (Classification, LanguageModeling)) and task.penalty is None:
-        run.print(f"--balance-weight {config.balance_weight:g}: no effect, because the task has no tk.RouterPenalty.")
+        run.print(
+            f"--balance-weight {config.balance_weight:g}: no effect, because the task has no tk.experts.RouterPenalty."
+        )
 
 
 def lifecycle_callbacks(

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as careless_checkpoint
 
-from toolkit.checkpoint import checkpoint
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.layer import losses
 from toolkit.experts.layer.losses import RouterPenalty
@@ -27,6 +26,7 @@ from toolkit.experts.parallel.gradients import average_owned_gradients, clip_gra
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import owned
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.state import checkpoint_files
 
 fault = sys.argv[1] if len(sys.argv) > 1 else ""
 accelerator = Accelerator()
@@ -93,10 +93,10 @@ if fault == "save":  # Accelerate saves, and the layer does not refuse, as other
 else:
 
     def save_checkpoint(folder: str) -> None:
-        checkpoint.save_tensors(folder, model, optimizer)
+        checkpoint_files.save(folder, model, optimizer)
 
     def load_checkpoint(folder: str) -> None:
-        checkpoint.load_tensors(folder, model, optimizer)
+        checkpoint_files.load(folder, model, optimizer)
 
 
 for step in range(10):

@@ -15,6 +15,7 @@ from continual.streams import TaskOrder
 from toolkit.data.batches import Augment, EvalBatches, TrainBatches
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
+from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.run.config.experts import DynamicRunConfig
@@ -54,7 +55,7 @@ class DynamicModel(nn.Module):
     def __init__(self, groups: ExpertGroups, experts: int, logical_experts: int):
         super().__init__()
         self.stem = nn.Linear(DIM, 10)
-        self.moe = tk.make_dynamic_moe(10, 7, experts, 2, groups=groups, max_experts=logical_experts)
+        self.moe = make_dynamic_moe(10, 7, experts, 2, groups=groups, max_experts=logical_experts)
         self.head = nn.Linear(10, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def dynamic_trainer(
         torch.manual_seed(0)
         model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_experts).double()
         table, where = dynamic_table(), {"rank": run.rank, "world_size": run.world_size}
-        penalty = tk.RouterPenalty(model, balance_weight=0.001)
+        penalty = tk.experts.RouterPenalty(model, balance_weight=0.001)
         task, balance = tk.Classification(penalty=penalty), WholeStepBalance(penalty)
         memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
         lifecycle = Lifecycle(model, task, memory, config.lifecycle, min_experts=config.min_experts, balance=balance)

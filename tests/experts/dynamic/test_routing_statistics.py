@@ -17,7 +17,7 @@ DIM, EXPERTS, CLASSES = 6, 4, 3
 
 def model(ep_size: int = 1) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(tk.make_moe(DIM, 5, EXPERTS, 2, groups=make_expert_groups(ep_size)))
+    return torch.nn.Sequential(tk.experts.make_moe(DIM, 5, EXPERTS, 2, groups=make_expert_groups(ep_size)))
 
 
 def counting(net: torch.nn.Module, ids=(0, 1, 2, 3)) -> RoutingStatistics:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.migrate import migrate
@@ -17,6 +16,7 @@ from toolkit.experts.parallel.gradients import clip_grad_norm_
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.state import checkpoint_files
 
 EXPERTS, SLOTS, DIM, STEPS = 6, 9, 16, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -86,9 +86,9 @@ def test_experts_that_change_slots_after_every_step_learn_the_same(
 def test_what_one_order_of_slots_saved_another_loads_without_a_difference(device: str, tmp_path: Path) -> None:
     model, optimizer = build(device, torch.float32, some_placement(1))
     train(model, optimizer, move=True)
-    save_tensors(tmp_path / "saved", model, optimizer)
+    checkpoint_files.save(tmp_path / "saved", model, optimizer)
     other, its_optimizer = build(device, torch.float32, some_placement(2))
-    load_tensors(tmp_path / "saved", other, its_optimizer)
+    checkpoint_files.load(tmp_path / "saved", other, its_optimizer)
     saved, loaded = by_id(model, optimizer), by_id(other, its_optimizer)
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)

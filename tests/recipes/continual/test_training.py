@@ -13,6 +13,7 @@ from tests.recipes.continual.toy import dimmed, toy_config, toy_trainer
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.data.table import Batch
+from toolkit.run.config.callback_options import CheckpointOptions, EarlyStoppingOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.remember import Replay
 
@@ -118,7 +119,7 @@ def test_a_change_of_task_raises_an_alarm(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_failed_within_a_task_goes_on_as_if_it_had_not(method, whole, tmp_path):
-    config = toy_config(tmp_path / "run", checkpoint=tk.CheckpointOptions(every_steps=4))
+    config = toy_config(tmp_path / "run", checkpoint=CheckpointOptions(every_steps=4))
     with in_float64(), pytest.raises(RuntimeError, match="out of luck"):
         train(config, StopAfter(27), **METHODS[method])
     results, weights = train_in_float64(config, **METHODS[method])
@@ -148,7 +149,7 @@ def test_any_number_of_processes_learns_and_remembers_the_same(world_size, whole
 
 
 def test_stopping_early_is_refused_where_no_single_test_set_could_tell_when(tmp_path):
-    config = toy_config(tmp_path / "run", early_stopping=tk.EarlyStoppingOptions(patience=2))
+    config = toy_config(tmp_path / "run", early_stopping=EarlyStoppingOptions(patience=2))
     with pytest.raises(tk.UserError, match=r"--early-stopping\.patience 2: this run has no single test set"):
         train(config)
 

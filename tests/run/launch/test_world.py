@@ -40,6 +40,7 @@ TOY = '''
 import json, os, pathlib, sys, time
 from dataclasses import dataclass
 import toolkit as tk
+from toolkit.errors import Preempted
 
 class Config(tk.RunConfig):
     lines: tuple[str, ...] = ()
@@ -195,7 +196,7 @@ def test_a_rank_that_is_killed_is_named(toy: Path):
 
 
 def test_preempted_ranks_leave_with_75(toy: Path):
-    assert outcome(toy, "fail(tk.Preempted('stopped at step 3.'))") == (75, "stopped at step 3.\n")
+    assert outcome(toy, "fail(Preempted('stopped at step 3.'))") == (75, "stopped at step 3.\n")
 
 
 def test_a_rank_that_is_done_early_does_not_end_the_others(toy: Path):
@@ -331,7 +332,7 @@ def test_a_bug_is_tried_as_often_as_was_asked_for_and_named(toy: Path):
     ("line", "code"),
     [
         ("fail(tk.UserError('no good.'))", 2),
-        ("fail(tk.Preempted('stopped.'))", 75),
+        ("fail(Preempted('stopped.'))", 75),
         ("fail(KeyboardInterrupt())", 130),
         ("fail(MemoryError())", 2),
     ],

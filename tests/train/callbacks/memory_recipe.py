@@ -44,10 +44,10 @@ def main(config: Config) -> dict[str, Any]:
         limit = psutil.Process().memory_info().vms + config.limit_mib * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     with tk.start_run("hungry", config) as run:
-        model = SmallModel(tk.make_expert_groups(run.world_size))
+        model = SmallModel(tk.experts.make_expert_groups(run.world_size))
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(input=torch.randn(200, 8, generator=draws), label=torch.randint(3, (200,), generator=draws))
-        task = Hungry(config, run.rank, penalty=tk.RouterPenalty(model, balance_weight=0.01))
+        task = Hungry(config, run.rank, penalty=tk.experts.RouterPenalty(model, balance_weight=0.01))
         callbacks = [BiasBalancing(model)]
         trainer = tk.standard_trainer(run, task, model, train=table, test=table, callbacks=callbacks)
         return run.finish(trainer.fit())

@@ -95,7 +95,7 @@ class Note(tk.Callback):
         ({"eval_every": 1}, [1, 2, 3]),
         ({"eval_every": 2}, [2, 3]),
         ({"eval_every": 5}, [3]),
-        ({"early_stopping": tk.EarlyStoppingOptions(patience=1)}, [1, 2]),
+        ({"early_stopping": EarlyStoppingOptions(patience=1)}, [1, 2]),
     ],
     ids=["each epoch", "every other", "at the end at least", "until it stops"],
 )
@@ -113,4 +113,4 @@ def test_evaluations_come_every_few_epochs_until_the_run_ends(settings, epochs, 
 @pytest.mark.parametrize("settings", [{"patience": 0}, {"min_delta": -1.0}])
 def test_settings_without_a_meaning_are_refused(settings):
     with pytest.raises(UserError, match=r"(patience|min_delta)="):
-        tk.EarlyStoppingOptions(**settings)
+        EarlyStoppingOptions(**settings)

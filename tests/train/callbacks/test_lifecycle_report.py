@@ -12,6 +12,7 @@ import pytest
 import toolkit as tk
 from tests.experts.dynamic.dynamic_run import dynamic_config, dynamic_trainer
 from tests.support.helpers import run_distributed
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.run.tracking.lifecycle_records import read_lifecycle
 
@@ -26,7 +27,7 @@ class Fails(tk.Callback):
 
 
 def train(folder: Path, *callbacks: tk.Callback, ep_size: int = 1) -> None:
-    config = dynamic_config(folder, max_steps=STEPS, checkpoint=tk.CheckpointOptions(every_steps=52))
+    config = dynamic_config(folder, max_steps=STEPS, checkpoint=CheckpointOptions(every_steps=52))
     with dynamic_trainer(config, ep_size=ep_size, callbacks=callbacks, reported=True) as (trainer, _):
         trainer.fit()
 

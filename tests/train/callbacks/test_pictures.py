@@ -11,6 +11,8 @@ import torch
 import toolkit as tk
 from tests.recipes.continual.toy import toy_config, toy_trainer
 from toolkit.data.table import TensorTable
+from toolkit.experts.layer.moe_layer import describe_experts
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.run.config.run import RunConfig
 from toolkit.train.callbacks.pictures import draw_run
@@ -41,10 +43,10 @@ def test_results_and_picture_show_where_experts_ended(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         "toolkit.train.callbacks.pictures.draw_plots", lambda _, placement: drawn.append(placement) or {}
     )
-    layer = tk.make_moe(4, 4, 4, 1, spare_slots=1)
+    layer = tk.experts.make_moe(4, 4, 4, 1, spare_slots=1)
     model = torch.nn.ModuleDict({"block": layer})
     with tk.start_run("toy", config(tmp_path / "run")) as run:
-        run.describe(**tk.describe_experts(model, tk.ExpertGroups()))
+        run.describe(**describe_experts(model, ExpertGroups()))
         run.draw_at_finish(draw_run)
         assert run.facts["expert_placement"] == {"block": [[0, 1, 2, 3]]}
         layer.expert_stack.place(ExpertPlacement(((-1, 3, 1, 2, 0),)))
@@ -55,14 +57,14 @@ def test_results_and_picture_show_where_experts_ended(tmp_path: Path, monkeypatc
 
 
 def test_inactive_experts_are_not_in_the_placement():
-    layer = tk.make_moe(4, 4, 4, 1)
+    layer = tk.experts.make_moe(4, 4, 4, 1)
     layer.router.register_buffer("active_E", torch.tensor([True, False, True, False]))
-    facts = tk.describe_experts(torch.nn.ModuleDict({"block": layer}), tk.ExpertGroups())
+    facts = describe_experts(torch.nn.ModuleDict({"block": layer}), ExpertGroups())
     assert facts["ep_size"] == 1
     assert facts["expert_placement"]() == {"block": [[0, 2]]}
 
 
 def test_the_ranks_of_ep_groups_are_named_where_they_are_not_neighbours():
-    assert "ep_groups" not in tk.describe_experts(torch.nn.Linear(1, 1), tk.ExpertGroups(ep_size=2))
-    crossed = tk.ExpertGroups(ep_size=2, partition=((0, 3), (1, 2)))
-    assert tk.describe_experts(torch.nn.Linear(1, 1), crossed)["ep_groups"] == [[0, 3], [1, 2]]
+    assert "ep_groups" not in describe_experts(torch.nn.Linear(1, 1), ExpertGroups(ep_size=2))
+    crossed = ExpertGroups(ep_size=2, partition=((0, 3), (1, 2)))
+    assert describe_experts(torch.nn.Linear(1, 1), crossed)["ep_groups"] == [[0, 3], [1, 2]]

@@ -12,8 +12,9 @@ import toolkit as tk
 from tests.support.forked_python import ForkedPython, run_forked
 from tests.support.helpers import run_distributed
 from tests.support.small_run import STEPS, Stop, small_config, small_trainer, train
-from toolkit.checkpoint import checkpoint
-from toolkit.errors import EXIT_PREEMPTED
+from toolkit.errors import EXIT_PREEMPTED, Preempted
+from toolkit.experts.state import checkpoint_files
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 
 
@@ -49,7 +50,7 @@ def during(hook: str, *, step: int = 10, times: int = 1) -> tk.Callback:
 def test_a_signal_at_any_moment_of_training_ends_it_at_the_next_boundary(hook, stops_at, tmp_path):
     config = small_config(tmp_path / "run")
     with (
-        pytest.raises(tk.Preempted, match=f"stopped by SIGTERM at step {stops_at}; run the same command again"),
+        pytest.raises(Preempted, match=f"stopped by SIGTERM at step {stops_at}; run the same command again"),
         small_trainer(config, callbacks=[during(hook)]) as trainer,
     ):
         trainer.fit()
@@ -58,7 +59,7 @@ def test_a_signal_at_any_moment_of_training_ends_it_at_the_next_boundary(hook, s
 
 def test_a_second_signal_changes_nothing(tmp_path):
     with (
-        pytest.raises(tk.Preempted, match="stopped by SIGTERM at step 10;"),
+        pytest.raises(Preempted, match="stopped by SIGTERM at step 10;"),
         small_trainer(
             small_config(tmp_path / "run"), callbacks=[during("on_step_end", times=3), during("on_save")]
         ) as trainer,
@@ -93,16 +94,16 @@ def test_a_run_that_was_not_stopped_puts_the_handlers_back(fails, handlers, tmp_
 
 
 def test_a_stop_that_could_not_be_saved_says_where_the_run_will_continue(tmp_path, monkeypatch):
-    config = small_config(tmp_path / "run", checkpoint=tk.CheckpointOptions(every_steps=4))
-    write = checkpoint.save_file
+    config = small_config(tmp_path / "run", checkpoint=CheckpointOptions(every_steps=4))
+    write = checkpoint_files.save_file
 
     def full(*args: object) -> None:
         if "step-00000004" not in str(args[1]):
             raise OSError(28, "No space left on device")
         write(*args)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(tk.Preempted, match="at step 6; run the same command again to continue from step 4, the last"):
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
+    with pytest.raises(Preempted, match="at step 6; run the same command again to continue from step 4, the last"):
         train(config, Stop(6, "SIGTERM"))
 
 
@@ -110,7 +111,7 @@ def test_a_stop_with_nothing_saved_is_no_promise_to_continue(tmp_path, monkeypat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
     with pytest.raises(tk.UserError, match="stopped by SIGTERM at step 6, and no checkpoint could be written to"):
         train(small_config(tmp_path / "run"), Stop(6, "SIGTERM"))
 

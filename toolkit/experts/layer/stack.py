@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
 from toolkit.experts.layer.dispatch.order import SlotOrder
-from toolkit.experts.parallel.gradients import average_in_backward, stop_averaging
+from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.gradients import average_in_backward, average_owned_gradients, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.rows_in_files import RowsInFiles
@@ -289,6 +290,17 @@ def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
 def _bytes_of_slot(stacked: Tensor) -> int:
     # Also on a rank that has no slot.
     return stacked.shape[1:].numel() * stacked.element_size()
+
+
+def average_gradients(stacks: Mapping[str, ExpertStack]) -> None:
+    """Makes the gradients of all experts the mean over all ranks' batches, as DDP makes those of other parameters.
+
+    A collective, once between the last backward of a step and clipping, in loops without `ExpertParallel`.
+
+    Args:
+        stacks: The experts of each layer, as `spread_experts` returned them.
+    """
+    average_owned_gradients([p for stack in stacks.values() for p in stack.parameters.values()], world_size())
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:

@@ -135,17 +135,25 @@ def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, owner
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Sequence[Tensor],
+    parameters: Iterable[Tensor],
     max_norm: float | None,
     *,
     take_norms: Callable[[Sequence[Tensor], Tensor], None] | None = None,
 ) -> Float[Tensor, ""]:
-    """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar.
+    """Scales all gradients so that their global 2-norm is at most `max_norm`. A collective of all ranks.
 
     Replicated parameters count once, owned ones are summed over the EP group, and what FSDP2 shards over one set of
-    shards, so every rank gets the same norm and applies the same factor. With `max_norm` None it is only measured.
-    `take_norms` is called with parameters and the norm of each one's gradient on this rank.
+    shards, so every rank gets the same norm and applies the same factor.
+
+    Args:
+        parameters: All of the model's, owned and replicated.
+        max_norm: None only measures.
+        take_norms: Is called with parameters and the norm of each one's gradient on this rank.
+
+    Returns:
+        The norm before, a scalar.
     """
+    parameters = list(parameters)
     replicated: list[Tensor] = []
     rows: list[Tensor] = []
     shards: list[Tensor] = []

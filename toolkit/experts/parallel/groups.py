@@ -86,7 +86,7 @@ class ExpertGroups:
         if self.ep_group is not None or self.expert_dp_group is not None:
             raise UserError(
                 "experts on several ranks cannot be pickled, because each process has some of them only: "
-                "use the save(folder) of ExpertParallel, or save_tensors."
+                "use the save(folder) of ExpertParallel, or checkpoint_files.save."
             )
         return ExpertGroups, (self.ep_size, self.ep_rank)
 

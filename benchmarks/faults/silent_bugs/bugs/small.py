@@ -15,9 +15,9 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from toolkit.checkpoint import checkpoint
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.state import checkpoint_files
 
 SIZE = 12
 """Samples of a global batch."""
@@ -59,10 +59,10 @@ def saving(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable
     """Two functions that save and load a mixture with all of its experts."""
 
     def save(folder: str) -> None:
-        checkpoint.save_tensors(folder, model, optimizer)
+        checkpoint_files.save(folder, model, optimizer)
 
     def load(folder: str) -> None:
-        checkpoint.load_tensors(folder, model, optimizer)
+        checkpoint_files.load(folder, model, optimizer)
 
     return save, load
 

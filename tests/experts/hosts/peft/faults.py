@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.experts.hosts.transformers.families import EXPERTS
-from toolkit.checkpoint import manifest
 from toolkit.experts.hosts.transformers import causal_lm
+from toolkit.experts.state import manifest
 
 MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

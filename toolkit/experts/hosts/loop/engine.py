@@ -24,7 +24,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.compat import is_marked_as_prepared
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
@@ -58,6 +57,7 @@ from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
+from toolkit.experts.state import checkpoint_files
 from toolkit.experts.state.state_dict import is_spread, whole_state_dict
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class ExpertParallel:
                 raise UserError(f"{name}={value!r} cannot be saved: {error}: give save plain JSON values.") from None
         replanner = self.replanner.state_dict() if self.replanner else None
         state = {"steps": self.steps, "replanner": replanner, "extra": extra}
-        save_tensors(folder, self._model, self._optimizer, state)
+        checkpoint_files.save(folder, self._model, self._optimizer, state)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
         """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`.
@@ -281,7 +281,7 @@ class ExpertParallel:
         On as many ranks with as many slots experts are placed where they were saved. A collective.
         """
         self._require_prepared("load")
-        state = load_tensors(folder, self._model, self._optimizer)
+        state = checkpoint_files.load(folder, self._model, self._optimizer)
         self.steps = state["steps"]
         if self._meter is not None:
             self._meter.begin(self.steps)

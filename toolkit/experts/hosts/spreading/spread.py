@@ -20,6 +20,7 @@ from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.layer.stack_state import hook_state, rows_of
+from toolkit.experts.parallel.dense import leave_out_of_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.rows_in_files import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
@@ -69,6 +70,7 @@ def spread_experts(
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
             hook_state(module)
+    leave_out_of_ddp(model)
     return expert_stacks(model)
 
 

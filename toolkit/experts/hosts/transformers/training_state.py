@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from toolkit.checkpoint.checkpoint import load_tensors, save_tensors
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan import Replanner
+from toolkit.experts.state import checkpoint_files
 
 if TYPE_CHECKING:
     from toolkit.experts.hosts.loop.engine import ExpertParallel
@@ -40,7 +40,7 @@ class TrainingState:
         if state.global_step == 0:
             return
         scheduler, optimizer = trainer["lr_scheduler"], trainer["optimizer"]
-        saved = load_tensors(_checkpoint(args, state) / FOLDER, trainer["model"], optimizer)
+        saved = checkpoint_files.load(_checkpoint(args, state) / FOLDER, trainer["model"], optimizer)
         if self.replanner is not None and saved["replanner"] is not None:
             self.replanner.load_state_dict(saved["replanner"])
         scheduler.load_state_dict(saved["scheduler"])
@@ -65,13 +65,13 @@ class TrainingState:
     def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         replanner = None if self.replanner is None else self.replanner.state_dict()
         content = {"replanner": replanner, "scheduler": trainer["lr_scheduler"].state_dict()}
-        save_tensors(_checkpoint(args, state) / FOLDER, trainer["model"], trainer["optimizer"], content)
+        checkpoint_files.save(_checkpoint(args, state) / FOLDER, trainer["model"], trainer["optimizer"], content)
         _random_file(args, state).write_text(json.dumps(_random_states()))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # Trainer leaves out experts that files have under other names than the model, as in most mixtures.
-            load_tensors(Path(state.best_model_checkpoint) / FOLDER, trainer["model"], trainer["optimizer"])
+            checkpoint_files.load(Path(state.best_model_checkpoint) / FOLDER, trainer["model"], trainer["optimizer"])
 
 
 class ExpertTrainingState(TrainingState):

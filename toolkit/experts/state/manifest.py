@@ -20,8 +20,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from toolkit.run.tracking.jsonl import from_json
-
 NAME = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"
 LARGEST_MANIFEST = 2**28
@@ -43,7 +41,7 @@ def write_canonical(file: Path, value: Any) -> None:
 def read_canonical(file: Path) -> Any:
     """What `write_canonical` wrote. Raises ValueError where the text is not exactly that."""
     text = file.read_text(encoding="utf-8")
-    value = from_json(text)
+    value = json.loads(text)
     if _canonical(value) != text:
         raise ValueError("it was altered")
     return value

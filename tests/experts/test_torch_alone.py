@@ -1,0 +1,98 @@
+"""Experts in a loop on torch alone: `from toolkit import experts` is enough, light, and learns what one process does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.equality import in_float64
+from tests.support.helpers import ROOT, program_environment, run_distributed
+from toolkit import experts
+from toolkit.experts.state.state_dict import whole_state_dict
+
+STUB = ast.parse((ROOT / "toolkit" / "experts" / "__init__.pyi").read_text())
+EXAMPLE = ROOT / "docs" / "examples" / "torch_alone.py"
+
+
+def test_there_are_few_public_names_and_each_is_there():
+    listed = [name.name for node in STUB.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert sorted(listed) == sorted(experts.__all__)
+    assert len(listed) <= 13
+    assert all(hasattr(experts, name) for name in listed)
+
+
+def test_it_loads_torch_and_no_other_large_library():
+    code = (
+        "import sys; from toolkit import experts; [getattr(experts, n) for n in experts.__all__ if n != 'ExpertParallel'];"
+        "print(*{'torch', 'transformers', 'accelerate', 'datasets', 'wandb', 'peft'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=program_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["torch"]
+
+
+def train(folder: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Eight clipped AdamW steps with a real rate, in which experts move; saves after four, and trains the rest twice."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with in_float64():
+        torch.manual_seed(0)
+        mixture = experts.make_moe(dim=8, hidden_dim=16, num_experts=8, top_k=2)
+        model = nn.Sequential(nn.Linear(8, 8), mixture, nn.Linear(8, 1))
+        groups = experts.make_expert_groups(min(2, world))
+        stacks = experts.spread_experts(model, groups)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        called = DistributedDataParallel(model) if world > 1 else model
+        replanner = experts.Replanner(stacks, experts.ReplanOptions(planner="swap", every=2, guarded=False))
+        norms = []
+
+        def steps(first: int, last: int) -> None:
+            for step in range(first, last):
+                x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+                optimizer.zero_grad()
+                mse_loss(called(x), x.sum(-1, keepdim=True).sin()).backward()
+                experts.average_gradients(stacks)
+                norms.append(experts.clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                replanner.after_step(step, optimizer)
+
+        steps(1, 5)
+        experts.save(folder, model, optimizer)
+        steps(5, 9)
+        experts.load(folder, model, optimizer)
+        steps(5, 9)
+    return norms, whole_state_dict(model), len(replanner.migrations)
+
+
+def test_two_and_four_processes_learn_what_one_does_while_experts_move(tmp_path: Path):
+    norms, weights, _ = train(str(tmp_path / "one"))
+    for world in (2, 4):
+        for rank, (found, whole, moves) in enumerate(run_distributed(train, world, str(tmp_path / f"of-{world}"))):
+            torch.testing.assert_close(found, norms, rtol=1e-9, atol=0)
+            assert moves > 0
+            for name, weight in whole.items() if rank == 0 else ():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-9, atol=1e-12)
+
+
+def test_the_example_saves_and_loads_on_two_processes(tmp_path: Path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(EXAMPLE), str(tmp_path)],
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"loss ([\d.]+), again ([\d.]+)", done.stdout)
+    assert len(losses) == 2
+    assert all(after == again for after, again in losses)
