@@ -111,7 +111,7 @@ def load_checkpoint(
     so that nothing migrates; elsewhere they stay where they are. Raises UserError on every rank, before anything is
     changed, where the checkpoint is of another format, configuration or model.
     """
-    remedy = "use the settings it was made with, or another --run-dir"
+    remedy = "use the settings it was made with, or another run_dir"
     free = LENGTH if run.config.extend else frozenset()
     now = _trajectory(run)
     return load_verified(path, model, optimizer, remedy=remedy, differences=lambda then: _differences(then, now, free))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that is copied to `--storage`, and whose folder may be another one on each machine.
+"""Checkpoints of a run that is copied to a `storage`, and whose folder may be another one on each machine.
 
 Then the folder of a checkpoint holds the files of the ranks of its machine, and the manifest of all. The storage gets
 all of them; a run that continues takes from it what its machine lacks.
@@ -49,7 +49,7 @@ def put_checkpoint(folder: Path, files: list[str], keep: int, run: Run, group: d
         together(put_files, group)
         on_main(publish, group)
     except OSError as error:
-        run.print(f"warning: {folder.name} is not in --storage {storage.uri} ({error}); training goes on.")
+        run.print(f"warning: {folder.name} is not in {storage.uri} ({error}); training goes on.")
 
 
 def find_with_copies(folder: Path, run: Run, strangeness: Callable[[Path], str | None]) -> Path | None:
@@ -74,7 +74,7 @@ def _known(folder: Path, run: Run) -> list[str]:
     try:
         copies = on_main(lambda: _newest_first(storage))
     except OSError as error:
-        run.print(f"warning: --storage {storage.uri} cannot be read ({error}): only {folder} is looked into.")
+        run.print(f"warning: {storage.uri} cannot be read ({error}): only {folder} is looked into.")
         copies = []
     own = on_main(lambda: [path.name for path in newest_first(folder)])
     return sorted({*own, *copies}, key=lambda name: step_of(Path(name)), reverse=True)

@@ -41,9 +41,13 @@ def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
     known = {step_of(path): path for path in newest_first(folder)}
     if step not in known:
         steps = ", ".join(str(known_step) for known_step in sorted(known)) or "none"
-        raise UserError(f"--resume-from {step}: there is no such checkpoint in {folder}: take one of {steps}.")
+        raise UserError(
+            field="resume_from",
+            value=step,
+            remedy=f"there is no such checkpoint in {folder}: take one of {steps}",
+        )
     if damage := manifest.find_damage(known[step]):
-        raise UserError(f"--resume-from {step}: {damage}: take another.")
+        raise UserError(field="resume_from", value=step, remedy=f"{damage}: take another")
     moving = folder / f".{aside.name}"
     moving.mkdir(exist_ok=True)
     later = [path for path in known.values() if step_of(path) > step]

@@ -14,7 +14,7 @@ def ranks_per_node(default: int) -> int:
     """Processes that the launcher started on this node, from LOCAL_WORLD_SIZE; `default`, which is those of the world,
     where it does not say.
 
-    Nodes are emulated on one machine by as many launchers: `torchrun --nnodes 2 --nproc-per-node 2` for each.
+    Nodes are emulated on one machine by as many launchers, as torchrun's for two nodes of two processes each.
     """
     return int(os.environ.get("LOCAL_WORLD_SIZE") or default)
 
