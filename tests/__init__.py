@@ -1,7 +1,8 @@
 """Tests. Importing this package, also in a process that a test starts, has the shapes of tensors checked from then on.
 
-Every module of `toolkit/` and of a recipe's subject that annotates tensors with jaxtyping is imported with its functions and dataclasses wrapped:
-a call whose tensors do not have the shapes of the annotations raises `jaxtyping.TypeCheckError`.
+Every module of `toolkit/` and of a recipe's subject that annotates tensors with jaxtyping is imported with its
+functions and dataclasses wrapped: a call whose tensors do not have the shapes of the annotations raises
+`jaxtyping.TypeCheckError`.
 """
 
 import typing

@@ -1,6 +1,7 @@
 """The toolkit on a device that is not the CPU: no operation mixes devices, and ordinary steps do not wait for it.
 
-The device is emulated (`tests.support.emulated_device`), so that this is seen without a GPU; `make test-gpu` takes a GPU.
+The device is emulated (`tests.support.emulated_device`), so that this is seen without a GPU; `make test-gpu` takes a
+GPU.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def test_gradient_accumulation_continues_exactly(tmp_path):
 def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
     folder = tmp_path / "run"
     code = (
-        "from pathlib import Path; from toolkit.run.config.run import CheckpointOptions; from tests.support.small_run import *;"
+        "from pathlib import Path; from toolkit.run.config.run import CheckpointOptions;"
+        "from tests.support.small_run import *;"
         f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointOptions(every_steps=4));"
         f"train(config, Stop({step}, 'SIGKILL'))"
     )

@@ -1,7 +1,7 @@
 """A short training of adapters with a fault to switch on: adapter_training.py FAULT [BASE OUT [MERGED]].
 
-A fault is a few lines done wrong, as threads on adapters of experts report it. `benchmarks/faults/adapter_faults.py` has
-`toolkit doctor` examine each, and `toolkit adapter verify` what it saves in OUT.
+A fault is a few lines done wrong, as threads on adapters of experts report it. `benchmarks/faults/adapter_faults.py`
+has `toolkit doctor` examine each, and `toolkit adapter verify` what it saves in OUT.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/learning/lm_bits_per_byte.py         3 seeds, byte by byte: six runs of a minute on an idle CPU
     python benchmarks/learning/lm_bits_per_byte.py --folder F  keeps the runs in F, and continues what was interrupted
     python benchmarks/learning/lm_bits_per_byte.py --larger  the preset larger: nine runs of two to three minutes
-    python benchmarks/learning/lm_bits_per_byte.py --choose  the same rates for every arm, on the end of the training text
+  python benchmarks/learning/lm_bits_per_byte.py --choose  the same rates for every arm, on training text
 
 Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
 table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger too:

@@ -1,6 +1,6 @@
 """Test accuracy on MNIST: the mixture beside a dense network of equal active parameters, same schedule, same seeds.
 
-    python benchmarks/learning/mnist_accuracy.py --data-dir DIR  10 seeds of 1 epoch and of 5; a quarter of an hour on a CPU
+  python benchmarks/learning/mnist_accuracy.py --data-dir DIR  10 seeds of 1 and 5 epochs; a quarter of an hour
     python benchmarks/learning/mnist_accuracy.py --jobs 2    as many processes of one thread each; goes on where it was
 
 Writes a table and benchmarks/results/mnist_accuracy.json. Each run is `recipes/mnist_moe.py` with that preset. Settings

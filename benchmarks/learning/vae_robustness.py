@@ -1,4 +1,5 @@
-"""Few labels, some of them wrong: the sweeps behind docs/recipes/vae.md. Hours on two cores; goes on where it was stopped.
+"""Few labels, some of them wrong: the sweeps behind docs/recipes/vae.md. Hours on two cores; goes on where it was
+stopped.
 
     python benchmarks/learning/vae_robustness.py --out runs/vae           all of them, one run at a time
     python benchmarks/learning/vae_robustness.py --out runs/vae labels    one of them

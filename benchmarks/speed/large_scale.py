@@ -6,10 +6,10 @@
     python benchmarks/speed/large_scale.py plans  what a plan costs
     python benchmarks/speed/large_scale.py exchanges  tokens sent once to a node, beside a row for each assignment
 
-Nothing here was measured on a GPU. `toolkit.commands.lab.simulate` predicts; inputs are made-up loads and the rates in `H800`,
-each with its source. 58 layers of 256 experts, top 8, hidden 7,168, expert width 2,048; 4,096 tokens on each GPU and
-step, or 30,720 as in that model's training. Left out: pipelines, memory, exchanges that run beside computation, and the
-averaging of gradients. The exchange is flat but in the fourth table.
+Nothing here was measured on a GPU. `toolkit.commands.lab.simulate` predicts; inputs are made-up loads and the rates in
+`H800`, each with its source. 58 layers of 256 experts, top 8, hidden 7,168, expert width 2,048; 4,096 tokens on each
+GPU and step, or 30,720 as in that model's training. Left out: pipelines, memory, exchanges that run beside computation,
+and the averaging of gradients. The exchange is flat but in the fourth table.
 
 Experts are popular by a lognormal law, anew in each layer; GPUs draw their tokens independently. With `subjects`, each
 node of an EP group sees data of its own, with a lognormal factor more on each expert. Plans are made for the

@@ -1,7 +1,7 @@
 """A page for each file of the repository that a page links to and that is no page itself, and for each documented name.
 
-So `[trainer.py](../toolkit/train/trainer.py)` shows the file, with colours and line numbers, on the site as on a code host.
-A link to a file or folder that does not exist is a warning, which the build turns into an error.
+So `[trainer.py](../toolkit/train/trainer.py)` shows the file, with colours and line numbers, on the site as on a code
+host. A link to a file or folder that does not exist is a warning, which the build turns into an error.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def test_a_prompt_offers_all_names_before_any_is_loaded():
 
 
 def test_importing_the_command_line_loads_nothing_heavy():
-    code = f"import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; print(*{HEAVY!r} & set(sys.modules))"
+    code = "import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; "
+    code += f"print(*{HEAVY!r} & set(sys.modules))"
     assert run_python(code) == []
 
 

@@ -1,4 +1,5 @@
-"""Experts in a loop on torch alone: `from toolkit import experts` is enough, light, and learns what one process does."""
+"""Experts in a loop on torch alone: `from toolkit import experts` is enough, light, and learns what one process
+does."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_there_are_few_public_names_and_each_is_there():
 
 def test_it_loads_torch_and_no_other_large_library():
     code = (
-        "import sys; from toolkit import experts; [getattr(experts, n) for n in experts.__all__ if n != 'ExpertParallel'];"
+        "import sys; from toolkit import experts; "
+        "[getattr(experts, n) for n in experts.__all__ if n != 'ExpertParallel'];"
         "print(*{'torch', 'transformers', 'accelerate', 'datasets', 'wandb', 'peft'} & set(sys.modules))"
     )
     done = subprocess.run(
@@ -42,7 +44,8 @@ def test_it_loads_torch_and_no_other_large_library():
 
 
 def train(folder: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Eight clipped AdamW steps with a real rate, in which experts move; saves after four, and trains the rest twice."""
+    """Eight clipped AdamW steps with a real rate, in which experts move; saves after four, and trains the rest
+    twice."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with in_float64():
         torch.manual_seed(0)

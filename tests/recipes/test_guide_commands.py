@@ -1,4 +1,5 @@
-"""The six sample commands of the guide that `docs/start/migration/morph.md` translates leave every file that it promised."""
+"""The six sample commands of the guide that `docs/start/migration/morph.md` translates leave every file that it
+promised."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def program_environment(**more: str) -> dict[str, str]:
 def run_recipe(
     recipe: str, *args: str, env: dict[str, str] | None = None, timeout_s: float = 300, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """`python recipes/<recipe>.py *args` from the repository root, in a new process (others: `tests.support.forked_python`)."""
+    """`python recipes/<recipe>.py *args` from the repository root, in a new process (others:
+    `tests.support.forked_python`)."""
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *args]
     environment = program_environment(**(env or {}))
     return subprocess.run(

@@ -1,7 +1,7 @@
 """A run's checkpoints: when one may be loaded into a run, and what is deleted for a new one.
 
-The files are those of `toolkit.experts.state.checkpoint_files`, in `checkpoints/step-00000100/` of the run's folder; their
-state.json has step, metric sums, callbacks, results, the configuration and the identity of the data.
+The files are those of `toolkit.experts.state.checkpoint_files`, in `checkpoints/step-00000100/` of the run's folder;
+their state.json has step, metric sums, callbacks, results, the configuration and the identity of the data.
 """
 
 from __future__ import annotations

@@ -340,7 +340,8 @@ def _describe_start(run: Run, folder: Path) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed the global generators: initial weights, and draws that have no address of their own (`toolkit.experts.parallel.seeding`)."""
+    """Seed the global generators: initial weights, and draws that have no address of their own
+    (`toolkit.experts.parallel.seeding`)."""
     value = derive_seed(seed, "start")
     random.seed(value)
     np.random.seed(value % 2**32)

@@ -98,7 +98,8 @@ set_seed(0)"""
 
 def test_a_rank_that_skips_a_step_is_named():
     code = (
-        "import sys, toolkit.commands.doctor.examine as examine; from toolkit.commands import main; examine.MOST_WAIT_S = 1.0;"
+        "import sys, toolkit.commands.doctor.examine as examine; from toolkit.commands import main;"
+        "examine.MOST_WAIT_S = 1.0;"
         f"sys.exit(main(['doctor', {str(TOY)!r}, 'skip']))"
     )
     done = run_forked("-c", code)

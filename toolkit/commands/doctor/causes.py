@@ -228,7 +228,7 @@ UNSYNCHRONISED = Rule(
     "unsynchronised replica",
     "after step {step}, the ranks have different {where}",
     "replicas on several ranks are updated from different gradients, or not refreshed from their owner",
-    "call average_owned_gradients before the update and refresh_replicas after it, of toolkit.experts.parallel.gradients",
+    "call average_owned_gradients of toolkit.experts.parallel.gradients before the update, refresh_replicas after it",
 )
 LOST_IN_MOVE = Rule(
     "weights",
@@ -418,7 +418,7 @@ RULES = [
         "local clip norm",
         "at step {step} gradients are equal, and clipping found norms of {each} where one process found {alone:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
-        "clip with toolkit.experts.parallel.gradients.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
+        "clip with toolkit.experts.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
         _norms,
     ),
     Rule(

@@ -1,4 +1,5 @@
-"""Run a script under the recorder: `python -m toolkit.commands.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`.
+"""Run a script under the recorder:
+`python -m toolkit.commands.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`.
 
 Accelerate, torch and this toolkit are patched so that they call the recorder.
 """

@@ -1,7 +1,7 @@
 """Planners replayed on the loads of a recorded run, or on synthetic ones.
 
-Letters as in `toolkit.experts.routing.metrics`, and `T` optimizer steps. A plan made from one window is in force in the next,
-so all figures leave out the first window.
+Letters as in `toolkit.experts.routing.metrics`, and `T` optimizer steps. A plan made from one window is in force in the
+next, so all figures leave out the first window.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
 
 
 def case_of_workload(name: str, sizes: Sizes) -> Case:
-    """Returns one of `toolkit.commands.lab.workloads`, with experts of 6 million bfloat16 weights and float32 Adam state."""
+    """Returns one of `toolkit.commands.lab.workloads`, with experts of 6 million bfloat16 weights and float32 Adam
+    state."""
     load_TLSE = WORKLOADS[name](sizes)[:, None]
     expert = 3 * 2048 * 1024
     digest = hashlib.sha256(np.ascontiguousarray(load_TLSE, dtype="<i8").tobytes()).hexdigest()

@@ -1,6 +1,7 @@
 """Expert parallelism for models and loops that are not ours: plain Accelerate, transformers and its Trainer.
 
-What a library's models need is registered here, and is imported with that library: `toolkit.experts.hosts.spreading.libraries`.
+What a library's models need is registered here, and is imported with that library:
+`toolkit.experts.hosts.spreading.libraries`.
 """
 
 import lazy_loader

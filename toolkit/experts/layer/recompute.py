@@ -10,8 +10,8 @@ are sent again, but counts are not exchanged again, and the routing log counts n
     # in transformers, with `toolkit.ExpertParallel`:
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
 
-A layer of your own that routes wraps its decisions in `decide`, as `toolkit.experts.layer.router` does, and counts unless
-`replaying`.
+A layer of your own that routes wraps its decisions in `decide`, as `toolkit.experts.layer.router` does, and counts
+unless `replaying`.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ class ExpertStack:
         return self.placement.num_experts
 
     def place(self, new: ExpertPlacement) -> None:
-        """Use the placement `new`, by which rows must already be in their slots: see `toolkit.experts.moving.migrate`."""
+        """Use the placement `new`, by which rows must already be in their slots: see
+        `toolkit.experts.moving.migrate`."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
         self.dispatcher.place(new)

@@ -82,12 +82,10 @@ def count(
     """Counts what some ranks sent in forwards under one placement per layer.
 
     Args:
-        sent_FLSE: The rows that each source rank sent to each expert.
-        placements: The placement of each layer.
-        sources: The ranks of S, in the order of EP groups.
-        world_size: The number of all ranks.
-        dropped_LE: Assignments that a capacity dropped; None: none.
-        crossings_LSR: Distinct tokens that each source sent to each other node (`toolkit.experts.layer.stack.crossings`); None:
+        sent_FLSE: The rows that each source rank sent to each expert. placements: The placement of each layer. sources:
+            The ranks of S, in the order of EP groups. world_size: The number of all ranks. dropped_LE: Assignments that
+            a capacity dropped; None: none. crossings_LSR: Distinct tokens that each source sent to each other node
+            (`toolkit.experts.layer.stack.crossings`); None:
             not counted. Loads do not tell which experts one token chose, so it cannot be derived from them.
     """
     forwards, layers, _, experts = sent_FLSE.shape

@@ -25,7 +25,7 @@ class _Call(NamedTuple):
     adds_balance_loss: bool
 
 
-# One model inside of another may be watched, too. One thread at a time runs forwards, as in `toolkit.experts.layer.recompute`.
+# One model inside of another may be watched, too. One thread at a time runs forwards, as in `layer/recompute.py`.
 _calls: list[_Call] = []
 
 

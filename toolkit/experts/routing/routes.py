@@ -4,8 +4,8 @@ In reinforcement learning the server that generates a text and the model that is
 some tokens, because of other kernels or newer weights. Replayed routes keep the choices; their weights are computed
 from the trained router's scores, which so has its gradient (R3: Ma et al. 2025, arXiv 2510.11370).
 
-A `RouteHook` stands where a layer chooses. Ours is called by `toolkit.experts.layer.router`; those of models of transformers are
-in `toolkit.experts.hosts.loop.route_hooks`, which has `record_routes` and `replay_routes`.
+A `RouteHook` stands where a layer chooses. Ours is called by `toolkit.experts.layer.router`; those of models of
+transformers are in `toolkit.experts.hosts.loop.route_hooks`, which has `record_routes` and `replay_routes`.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class RouteHook:
 
     A call of the layer is `begin`, then what is given or the router's own choice, then `end`. A forward that activation
     checkpointing repeats in the backward is given what its first run chose, after the end of `record_routes` and
-    `replay_routes` too, and neither counts nor consumes anything. `toolkit.experts.layer.recompute.replay_contexts` tells any
-    number of forwards apart; plain checkpointing has one at a time.
+    `replay_routes` too, and neither counts nor consumes anything. `toolkit.experts.layer.recompute.replay_contexts`
+    tells any number of forwards apart; plain checkpointing has one at a time.
     """
 
     def __init__(self, layer: str):
@@ -301,8 +301,8 @@ class RouteHook:
         if len(self._recent) > 1 and any(call is not None for call in self._recent):
             raise UserError(
                 f"the backward repeats one of several forwards of layer {self.layer!r}, and plain gradient "
-                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or "
-                'pass "context_fn": replay_contexts of toolkit.experts.layer.recompute to gradient_checkpointing_enable.'
+                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or pass "
+                '"context_fn": replay_contexts of toolkit.experts.layer.recompute to gradient_checkpointing_enable.'
             )
         self._repeated = True
         return self._recent[-1] if self._recent else None

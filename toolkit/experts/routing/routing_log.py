@@ -10,8 +10,8 @@ is new since it last read:
     forwards.take()
 
 Evaluation, forwards without gradients and forwards that activation checkpointing repeats in the backward are not
-counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.routing.model_inputs`). Writing
-costs one addition per forward, without a host sync; entries hold references.
+counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.routing.model_inputs`).
+Writing costs one addition per forward, without a host sync; entries hold references.
 
 `copy.deepcopy` and pickling of a model give the copy an empty log without readers: what the copy computes is not
 counted in the original's log, and cursors keep reading the original.

@@ -165,8 +165,8 @@ def free_bytes(folder: Path) -> int:
 def load(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Verify what `save` (or a `Trainer`) wrote, and load it into `model` and `optimizer`; returns its `extra`.
 
-    A collective. On as many ranks with as many slots experts are placed where they were saved. Raises UserError on every rank where the checkpoint is
-    missing, damaged or does not fit.
+    A collective. On as many ranks with as many slots experts are placed where they were saved. Raises UserError on
+    every rank where the checkpoint is missing, damaged or does not fit.
     """
     path = Path(folder).absolute()
 

@@ -1,7 +1,7 @@
 """lifecycle.jsonl: a line per epoch with the knowledge graph, placement and events of each layer.
 
-`toolkit.train.callbacks.lifecycle_report` writes it. Pictures and the performance summary are made from it, so they can be made
-again from a run's folder.
+`toolkit.train.callbacks.lifecycle_report` writes it. Pictures and the performance summary are made from it, so they can
+be made again from a run's folder.
 """
 
 from __future__ import annotations

@@ -25,11 +25,12 @@ FEW = 100
 class ExpertLoad(Callback):
     """Records how the assignments since the last line of metrics spread over experts and ranks; one reduction a line.
 
-    `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what `toolkit.experts.routing.metrics`
-    computes: `expert_metrics` always, and with expert parallelism `balance_metrics`, `traffic_metrics`,
-    `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load` are the smallest
-    and largest fraction over the last whole epoch, of experts that were active throughout it; `expert_load_notice` is
-    there where that epoch, or a run that ends within one, was uneven: a sentence for the summary.
+    `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what
+    `toolkit.experts.routing.metrics` computes: `expert_metrics` always, and with expert parallelism `balance_metrics`,
+    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load`
+    are the smallest and largest fraction over the last whole epoch, of experts that were active throughout it;
+    `expert_load_notice` is there where that epoch, or a run that ends within one, was uneven: a sentence for the
+    summary.
 
     Args:
         model: The model before it is prepared.

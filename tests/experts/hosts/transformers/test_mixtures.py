@@ -1,7 +1,7 @@
 """Every mixture that transformers ships trains with its experts on two processes as on one, or is refused in one line.
 
-Two clipped steps of SGD with momentum, in float64, with experts moved between them, and saved as ordinary
-weights. What came of each family is the table of `docs/experts/transformers_families.md`: `make families` writes it anew.
+Two clipped steps of SGD with momentum, in float64, with experts moved between them, and saved as ordinary weights. What
+came of each family is the table of `docs/experts/transformers_families.md`: `make families` writes it anew.
 """
 
 from __future__ import annotations
@@ -276,9 +276,9 @@ def page(found: list[dict[str, Any]]) -> str:
     return f"""# Find your model among the mixtures of transformers
 
 Written by `make families` with transformers {transformers.__version__}, and compared with what the installed release
-does by `tests/experts/hosts/transformers/test_mixtures.py`. Each family that has a configuration with a number of experts and a
-vocabulary is built small, with random weights: {len(found)} are, of which {len(found) - refused} train under
-`ExpertParallel` and {refused} are refused in one line.
+does by `tests/experts/hosts/transformers/test_mixtures.py`. Each family that has a configuration with a number of
+experts and a vocabulary is built small, with random weights: {len(found)} are, of which {len(found) - refused} train
+under `ExpertParallel` and {refused} are refused in one line.
 
 - **train**: with experts spread over two processes, gradients and weights after a step are those of one process.
 - **move**: so they are after experts have moved to other ranks and slots, with the optimizer's rows.

@@ -69,10 +69,13 @@ def prepare(
         ignored = owned(model.parameters())
         optimizers = [optimizer, *more_optimizers]
         _shard(accelerator, model, optimizers, fsdp_size, ignored)
-    elif accelerator.num_processes > 1:
-        if names and not any(p.requires_grad for p in model.parameters() if not is_owned(p)):
-            # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
-            return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
+    elif (
+        accelerator.num_processes > 1
+        and names
+        and not any(p.requires_grad for p in model.parameters() if not is_owned(p))
+    ):
+        # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
+        return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, DistributedDataParallel):
         keep_group_longer_than(model)

@@ -4,8 +4,8 @@
     model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
 
 The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
-Accelerate would get wrong without an error is corrected here, or refused: see `docs/train/accelerate.md`. What is replaced
-for it is listed in `toolkit.experts.hosts.loop.patches`, and `close` takes it back.
+Accelerate would get wrong without an error is corrected here, or refused: see `docs/train/accelerate.md`. What is
+replaced for it is listed in `toolkit.experts.hosts.loop.patches`, and `close` takes it back.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ class ExpertParallel:
         Where several share an accelerator, close the last one first.
 
         The model stays spread: it can be called on all ranks, and saved by `save_pretrained` of
-        `toolkit.experts.hosts.transformers` and `whole_state_dict` of `toolkit.experts.state.state_dict`. Its experts can be trained no
-        more where ranks have different ones, and a step of an optimizer that has them raises UserError. Nothing here
-        keeps the model in memory. A second call does nothing.
+        `toolkit.experts.hosts.transformers` and `whole_state_dict` of `toolkit.experts.state.state_dict`. Its experts
+        can be trained no more where ranks have different ones, and a step of an optimizer that has them raises
+        UserError. Nothing here keeps the model in memory. A second call does nothing.
         """
         self.patches.undo()
         self.stacks = {}
@@ -251,7 +251,8 @@ class ExpertParallel:
                 yield
 
     def metrics(self) -> dict[str, float]:
-        """Balance and traffic over all ranks since the last call, by the names of `docs/experts/moe.md#read-the-metrics`.
+        """Balance and traffic over all ranks since the last call, by the names of
+        `docs/experts/moe.md#read-the-metrics`.
 
         The first call starts counting and returns an empty dict, as does one without training forwards since the last.
         A collective.
@@ -375,8 +376,8 @@ class ExpertParallel:
 def describe_balance(model: nn.Module) -> str:
     """Return one line: the balance penalty is that of a `RouterPenalty`, the model's own, or none.
 
-    From now on its forwards tell padding from tokens (`toolkit.experts.routing.model_inputs`). Raises UserError for a model
-    that has both.
+    From now on its forwards tell padding from tokens (`toolkit.experts.routing.model_inputs`). Raises UserError for a
+    model that has both.
     """
     watch_inputs(model)
     weight, own = balance_weight_of(model.modules()), own_balance_loss(model)

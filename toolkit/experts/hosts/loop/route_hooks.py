@@ -112,8 +112,8 @@ def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
 
 
 def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
-    """Return those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute` routes
-    once."""
+    """Return those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute`
+    routes once."""
     fused = {name: module for name, module in model.named_modules() if has_fused_tables(module)}
     found = experts_modules(model) | fused
     return {name: _hook_of_block(name, experts, model) for name, experts in found.items()}

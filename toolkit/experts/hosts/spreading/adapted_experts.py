@@ -1,4 +1,5 @@
-"""Experts that are stacked but called otherwise, given the interface of `toolkit.experts.hosts.spreading.foreign` in place.
+"""Experts that are stacked but called otherwise, given the interface of `toolkit.experts.hosts.spreading.foreign` in
+place.
 
 Known are experts that take an equal batch for each expert and are weighted at their input (Llama 4), and tables with
 the rows of all experts one after another, whose rows are computed by a part (DBRX). No family is named: a mixture is

@@ -34,7 +34,8 @@ class Library:
         """Turn the adapters of the experts modules `layers` of `model` into rows, one for each expert, in place."""
 
     def adapter_rows(self, experts: nn.Module) -> dict[str, tuple[nn.Parameter, RowsInFiles]]:  # noqa: ARG002
-        """Return the adapters of an experts module by name, as `stack_adapters` stacked them, and how files have them."""
+        """Return the adapters of an experts module by name, as `stack_adapters` stacked them, and how files have
+        them."""
         return {}
 
     def projections(self, experts: nn.Module) -> tuple[str, ...]:  # noqa: ARG002

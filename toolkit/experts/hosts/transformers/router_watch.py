@@ -1,7 +1,7 @@
 """What the routers of a transformers model decide, for `RouterPenalty`.
 
-No model family is named: experts and routers are what `toolkit.experts.hosts.spreading.foreign` finds, and a router returns (logits,
-weights, ids).
+No model family is named: experts and routers are what `toolkit.experts.hosts.spreading.foreign` finds, and a router
+returns (logits, weights, ids).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The layer calls `mix` of a dispatcher, which is `dispatch`, the experts, and `combine`. To dispatch is a sort on one
 rank; a sort and an all-to-all over an EP group; or one between nodes and one inside them
-(`toolkit.experts.layer.dispatch.hierarchical_dispatch`). All give the experts rows in slot order: slot 0's rows first, on one rank each
-slot's rows in token order.
+(`toolkit.experts.layer.dispatch.hierarchical_dispatch`). All give the experts rows in slot order: slot 0's rows first,
+on one rank each slot's rows in token order.
 
     tokens  t0 -> experts 1, 0     assignments in token order:  t0e1 t0e0 t1e1 t1e2
             t1 -> experts 1, 2     the same in slot order:      t0e0 t0e1 t1e1 t1e2
