@@ -301,8 +301,8 @@ class RouteHook:
         if len(self._recent) > 1 and any(call is not None for call in self._recent):
             raise UserError(
                 f"the backward repeats one of several forwards of layer {self.layer!r}, and plain gradient "
-                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or pass "
-                '"context_fn": replay_contexts of toolkit.experts.layer.recompute to gradient_checkpointing_enable.'
+                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or "
+                'pass "context_fn": layer.recompute.replay_contexts to gradient_checkpointing_enable.'
             )
         self._repeated = True
         return self._recent[-1] if self._recent else None

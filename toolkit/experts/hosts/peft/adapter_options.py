@@ -9,7 +9,7 @@ from toolkit.experts.options import Options
 
 
 class AdapterOptions(Options):
-    """Adapters, and what is trained in full; `toolkit.experts.hosts.peft.build.add_adapters` takes them."""
+    """Adapters, and what is trained in full; `toolkit.experts.hosts.peft.lora_model.add_adapters` takes them."""
 
     lora_rank: NonNegativeInt = 8
     """Rank of the adapters (LoRA); 0 adds none and trains the model's own weights."""
