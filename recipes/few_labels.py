@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import nn
 
 import toolkit as tk
 from autoencoder.labels import FewLabels
@@ -87,11 +89,17 @@ def build(config: Config, num_classes: int) -> tuple[ConvolutionalClassifier, tk
     return model, ConsistencyRegularization(**terms)
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("few_labels", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
+        optimizer = build_optimizer(config, model)
         vat = "vat" in config.method
         few = FewLabels(data.train, config.labels, num_classes=data.num_classes, seed=config.seed, directions=vat)
         views = Views(
@@ -102,8 +110,9 @@ def main(config: Config) -> dict[str, Any]:
             blank=config.blank,
             seed=config.seed,
         )
-        usual: dict[str, Any] = {"callbacks": [WeightAverage(config.weight_average)], "augment": views}
-        return run.finish(tk.standard_trainer(run, task, model, train=few.table, test=data.test, **usual).fit())
+        average = WeightAverage(config.weight_average)
+        few_labels = tk.Splits(few.table, data.test)
+        return tk.fit(run, task, model, optimizer, few_labels, callbacks=[average], augment=views)
 
 
 PRESETS = {"fixmatch_vat": fixmatch_vat, "debug": debug, "vat": vat, "supervised": supervised}

@@ -7,6 +7,7 @@ python recipes/finetune_moe.py own --model FOLDER --data-dir TEXTS --num-process
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,9 @@ from pydantic import PositiveInt
 
 import toolkit as tk
 from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
-from toolkit.experts.layer.moe_layer import describe_experts
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -73,29 +74,40 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     return add_adapters(plain, config, seed=config.seed)
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     from toolkit.train import fine_tuning
 
     with tk.start_run("finetune_moe", config) as run:
         fine_tuning.find_model(run, config.model)
         tokenizer = config.tokenizer or config.model or "bytes"
-        how: Any = {"block_size": config.context, "batch_size": config.batch_size, "on_main": run.on_main_and_share}
-        data = tk.load_text(config.dataset, config.data_dir, tokenizer=tokenizer, **how)
-        old = tk.load_text(config.old_dataset, None, tokenizer=tokenizer, **how) if config.old_dataset else None
+        load = partial(
+            tk.load_text,
+            tokenizer=tokenizer,
+            block_size=config.context,
+            batch_size=config.batch_size,
+            on_main=run.on_main_and_share,
+        )
+        data = load(config.dataset, config.data_dir)
+        old = load(config.old_dataset, None) if config.old_dataset else None
         run.describe(dataset=data.name, dataset_notice=data.notice, trained=config.trained)
         base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
         model = build_model(config, base, data.tokenizer.vocab_size)
         run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
-        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
-        place: Any = {"spare_slots": config.spare_slots, "placement": config.initial_placement or "contiguous"}
-        tk.experts.spread_experts(model, groups, **place)
-        run.describe(**describe_experts(model, groups))
+        placement = config.initial_placement or "contiguous"
+        tk.experts.spread_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
+        optimizer = build_optimizer(config, model)
         routers = tk.transformers.watch_routers(model)
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
         trainer = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
             model,
+            optimizer,
             train=data.train,
             test=data.some_test(config.eval_blocks),
             eval_at_start=True,

@@ -20,6 +20,7 @@ from activity.window_models import WindowClassifier, WindowEncoder, load_encoder
 from toolkit.experts.options import FractionBelowOne
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -95,18 +96,28 @@ def build_model(config: Config, data: ActivityData) -> nn.Module:
     return model
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("har", config) as run:
-        how: Any = {name: getattr(config, name) for name in ("window_seconds", "overlap", "fold", "folds")}
-        data = load_activity(config.dataset, config.data_dir, on_main=run.on_main_and_share, **how)
+        data = load_activity(
+            config.dataset,
+            config.data_dir,
+            window_seconds=config.window_seconds,
+            overlap=config.overlap,
+            fold=config.fold,
+            folds=config.folds,
+            on_main=run.on_main_and_share,
+        )
         model = build_model(config, data)
+        optimizer = build_optimizer(config, model)
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.print(f"{data.describe()}; loss balanced by class: {config.class_balance}")
-        weights = class_weights(data.class_counts, config.class_balance)
-        task = VotedClassification(class_weights=weights)
-        pictures = [ConfusionPicture()]
-        trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=pictures)
-        return run.finish(trainer.fit())
+        task = VotedClassification(class_weights=class_weights(data.class_counts, config.class_balance))
+        return tk.fit(run, task, model, optimizer, data, callbacks=[ConfusionPicture()])
 
 
 PRESETS = {"full": full, "debug": debug, "flatten": flatten, "average": average, "first": first}

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 
 import toolkit as tk
-from toolkit.experts.layer.moe_layer import describe_experts
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -82,28 +83,38 @@ def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
     )
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lm_moe", config) as run:
-        sizes = {"block_size": config.context, "batch_size": config.batch_size}
         data = tk.load_text(
-            config.dataset, config.data_dir, tokenizer=config.tokenizer, on_main=run.on_main_and_share, **sizes
+            config.dataset,
+            config.data_dir,
+            tokenizer=config.tokenizer,
+            block_size=config.context,
+            batch_size=config.batch_size,
+            on_main=run.on_main_and_share,
         )
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
-        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
         placement = config.initial_placement or "contiguous"
-        tk.experts.spread_experts(model, groups, spare_slots=config.spare_slots, placement=placement)
-        run.describe(**describe_experts(model, groups))
+        tk.experts.spread_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
+        optimizer = build_optimizer(config, model)
         routers = tk.transformers.watch_routers(model) if config.experts else []
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
-        results = tk.standard_trainer(
+        trainer = tk.standard_trainer(
             run,
             tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
             model,
+            optimizer,
             train=data.train,
             test=data.test,
             eval_batch_size=4 * config.batch_size,
-        ).fit()
+        )
+        results = trainer.fit()
         prompts = data.prompts(3, config.context - config.sample_tokens)
         ids = tk.transformers.sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]

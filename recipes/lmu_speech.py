@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 
@@ -104,20 +105,42 @@ def build(config: Config, data: SpeechData, letters: Characters) -> tuple[tk.Tas
     return task, SpeechRecogniser(Standardise(data.mean, data.std), encoder, len(letters))
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("lmu_speech", config) as run:
         letters = Characters()
         mel = LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)
-        how: Any = {name: getattr(config, name) for name in ("tail_s", "stride", "held_out_speaker")}
-        how |= {"features": mel, "characters": letters, "on_main": run.on_main_and_share}
-        data = load_speech(config.dataset, config.data_dir, **how)
+        data = load_speech(
+            config.dataset,
+            config.data_dir,
+            features=mel,
+            characters=letters,
+            tail_s=config.tail_s,
+            stride=config.stride,
+            held_out_speaker=config.held_out_speaker,
+            on_main=run.on_main_and_share,
+        )
         task, model = build(config, data, letters)
-        parameters = sum(p.numel() for p in model.parameters())
-        run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
-        order = BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed)
-        augment = SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None
-        how = {"train": data.train, "test": data.test, "order": order, "augment": augment}
-        results = tk.standard_trainer(run, task, model, **how, eval_batch_size=100).fit()
+        optimizer = build_optimizer(config, model)
+        run.describe(
+            dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
+        )
+        trainer = tk.standard_trainer(
+            run,
+            task,
+            model,
+            optimizer,
+            train=data.train,
+            test=data.test,
+            order=BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed),
+            augment=SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None,
+            eval_batch_size=100,
+        )
+        results = trainer.fit()
         if run.is_main and config.dense_parallel == "ddp":
             save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
         return run.finish(results)

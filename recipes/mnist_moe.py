@@ -14,11 +14,11 @@ from pydantic import PositiveInt
 import toolkit as tk
 from toolkit.data.images import ImageData
 from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
-from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.options import FractionBelowOne
 from toolkit.experts.parallel.groups import ExpertGroups
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -83,34 +83,21 @@ def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Mod
     return tk.ResidualClassifier(pixels, block, num_pixels=28 * 28, dim=config.dim, num_classes=data.num_classes)
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mnist_moe", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
-        model = build_model(config, data, groups)
-        run.describe(dataset=data.name, dataset_notice=data.notice, **describe_experts(model, groups))
-        balance_weight = config.balance_weight if config.balance == "loss" else 0.0
-        penalty = tk.experts.RouterPenalty(
-            model, balance_weight=balance_weight, z_weight=config.z_weight, balance_scope=config.balance_scope
-        )
+        model = build_model(config, data, run.expert_groups)
+        optimizer = build_optimizer(config, model)
         augment = None
         if config.blank_pixels:
             grey = round(255 * data.mean)
             augment = tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=grey, seed=config.seed)
-        task = tk.Classification(penalty=penalty)
-        trainer = tk.standard_trainer(
-            run,
-            task,
-            model,
-            train=data.train,
-            test=data.test,
-            augment=augment,
-            callbacks=[
-                *tk.expert_callbacks(model, config, penalty),
-                *tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes),
-            ],
-        )
-        return run.finish(trainer.fit())
+        return tk.fit(run, tk.Classification(), model, optimizer, data, augment=augment)
 
 
 PRESETS = {preset.__name__: preset for preset in (full, top2, debug, dynamic, dense, bias_balanced, no_balance)}

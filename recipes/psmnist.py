@@ -71,18 +71,21 @@ def build_model(config: Config, num_classes: int) -> nn.Module:
     )
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("psmnist", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         model = build_model(config, data.num_classes)
-        parameters = sum(p.numel() for p in model.parameters())
-        run.describe(dataset=data.name, dataset_notice=data.notice, parameters=parameters)
-        blank = config.blank_pixels
-        augment = tk.BlankPixels(blank, shape=(28, 28), grey=0, seed=config.seed) if blank else None
-        trainer = tk.standard_trainer(
-            run, tk.Classification(), model, train=data.train, test=data.test, augment=augment
-        )
-        return run.finish(trainer.fit())
+        optimizer = build_optimizer(config, model)
+        run.describe(parameters=sum(p.numel() for p in model.parameters()))
+        augment = None
+        if config.blank_pixels:
+            augment = tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=0, seed=config.seed)
+        return tk.fit(run, tk.Classification(), model, optimizer, data, augment=augment)
 
 
 PRESETS = {"parallel": parallel, "cell": cell, "debug": debug}

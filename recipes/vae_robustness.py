@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import nn
 
 import toolkit as tk
 from autoencoder.batch_mask import reference_mask
@@ -86,11 +88,17 @@ def build(config: Config, num_classes: int) -> tuple[SemiSupervisedVAE | Relaxed
     return SemiSupervisedVAE(style_dim=None, **sizes), LabelledOnly(pseudo_label_weight=weight)
 
 
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
+    return tk.adamw(model, config)
+
+
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("vae_robustness", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
         model, task = build(config, data.num_classes)
+        optimizer = build_optimizer(config, model)
         few = FewLabels(
             data.train,
             None if config.objective == "reference" else config.labels,
@@ -102,13 +110,13 @@ def main(config: Config) -> dict[str, Any]:
             directions=config.objective == "exact",
         )
         test = with_noise(data.test, model.noise_shape, seed=config.seed)
-        counts = (len(data.train), config.labels, config.batch_size)
         callbacks: list[tk.Callback] = [StyleLeakage(test)] if model.noise_shape else []
-        usual: dict[str, Any] = {"train": few.table, "test": test, "augment": few, "callbacks": callbacks}
+        order = None
         if config.objective == "reference":
-            usual["order"], mask = reference_mask(*counts, seed=config.seed)
+            order, mask = reference_mask(len(data.train), config.labels, config.batch_size, seed=config.seed)
             callbacks.append(mask)
-        return run.finish(tk.standard_trainer(run, task, model, **usual).fit())
+        few_labels = tk.Splits(few.table, test)
+        return tk.fit(run, task, model, optimizer, few_labels, augment=few, order=order, callbacks=callbacks)
 
 
 PRESETS = {"full": full, "debug": debug, "supervised": supervised, "reference": reference}

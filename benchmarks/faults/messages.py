@@ -36,7 +36,7 @@ REMOVE_FOLDER = AT_STEP_12.format(line="import shutil; shutil.rmtree(self.run.fo
 OUT_OF_MEMORY = AT_STEP_12.format(line="import torch; torch.empty(2**50)")
 RATE_ZERO = """
 import torch
-import toolkit.train.standard_trainer as standard
+import toolkit.train.optim as standard
 build = standard.build_optimizer
 def with_a_scheduler(*given, **named):
     optimizer = build(*given, **named)

@@ -39,8 +39,8 @@ PRELOADED = (
     "toolkit.run.cli",
     "toolkit.data.images",
     "toolkit.experts.dynamic.dynamic_layer",
-    "toolkit.train.expert_setup",
-    "toolkit.train.standard_trainer",
+    "toolkit.train.build",
+    "toolkit.train.build",
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 POLL_S = 0.005

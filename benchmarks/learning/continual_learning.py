@@ -40,6 +40,7 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.run.folder import write_json
+from toolkit.train.build import lifecycle_callbacks
 from toolkit.train.callbacks.drift import DriftWatch
 from toolkit.train.callbacks.remember import Remember, Replay
 
@@ -206,15 +207,14 @@ def train(
                     memory_size=cell.memory, sleep_every=every, replay_steps=every, **arm.lifecycle
                 )
                 active = config.replace(lifecycle=lifecycle)
-                callbacks += tk.lifecycle_callbacks(
-                    model, active, balance, task, stream.train, num_classes=stream.num_classes
-                )
+                callbacks += lifecycle_callbacks(active, model, task, stream.train, stream.num_classes)
             joint = BatchOrder(num_samples=len(stream.train), batch_size=config.batch_size, seed=cell.seed)
             order = joint if arm.method == "joint" else tasks
             trainer = tk.standard_trainer(
                 run,
                 task,
                 model,
+                tk.adamw(model, config),
                 train=stream.train,
                 order=order,
                 augment=augment,

@@ -44,6 +44,7 @@ from toolkit.experts.dynamic.roster import ExpertRoster
 from toolkit.experts.dynamic.similarity import output_distances, reordered
 from toolkit.experts.dynamic.surgery import Surgeon
 from toolkit.experts.layer.moe_layer import MoE, moe_layers
+from toolkit.train.build import lifecycle_callbacks
 from toolkit.train.callbacks.lifecycle import COUNTED, Lifecycle
 
 MEASURED_TOKENS = 2000
@@ -122,8 +123,8 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 )
                 penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
                 task = stream_task(stream, penalty=penalty)
-                remember, lifecycle_callback, report = tk.lifecycle_callbacks(
-                    model, config, penalty, task, stream.train, num_classes=stream.num_classes
+                remember, lifecycle_callback, report = lifecycle_callbacks(
+                    config, model, task, stream.train, stream.num_classes
                 )
                 lifecycle_callback.__class__ = AroundSleep
                 assert isinstance(lifecycle_callback, AroundSleep)
@@ -133,6 +134,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                     run,
                     task,
                     model,
+                    tk.adamw(model, config),
                     train=stream.train,
                     order=tasks,
                     max_steps=ends[-1],
@@ -181,9 +183,11 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             model = build_model(config, data, tk.experts.make_expert_groups(1))
             penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
             task = tk.Classification(penalty=penalty)
-            still = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
+            still = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
             with torch.enable_grad():
-                tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=still).fit()
+                tk.standard_trainer(
+                    run, task, model, tk.adamw(model, run.config), train=data.train, test=data.test, callbacks=still
+                ).fit()
         (layer,) = moe_layers(model).values()
         images, labels = data.test.columns["input"], data.test.columns["label"]
         model.eval()
@@ -306,15 +310,16 @@ def step_times(config: Config, steps: int) -> list[float]:
         model = build_model(config, data, tk.experts.make_expert_groups(1))
         penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
         task = tk.Classification(penalty=penalty)
-        lifecycle = tk.lifecycle_callbacks(model, config, penalty, task, data.train, num_classes=data.num_classes)
+        lifecycle = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
         tk.standard_trainer(
             run,
             task,
             model,
+            tk.adamw(model, config),
             train=data.train,
             test=data.test,
             max_steps=steps + 1,
-            callbacks=[*tk.expert_callbacks(model, config, penalty), *lifecycle, clock],
+            callbacks=[*lifecycle, clock],
         ).fit()
     return clock.of_block(LifecycleOptions().check_every)
 

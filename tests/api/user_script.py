@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import toolkit as tk
 from toolkit.data.images import ImageData
-from toolkit.experts.layer.moe_layer import MoE, describe_experts
+from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel.groups import ExpertGroups
 
 
@@ -78,14 +78,11 @@ def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Mod
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mine", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        groups = tk.experts.make_expert_groups(**config.group_options(run.world_size))
-        model = build_model(config, data, groups)
-        run.describe(dataset=data.name, **describe_experts(model, groups))
+        model = build_model(config, data, run.expert_groups)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
         penalty = tk.experts.RouterPenalty(model, balance_weight=0.01)
         task: tk.Task = tk.Classification(penalty=penalty) if config.experts else WeightedTask()
-        callbacks = [*tk.expert_callbacks(model, config, penalty), Note()]
-        trainer = tk.standard_trainer(run, task, model, train=data.train, test=data.test, callbacks=callbacks)
-        return run.finish(trainer.fit())
+        return tk.fit(run, task, model, optimizer, data, callbacks=[Note()])
 
 
 def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -24,7 +24,7 @@ MODULES = (
     "tyro",
     "tests.support.equality",
     "tests.support.small_run",
-    "toolkit.train.standard_trainer",
+    "toolkit.train.build",
     "toolkit.train.callbacks.lifecycle",
 )
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import toolkit as tk
 from tests.support.helpers import run_distributed
+from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -30,7 +31,7 @@ def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[
         )
         table = tk.TensorTable(input=torch.randn(16, 4), label=torch.arange(16) % 4)
         try:
-            trainer = tk.standard_trainer(run, tk.Classification(), model, train=table, test=table)
+            trainer = standard_trainer(run, tk.Classification(), model, train=table, test=table)
         except UserError as error:
             return str(error)
         return [type(callback) for callback in trainer.callbacks]
@@ -44,11 +45,10 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
 @pytest.mark.parametrize(
     ("world", "groups", "settings", "message"),
     [
-        (2, False, {}, "--parallel-strategy expert_parallel: experts should be on 2 processes"),
-        (2, True, {"spare_slots": 1}, "--spare-slots 1: the model has none"),
-        (2, True, {"exchange": "hierarchical"}, "--exchange hierarchical: the model was built for flat"),
-        (2, True, {"dispatch_chunks": 2}, "--dispatch-chunks 2: the model was built for 1"),
-        (4, True, {"ep_size": 2, "ep_stride": 2}, "--ep-stride 2: the model was built for the EP groups (0, 1), "),
+        (2, False, {}, "ep_size=2: the model's experts are on 1 processes: build it with run.expert_groups"),
+        (2, True, {"spare_slots": 1}, "spare_slots=1: the model has none"),
+        (2, True, {"dispatch_chunks": 2}, "ep_size=2: the model's experts are on 2 processes"),
+        (4, True, {"ep_size": 2, "ep_stride": 2}, "ep_size=2: the model's experts are on 2 processes"),
     ],
 )
 def test_a_model_that_was_built_otherwise_is_refused(
@@ -67,7 +67,6 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
         "--dispatch-chunks 2: no effect, because every process has all experts",
         "--dense-parallel fsdp2: no effect on one process",
         "--fsdp-size 2: no effect on one process",
-        "--balance-weight 0.007: no effect, because the task has no tk.experts.RouterPenalty",
     ):
         assert notice in lines
 
@@ -90,7 +89,7 @@ def summary(
             moe.router.weight.copy_(10 * rows)
         table = tk.TensorTable(input=torch.eye(4).repeat(125, 1), label=torch.arange(500) % 4)
         callbacks = [ExpertLoad(moe)]
-        trainer = tk.standard_trainer(run, tk.Classification(), moe, train=table, test=table, callbacks=callbacks)
+        trainer = standard_trainer(run, tk.Classification(), moe, train=table, test=table, callbacks=callbacks)
         run.finish(trainer.fit())
     return (folder / "summary.txt").read_text()
 

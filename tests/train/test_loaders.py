@@ -24,6 +24,7 @@ from torch.utils.data import (
 import toolkit as tk
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
@@ -96,7 +97,7 @@ def train(folder: Path, kind: str, stop_at: int | None = None, **settings: Any) 
             with tk.start_run("loaders", config) as run:
                 torch.manual_seed(0)
                 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
-                trainer = tk.standard_trainer(run, tk.Classification(), model, callbacks=[Stop()], **data)
+                trainer = standard_trainer(run, tk.Classification(), model, callbacks=[Stop()], **data)
                 results = trainer.fit()
         except KeyboardInterrupt:
             return train(folder, kind, **settings)
@@ -143,7 +144,7 @@ def refusal(
     with tk.start_run("loaders", config) as run:
         model = nn.Linear(4, 3)
         with pytest.raises(UserError) as refused:
-            tk.standard_trainer(
+            standard_trainer(
                 run, tk.Classification(), model, train=train_data, test=loader("stream"), **options or {}
             ).fit()
     return str(refused.value)
@@ -235,7 +236,7 @@ def test_data_that_are_no_samples_are_refused_in_one_line(tmp_path: Path, which:
     data = {"train": loader("shuffled"), "test": loader("stream")} | {which: columns}
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
     with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
-        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
+        standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
     assert says in str(refused.value)
     assert str(refused.value).startswith("the training " if which == "train" else "the test ")
 
@@ -245,7 +246,7 @@ def test_samples_may_be_in_a_tuple_or_by_number_in_a_dict(tmp_path: Path, kind: 
     data = kind([{"input": row, "label": label} for row, label in zip(INPUTS, LABELS, strict=True)])
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
     with tk.start_run("loaders", config) as run:
-        results = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=data, test=data).fit()
+        results = standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=data, test=data).fit()
     assert results["samples"] == SAMPLES
 
 
@@ -268,7 +269,7 @@ def test_data_that_give_no_batches_are_refused_in_one_line(tmp_path: Path, data:
     data = {"train": loader("shuffled"), "test": loader("stream")} | data
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=2)
     with tk.start_run("loaders", config) as run, pytest.raises(UserError) as refused:
-        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data).fit()
+        standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data).fit()
     assert says in str(refused.value)
 
 
@@ -289,7 +290,7 @@ def test_a_task_that_returns_no_loss_is_refused(tmp_path: Path, method: str, res
     setattr(task, method, lambda _model, _batch: result)
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
     with tk.start_run("loaders", config) as run:
-        trainer = tk.standard_trainer(run, task, nn.Linear(4, 3), train=loader("shuffled"), test=loader("stream"))
+        trainer = standard_trainer(run, task, nn.Linear(4, 3), train=loader("shuffled"), test=loader("stream"))
         with pytest.raises(UserError, match=f"the task's method `{method}` returns"):
             trainer.fit()
 
@@ -309,7 +310,7 @@ def test_a_data_set_without_a_loader_is_read_in_global_batches(tmp_path: Path):
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, log_every=1)
     rows = [{"input": torch.full((4,), float(row)), "label": row % 3} for row in range(SAMPLES)]
     with tk.start_run("loaders", config) as run:
-        trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=rows, test=rows)
+        trainer = standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=rows, test=rows)
         assert trainer.fit()["samples"] == SAMPLES
 
 
@@ -317,7 +318,7 @@ def test_what_needs_single_rows_says_so(tmp_path: Path):
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
     with tk.start_run("loaders", config) as run:
         data = {"train": loader("shuffled"), "test": loader("stream")}
-        trainer = tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
+        trainer = standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
         with pytest.raises(UserError, match=r"need training data in a tk\.TensorTable"):
             _ = trainer.batches.order
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import toolkit as tk
 from tests.support.helpers import run_distributed
+from tests.support.trainers import standard_trainer
 from toolkit import compat
 from toolkit.data.table import TensorTable
 from toolkit.run.config.experts import MoERunConfig
@@ -48,7 +49,7 @@ def train(config: MoERunConfig, *, only: tuple[int, ...] = (), train_on: Any = N
             moe.router.register_forward_pre_hook(lambda _, given: (torch.cat([given[0][:, :-1], BIG(given[0])], 1),))
             moe.router.weight.data[list(only), -1] = torch.tensor([1.0, 1.1])
         model = nn.Sequential(nn.Linear(DIM, DIM), moe, nn.Linear(DIM, CLASSES))
-        trainer = tk.standard_trainer(run, tk.Classification(), model, train=train_on or table(), test=table())
+        trainer = standard_trainer(run, tk.Classification(), model, train=train_on or table(), test=table())
         assert any(isinstance(callback, Profile) for callback in trainer.callbacks) == config.profile
         return run.finish(trainer.fit())
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -28,8 +29,10 @@ from filelock import FileLock
 
 from toolkit.compat import reset_accelerator_state
 from toolkit.errors import Preempted, UserError
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
+from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig, require_divisible
 from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text, writing
 from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
@@ -88,6 +91,22 @@ class Run:
     def owns_folder(self) -> bool:
         """Whether this rank makes and deletes what lies in the folder: the first of those that share it."""
         return self.rank == self.ranks_here[0]
+
+    @cached_property
+    def expert_groups(self) -> ExpertGroups:
+        """The ranks that share the experts, as the config says; every rank has all without a config of experts.
+
+        The first use is a collective: every rank makes it.
+        """
+        config = self.config
+        if not isinstance(config, ExpertRunConfig):
+            return ExpertGroups()
+        return make_expert_groups(
+            config.ep_size_in(self.world_size),
+            ep_stride=config.ep_stride,
+            exchange=config.exchange,
+            dispatch_chunks=config.dispatch_chunks,
+        )
 
     @property
     def checkpoints(self) -> Path:

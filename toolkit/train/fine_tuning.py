@@ -18,9 +18,9 @@ from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import results_of
 from toolkit.run.run import Run
+from toolkit.train.build import eval_batches
 from toolkit.train.cached_run import cached_run
 from toolkit.train.callbacks.evaluation import Evaluation
-from toolkit.train.standard_trainer import eval_batches
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
 if TYPE_CHECKING:

@@ -1,22 +1,102 @@
-"""AdamW with the usual parameter groups, and learning-rate schedules.
+"""AdamW with the usual parameter groups, learning-rate schedules, and schedulers of torch or others.
 
 A schedule is a pure function from a step to a multiplier of the base learning rate. Nothing is stepped and nothing is
-saved. (A scheduler prepared by Accelerate steps once per process.)
+saved. A scheduler that is passed in its place is stepped and saved by the trainer. (One prepared by Accelerate steps once
+per process.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
+from toolkit.run.config.run import RunConfig
 
 Schedule = Callable[[int], float]
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """A scheduler that was made for an optimizer and sets its rates: torch's, transformers', a third party's."""
+
+    def step(self, *args: Any) -> None:
+        """Sets the rates of the next step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that it counts."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken."""
+        ...
+
+
+class SteppedRates:
+    """Rates that a scheduler sets: after each optimizer step, or after an evaluation that has its metric.
+
+    Args:
+        scheduler: Was made for `optimizer`.
+        optimizer: The recipe's own, before Accelerate wraps it.
+        metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped; None: it is stepped
+            after each optimizer step. `ReduceLROnPlateau` has `eval/loss` where none is given.
+    """
+
+    def __init__(self, scheduler: Scheduler, optimizer: torch.optim.Optimizer, metric: str | None):
+        if metric is None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            metric = "eval/loss"
+        self.scheduler, self.optimizer, self.metric = scheduler, optimizer, metric
+
+    def after_step(self) -> None:
+        if self.metric is None:
+            self.scheduler.step()
+
+    def after_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        if self.metric is not None and self.metric in metrics:
+            self.scheduler.step(metrics[self.metric])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain JSON values. Raises UserError for a scheduler that counts something else."""
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        name = type(self.scheduler).__name__
+        return {"scheduler": _plain(self.scheduler.state_dict(), name), "rates": rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scheduler.load_state_dict(_of_plain(state["scheduler"]))
+        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Returns `value` as JSON: mappings as pairs, because JSON makes strings of numbers that are keys."""
+    if isinstance(value, Mapping):
+        return {"pairs": [[key, _plain(each, name)] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_plain(each, name) for each in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    raise UserError(f"the scheduler {name} keeps a {type(value).__name__}, which no checkpoint has: take another one.")
+
+
+def _of_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _of_plain(each) for key, each in value["pairs"]}
+    return [_of_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def adamw(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """Returns the usual optimizer of a recipe: AdamW at the config's peak rate, see `build_optimizer`."""
+    return build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
 
 
 def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) -> torch.optim.AdamW:
@@ -37,14 +117,23 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) ->
     )
 
 
-def initial_rates(optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> list[float]:
+def another_like(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same type and settings without state, for other parameters: those of a trial."""
+    other = object.__new__(type(optimizer))
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    other.__dict__ = {**kept, "state": defaultdict(dict)}
+    other.param_groups = [
+        {**group, "params": [replaced[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    return other
+
+
+def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rate of each parameter group, of which a `Schedule` gives multiples.
 
     Where a scheduler of torch or transformers was made for the optimizer, its rate by now is that of the scheduler's
-    first step, 0 under a warm-up: the rate before counts, and `say` is told so. Raises UserError where all are 0.
+    first step, 0 under a warm-up: the rate before counts. Raises UserError where all are 0.
     """
-    if any("initial_lr" in group for group in optimizer.param_groups):
-        say("notice: the scheduler that was made for the optimizer is not used: rates follow the trainer's `schedule`.")
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     if not any(rates):
         raise UserError("optimizer: the learning rate of every group is 0, nothing would be learned: give it a rate.")

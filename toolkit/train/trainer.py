@@ -32,7 +32,7 @@ from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
-from toolkit.train.optim import Schedule, initial_rates
+from toolkit.train.optim import Schedule, Scheduler, SteppedRates, initial_rates
 from toolkit.train.state import TrainState
 from toolkit.train.task import Loss, Task, as_loss
 
@@ -40,9 +40,23 @@ from toolkit.train.task import Loss, Task, as_loss
 class Trainer:
     """Trains `model` on `task` until `max_steps` optimizer steps.
 
-    `model` and `optimizer` are those that the recipe built; Accelerate prepares them here. `schedule` maps a step to a
-    multiplier of each parameter group's initial learning rate. Raises ValueError for callbacks in a wrong order, or
-    two with one `state_key`, and UserError where every rate is 0.
+    Args:
+        run: What `start_run` gave.
+        task: Says what a loss is.
+        model: As the recipe built it; Accelerate prepares it here.
+        optimizer: The recipe's, of `model`'s parameters; Accelerate prepares it here.
+        batches: Which samples make up which step.
+        max_steps: Optimizer steps of the whole run.
+        schedule: Maps a step to a multiplier of each parameter group's initial learning rate; or a scheduler that was
+            made for `optimizer`, which is stepped after each optimizer step and saved with checkpoints.
+        schedule_metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped instead.
+        max_grad_norm: Gradients are clipped to this norm; None: not at all.
+        log_every: Steps between lines of metrics.
+        callbacks: What happens beside the steps, in this order.
+
+    Raises:
+        ValueError: For callbacks in a wrong order, or two with one `state_key`.
+        UserError: Where every rate is 0.
     """
 
     def __init__(
@@ -54,14 +68,17 @@ class Trainer:
         batches: TrainBatches | LoaderBatches,
         *,
         max_steps: int,
-        schedule: Schedule,
+        schedule: Schedule | Scheduler,
+        schedule_metric: str | None = None,
         max_grad_norm: float | None = 1.0,
         log_every: int = 50,
         callbacks: Sequence[Callback] = (),
     ):
-        self.run, self.task, self.batches, self.schedule = run, task, batches, schedule
+        self.run, self.task, self.batches = run, task, batches
+        self.stepped = SteppedRates(schedule, optimizer, schedule_metric) if isinstance(schedule, Scheduler) else None
+        self.schedule = None if isinstance(schedule, Scheduler) else schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
-        self.base_rates = initial_rates(optimizer, run.print)
+        self.base_rates = initial_rates(optimizer)
         if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
@@ -120,28 +137,33 @@ class Trainer:
     def train_step(self, micro_batches: list[Batch]) -> None:
         """One optimizer step on the micro-batches of a global batch, with its hooks; advances `state`."""
         self.enter("callbacks")
-        multiplier = self.schedule(self.state.step)
+        multiplier = None if self.schedule is None else self.schedule(self.state.step)
         self.hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
+        rate = self.optimizer.param_groups[0]["lr"]
+        if self.stepped is not None:
+            self.stepped.after_step()
         self.state.samples += self.batches.samples_of(self.state.step)
         self.state.step += 1
         if self.at_log_step:
             self.record("train/grad_norm", norm)
             if skipped := self.results.get("skipped_steps"):
                 self.record("train/skipped_steps", skipped)
-            self.record("train/learning_rate", self.base_rates[0] * multiplier)
+            self.record("train/learning_rate", rate)
 
-    def learn(self, micro_batches: list[Batch], multiplier: float, *, record: bool = True) -> Tensor:
+    def learn(self, micro_batches: list[Batch], multiplier: float | None, *, record: bool = True) -> Tensor:
         """Forward and backward of each micro-batch, one gradient synchronisation, one optimizer step, which is not
-        counted; returns the gradients' norm before clipping. `record` False leaves the loss out of the metrics."""
+        counted; returns the gradients' norm before clipping. Rates are the initial ones times `multiplier`; None leaves
+        them as a scheduler set them. `record` False leaves the loss out of the metrics."""
         self.enter("step")
         self.micro_batches = micro_batches
         self.hooks("on_before_forward")
         accelerator = self.run.accelerator
         counted = [self.task.count(batch) for batch in micro_batches]
         counts, total = waits.timed("counts", self.run.device, global_counts, counted, self.run.device)
-        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = rate * multiplier
+        if multiplier is not None:
+            for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+                group["lr"] = rate * multiplier
         # DDP averages over ranks and Accelerate divides by the accumulation steps: undo both, divide by the count.
         scale = self.run.world_size * len(micro_batches) / total
         losses: list[Tensor] = []
@@ -192,6 +214,8 @@ class Trainer:
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
         self._recorded |= metrics
         self._line_is_due = True
+        if self.stepped is not None:
+            self.stepped.after_evaluation(metrics)
         self.hooks("on_evaluate_end", name, metrics)
         return metrics
 
@@ -281,6 +305,7 @@ class Trainer:
             "results": self.results,
             "callbacks": states_of(self.callbacks),
             "metrics": self.run.seal_of_metrics(),
+            **({} if self.stepped is None else {"schedule": self.stepped.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -289,4 +314,6 @@ class Trainer:
         self.sums.load_state_dict(state["metric_sums"])
         self._recorded = dict(state["recorded"])
         self.results = dict(state["results"])
+        if self.stepped is not None:
+            self.stepped.load_state_dict(state["schedule"])
         load_states(self.callbacks, state["callbacks"])

@@ -14,7 +14,7 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.expert_setup import moe_from_config
+from toolkit.train.build import moe_from_config
 
 CASES: dict[str, dict[str, Any]] = {
     "sigmoid scores in groups": {

@@ -15,6 +15,7 @@ from continual.evaluation import TaskEvaluation
 from continual.ewc import Consolidation, ElasticWeights
 from continual.streams import TaskStream, rotated_stream, split_stream
 from continual.training import stream_task, task_order
+from tests.support.trainers import standard_trainer
 from toolkit.data.batches import Augment
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
@@ -81,7 +82,7 @@ def toy_trainer(
             methods += [Replay(memory, 8), Remember(memory, every=3)]
         task = stream_task(stream, penalty=penalty)
         tasks = task_order(run, stream)
-        yield tk.standard_trainer(
+        yield standard_trainer(
             run,
             task,
             model,

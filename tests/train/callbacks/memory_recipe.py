@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import toolkit as tk
 from tests.support.small_run import SmallModel
+from tests.support.trainers import standard_trainer
 from toolkit.data.table import TensorTable
 from toolkit.train.callbacks.expert_balance import BiasBalancing
 from toolkit.train.task import Loss
@@ -49,7 +50,7 @@ def main(config: Config) -> dict[str, Any]:
         table = TensorTable(input=torch.randn(200, 8, generator=draws), label=torch.randint(3, (200,), generator=draws))
         task = Hungry(config, run.rank, penalty=tk.experts.RouterPenalty(model, balance_weight=0.01))
         callbacks = [BiasBalancing(model)]
-        trainer = tk.standard_trainer(run, task, model, train=table, test=table, callbacks=callbacks)
+        trainer = standard_trainer(run, task, model, train=table, test=table, callbacks=callbacks)
         return run.finish(trainer.fit())
 
 

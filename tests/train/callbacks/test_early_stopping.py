@@ -9,6 +9,7 @@ import torch
 
 import toolkit as tk
 from tests.support.small_run import small_config
+from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks.early_stopping import EarlyStopping
@@ -103,7 +104,7 @@ def test_evaluations_come_every_few_epochs_until_the_run_ends(settings, epochs, 
     note = Note()
     with tk.start_run("small", small_config(tmp_path / "run", epochs=3, **settings)) as run:
         table = tk.TensorTable(input=torch.randn(20, 4), label=torch.arange(20) % 2)
-        trainer = tk.standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=table, test=table, callbacks=[note])
+        trainer = standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=table, test=table, callbacks=[note])
         results = trainer.fit()
     assert note.epochs == epochs
     assert results["epochs"] == epochs[-1]

@@ -10,6 +10,7 @@ import torch
 
 import toolkit as tk
 from tests.recipes.continual.toy import toy_config, toy_trainer
+from tests.support.trainers import standard_trainer
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -25,7 +26,7 @@ def config(folder: Path) -> RunConfig:
 def test_the_standard_trainer_leaves_pictures(tmp_path: Path):
     table = TensorTable(input=torch.randn(16, 4), label=torch.arange(16) % 2)
     with tk.start_run("toy", config(tmp_path / "run")) as run:
-        trainer = tk.standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=table, test=table)
+        trainer = standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=table, test=table)
         results = trainer.fit()
         assert not list(run.folder.glob("*.png")), "a run that is stopped and continued draws once, at its end"
         run.finish(results)

@@ -17,6 +17,7 @@ import toolkit as tk
 from tests.support.emulated_device import emulate
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -37,7 +38,7 @@ def test_a_label_without_a_class_is_refused_with_its_row(tmp_path: Path, wrong: 
     tables[wrong].columns["label"][6] = label
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=2, epochs=1)
     with tk.start_run("mine", config) as run, pytest.raises(UserError, match=says):
-        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 4), **tables).fit()
+        standard_trainer(run, tk.Classification(), nn.Linear(4, 4), **tables).fit()
 
 
 def test_labels_that_the_loss_leaves_out_are_no_fault():
@@ -104,7 +105,7 @@ def train(folder: Path, micro_batches: int, as_table: bool) -> tuple[list[dict[s
     table = tk.TensorTable(**columns)
     with in_float64(), tk.start_run("mine", config) as run:
         data: Any = {"train": table, "order": InOrder()} if as_table else {"train": DataLoader(rows, batch_size=8)}
-        trainer = tk.standard_trainer(run, tk.Classification(), start(), test=table if as_table else rows, **data)
+        trainer = standard_trainer(run, tk.Classification(), start(), test=table if as_table else rows, **data)
         results = trainer.fit()
         results["true"] = F.cross_entropy(trainer.raw_model(columns["input"]), columns["label"]).item()
     return list(read_metrics(folder / "metrics.jsonl")), results
@@ -130,7 +131,7 @@ def test_a_table_without_a_label_that_counts_is_refused(tmp_path: Path):
     table = tk.TensorTable(input=torch.randn(8, 4), label=torch.full((8,), -100))
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=2, epochs=1)
     with tk.start_run("mine", config) as run, pytest.raises(UserError, match="training data have only labels of -100"):
-        tk.standard_trainer(run, tk.Classification(), nn.Linear(4, 4), train=table, test=table).fit()
+        standard_trainer(run, tk.Classification(), nn.Linear(4, 4), train=table, test=table).fit()
 
 
 def counted_on_the_device() -> None:

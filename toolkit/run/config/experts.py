@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -76,15 +76,6 @@ class ExpertRunConfig(RunConfig, GroupOptions):
         if self.parallel_strategy == "data_parallel":
             return 1
         return self.ep_size or math.gcd(world_size, self.logical_experts)
-
-    def group_options(self, world_size: int) -> dict[str, Any]:
-        """The arguments of `make_expert_groups`, on `world_size` processes."""
-        return {
-            "ep_size": self.ep_size_in(world_size),
-            "ep_stride": self.ep_stride,
-            "exchange": self.exchange,
-            "dispatch_chunks": self.dispatch_chunks,
-        }
 
 
 class MoERunConfig(ExpertRunConfig, RouterOptions):

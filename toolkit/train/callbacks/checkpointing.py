@@ -109,6 +109,9 @@ def _describe_extension(trainer: Trainer) -> None:
         return
     rates = [line["train/learning_rate"] for line in run.metrics() if "train/learning_rate" in line]
     before = f"from {rates[-1]:.3g} " if rates else ""
+    if trainer.schedule is None:
+        run.print(f"extended to step {trainer.max_steps:,}: the scheduler goes on from where it was.")
+        return
     now, last = (trainer.base_rates[0] * trainer.schedule(at) for at in (step, trainer.max_steps - 1))
     run.print(
         f"extended to step {trainer.max_steps:,}: the schedule is that of a run of this length; the learning rate goes "
