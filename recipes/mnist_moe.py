@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 import toolkit as tk
-from toolkit.data.images import ImageData
 from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.options import FractionBelowOne
-from toolkit.experts.parallel.groups import ExpertGroups
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from toolkit.data.images import ImageData
+    from toolkit.experts.parallel.groups import ExpertGroups
 
 
 class Config(tk.DynamicRunConfig):

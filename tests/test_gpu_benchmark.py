@@ -21,7 +21,7 @@ def rehearse(benchmark: str, *options: str) -> list[dict[str, Any]]:
 
 
 def test_the_layers_benchmark_rehearses_on_a_cpu() -> None:
-    rows = rehearse("gpu_layer.py", "--rounds", "1")
+    rows = rehearse("speed/gpu_layer.py", "--rounds", "1")
     names = [row["contender"] for row in rows]
     assert names[:3] == ["ours", "ours, compiled", "grouped products alone"]
     assert {"transformers eager", "transformers grouped_mm"} < set(names)
@@ -29,7 +29,7 @@ def test_the_layers_benchmark_rehearses_on_a_cpu() -> None:
 
 
 def test_the_trainings_benchmark_rehearses_on_a_cpu() -> None:
-    rows = rehearse("gpu_training.py", "--rounds", "1", "--steps", "2", "--warmup", "1", "--curve", "10")
+    rows = rehearse("speed/gpu_training.py", "--rounds", "1", "--steps", "2", "--warmup", "1", "--curve", "10")
     assert [row["contender"] for row in rows[:3]] == ["ours", "transformers Trainer", "loop by hand"]
     assert [row["precision"] for row in rows[3:]] == ["float32", "bfloat16"]
     assert all(row["tokens per second"] > 0 for row in rows)

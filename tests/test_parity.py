@@ -88,8 +88,8 @@ def make_groups(ep_size: int, layout: str) -> ExpertGroups:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "crossed":
         return make_expert_groups(ranks=[[rank, world - 1 - rank] for rank in range(world // 2)])
-    options: dict[str, Any] = {"stride": world // ep_size if "strided" in layout else 1}
-    options["chunks"] = 3 if "in chunks" in layout else 1
+    options: dict[str, Any] = {"ep_stride": world // ep_size if "strided" in layout else 1}
+    options["dispatch_chunks"] = 3 if "in chunks" in layout else 1
     if "by node" not in layout:
         return make_expert_groups(ep_size, **options)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world // 2)):

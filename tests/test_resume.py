@@ -75,7 +75,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_once_and_later_ones_are_kept(tmp
     often = {"checkpoint": CheckpointOptions(every_steps=4, keep=9)}
     with pytest.raises(Preempted):
         train(small_config(folder, **often), Stop(14, "SIGTERM"))
-    with pytest.raises(tk.UserError, match=r"--resume-from 5: there is no such checkpoint .* take one of 4, 8, 12, 14"):
+    with pytest.raises(tk.UserError, match=r"resume_from=5: there is no such checkpoint .* take one of 4, 8, 12, 14"):
         train(small_config(folder, **often, resume_from=5))
     back, again = Stop(10, "SIGTERM"), Stop()
     with pytest.raises(Preempted):
@@ -94,7 +94,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
         trainer.run.finish(trainer.fit())
     with pytest.raises(tk.UserError, match=r"holds a finished run: .* --extend"):
         train(small_config(folder, max_steps=20))
-    with pytest.raises(tk.UserError, match="--extend True: the run has 10 steps already"):
+    with pytest.raises(tk.UserError, match="extend=True: the run has 10 steps already"):
         train(small_config(folder, max_steps=10, extend=True))
     capsys.readouterr()
     settings = {"max_steps": 20, "extend": True, "begins": 10}

@@ -77,5 +77,5 @@ def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> N
 
 if __name__ == "__main__":
     # A script's own folder is first on its path, and `speech` there is the module speech.py and not the package.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.exit(main())

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.helpers import ROOT
+from toolkit.commands import COMMANDS
 from toolkit.run import cli
 from toolkit.run.config.foreign_flags import REMEDIES
 
@@ -41,10 +42,10 @@ def flags_of_commands(text: str) -> set[str]:
     """Of the parts of our command line that a page names as `toolkit <name>`."""
     found: set[str] = set()
     for name in set(re.findall(r"\btoolkit (\w+)", text)):
-        if (ROOT / "toolkit" / "commands" / f"{name}.py").exists():
+        if name in COMMANDS:
             written = io.StringIO()
             with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
-                importlib.import_module(f"toolkit.commands.{name}").main(["--help"])
+                importlib.import_module(COMMANDS[name].module).main(["--help"])
             found |= set(re.findall(r"--[a-z][\w-]*", written.getvalue()))
     return found
 
@@ -68,7 +69,7 @@ def test_flags_named_as_ours_exist_in_a_recipe_that_the_page_names(page: Path):
     recipes = recipes_of(text).values()
     known = {flag for recipe in recipes for flag in flags_of_recipe(recipe)}
     presets = {preset for recipe in recipes for preset in recipe.PRESETS}
-    known |= flags_of_commands(text)
+    known |= flags_of_commands(text) | {"--help"}
     known |= {f"--{name}" for name in REMEDIES}  # theirs, which the command line answers with ours
     unknown = [flag for flag in our_flags(text, presets) if flag not in known]
     assert not unknown, f"{page.name} names {unknown}"

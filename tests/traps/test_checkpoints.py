@@ -17,13 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.experts.hosts.loop.test_engine import Model
 from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
-from toolkit.checkpoint import checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
-from toolkit.experts.state import manifest
+from toolkit.experts.state import checkpoint_files, manifest
 from toolkit.train.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)
@@ -201,7 +200,9 @@ def our_kill_during_the_second_save(folder: Path, moment: str) -> None:
     trainer.save(keep=1)
     trainer.train_step(next(steps))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(*{"writing": (checkpoint, "save_file"), "renaming": (manifest, "publish")}[moment], die)
+        monkeypatch.setattr(
+            *{"writing": (checkpoint_files, "save_file"), "renaming": (manifest, "publish")}[moment], die
+        )
         trainer.save(keep=1)
 
 

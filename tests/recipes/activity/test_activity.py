@@ -206,7 +206,7 @@ def test_where_there_is_no_set_made_up_signals_are_taken_and_said_to_be_so():
 def test_what_cannot_be_is_refused_in_one_sentence(tmp_path):
     assert "dataset='mnist': there is no such set; choose one of auto, hmp, uci_har, generated" in refusal("mnist")
     assert "does not hold hmp/train-*.parquet; name the folder of the set" in refusal("hmp", tmp_path)
-    assert "there is no --data-dir and no $TOOLKIT_DATA_DIR; give --data-dir, or take generated" in refusal("hmp")
+    assert "there is no data_dir and no $TOOLKIT_DATA_DIR; give data_dir, or take generated" in refusal("hmp")
     assert "folds=11: take at most 10, the number of volunteers" in refusal("generated", folds=11)
     write_uci_har(tmp_path / "uci_har")
     assert "published in windows of 2.56 s" in refusal("uci_har", tmp_path, window_seconds=4.0)

@@ -133,7 +133,7 @@ def test_two_processes_train_what_one_trains(case: Case, runs: dict[int, list[li
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
     assert ranks[0]["loaded"].keys() == weights.keys()
     assert all("moe/rank_imbalance" in line for line in ranks[0]["logs"][:STEPS])
-    assert bool(ranks[0]["moved"]) == ("planner" in case.spread)
+    assert bool(ranks[0]["moved"]) == ("replan" in case.spread)
 
 
 def interrupted(folder: Path) -> list[dict[str, Any]]:
