@@ -89,7 +89,9 @@ def put_tables(page: Path, script: str, tables: str) -> None:
     """Replace what stands between the marks of `script` on a page of the documentation."""
     text = page.read_text(encoding="utf-8")
     begin, end = f"<!-- tables of benchmarks/{script} -->\n", "<!-- end of tables -->"
-    before, _, rest = text.partition(begin)
+    before, found, rest = text.partition(begin)
+    if not found:
+        raise ValueError(f"{page} has no line {begin!r}")
     _, _, after = rest.partition(end)
     page.write_text(before + begin + "\n" + tables + "\n" + end + after, encoding="utf-8")
 

@@ -402,7 +402,7 @@ def write_page(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         f"**{TITLES[name]}**\n\n<!-- figures: {record_of(name)}.json -->\n{markdown(rows)}"
         for name, rows in tables.items()
     ]
-    put_tables(PAGE, "continual_learning.py", "\n".join(parts))
+    put_tables(PAGE, "learning/continual_learning.py", "\n".join(parts))
 
 
 def record_of(name: str) -> str:

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import markdown, put_tables, sd, write_report
 from toolkit.commands.sweep.command import main as sweep
-from toolkit.commands.sweep.tables import gather
 from toolkit.errors import EXIT_PREEMPTED
+from toolkit.run.runs_table import gather
 
 RECIPE = str(ROOT / "recipes" / "few_labels.py")
 PAGE = ROOT / "docs" / "recipes" / "vae.md"
@@ -91,4 +91,4 @@ if __name__ == "__main__":
     rows = rows_of(args.out / name)
     write_report(name, rows)
     if args.collect and not args.tune:  # a run leaves the pages alone, so that the next is of an unchanged commit
-        put_tables(PAGE, "few_labels.py", f"<!-- figures: few_labels.json by method -->\n{markdown(rows)}")
+        put_tables(PAGE, "learning/few_labels.py", f"<!-- figures: few_labels.json by method -->\n{markdown(rows)}")

@@ -374,7 +374,9 @@ def main() -> None:
         tried = {arm: trials for arm, (_, trials) in rivals.items() if trials}
         rows = table(found)
         write_report("split_mnist", rows, tuning=tried, batch_size=BATCH)
-        put_tables(PAGE, "split_mnist.py", f"<!-- figures: split_mnist.json by arm -->\n{markdown(by_memory(rows))}")
+        put_tables(
+            PAGE, "learning/split_mnist.py", f"<!-- figures: split_mnist.json by arm -->\n{markdown(by_memory(rows))}"
+        )
 
 
 def any_run_of(arm: str) -> bool:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from toolkit.commands.sweep.command import main as sweep
-from toolkit.commands.sweep.tables import gather
+from toolkit.run.runs_table import gather
 
 RECIPE = str(ROOT / "recipes" / "vae_robustness.py")
 MANY = ["--grid", "labels=600,1000,3000", "--num-seeds", "3"]

@@ -87,7 +87,8 @@ def main(config: Config) -> dict[str, Any]:
         train, test, names, tokenizer = load_passages(config, run)
         run.describe(dataset=" / ".join(names))
         model = build_model(config, names, tokenizer.vocab_size)
-        trainer = tk.standard_trainer(run, tk.Classification(), model, train=train, test=test)
+        optimizer = tk.adamw(model, config)
+        trainer = tk.standard_trainer(run, tk.Classification(), model, optimizer, train=train, test=test)
         results = trainer.fit()
         tk.transformers.save_pretrained(model.encoder, run.folder / "model")
         if run.is_main:

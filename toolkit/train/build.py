@@ -166,8 +166,8 @@ def standard_trainer(
     schedule: Scheduler | None = None,
     schedule_metric: str | None = None,
 ) -> Trainer:
-    """Makes a trainer on the config's schedule, or with `schedule`, see `Trainer`; it evaluates on `test` and saves each epoch,
-    resumes, and can be preempted.
+    """Makes a trainer on the config's schedule, or with `schedule`, see `Trainer`; it evaluates on `test` and saves
+    each epoch, resumes, and can be preempted.
 
     `train` and `test` are tables, data sets of torch's kinds, or DataLoaders that give global batches: dicts of tensors
     with one row per sample. `steps_per_epoch` is for the latter two, by default the number of their batches; where that

@@ -1,8 +1,8 @@
 """AdamW with the usual parameter groups, learning-rate schedules, and schedulers of torch or others.
 
 A schedule is a pure function from a step to a multiplier of the base learning rate. Nothing is stepped and nothing is
-saved. A scheduler that is passed in its place is stepped and saved by the trainer. (One prepared by Accelerate steps once
-per process.)
+saved. A scheduler that is passed in its place is stepped and saved by the trainer. (One prepared by Accelerate steps
+once per process.)
 """
 
 from __future__ import annotations

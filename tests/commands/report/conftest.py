@@ -24,7 +24,7 @@ def write_run(
 ) -> Path:
     """A run with four experts; `moves`: on two ranks, and at step 20 two experts change places."""
     folder.mkdir(parents=True)
-    config = {"recipe": "mnist_moe", "lr": 0.1, "seed": seed, "run_dir": str(folder), "planner": None}
+    config = {"recipe": "mnist_moe", "lr": 0.1, "seed": seed, "run_dir": str(folder), "replan": {"planner": None}}
     write_json(folder / "config.json", config | {"optimizer": {"beta1": 0.9}} | (settings or {}))
     lines = []
     for step in range(2, steps + 1, 2):
@@ -60,6 +60,6 @@ def several(tmp_path: Path) -> list[Path]:
         write_run(runs / "first"),
         write_run(runs / "second", seed=1),
         write_run(runs / "fast", settings={"lr": 0.5}),
-        write_run(runs / "moving", settings={"planner": "swap"}, moves=True),
+        write_run(runs / "moving", settings={"replan": {"planner": "swap"}}, moves=True),
         write_run(runs / "goes <on>", steps=24, finished=False, starts=2),
     ]

@@ -80,7 +80,7 @@ def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several:
     shown = {row[0]: row[1:] for row in settings[1:]}
     assert shown["lr"] == ["0.1", "0.1", "0.5", "0.1", "0.1"]
     assert shown["seed"] == ["0", "1", "0", "0", "0"]
-    assert final[0] == ["runs", "number", "test_accuracy", "samples_per_second", "lr", "planner", "world_size"]
+    assert final[0] == ["runs", "number", "test_accuracy", "samples_per_second", "lr", "replan.planner", "world_size"]
     seeds = ["first, second", "2", "91.00 % (sd 1.41)", "100 (sd 0)", "0.1", "None", "1"]
     assert seeds in final, "of 0.90 and 0.92"
     assert [row[:2] for row in processes[1:]] == [["1", "first, second"], ["2", "moving"]]

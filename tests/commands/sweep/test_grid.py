@@ -10,8 +10,9 @@ import pytest
 import toolkit as tk
 from tests.commands.sweep.toy import RECIPE
 from tests.support.helpers import ROOT
-from toolkit.commands.sweep.grid import config_digest, grid_cells, load_recipe, parse_axes
+from toolkit.commands.sweep.grid import config_digest, grid_cells, parse_axes
 from toolkit.errors import UserError
+from toolkit.run.recipe_script import load_recipe
 
 
 def test_a_grid_has_every_combination_seed_by_seed(toy):

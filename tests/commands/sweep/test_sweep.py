@@ -97,7 +97,8 @@ def test_a_sweep_that_is_stopped_stops_its_runs_and_continues(toy):
 def test_a_cell_that_another_job_works_at_is_left_to_it(toy, capsys):
     from filelock import FileLock
 
-    from toolkit.commands.sweep.grid import grid_cells, load_recipe
+    from toolkit.commands.sweep.grid import grid_cells
+    from toolkit.run.recipe_script import load_recipe
 
     words = sweep(toy, "--grid", "labels=100,600")
     taken = grid_cells(load_recipe(toy, ["full"]), {"labels": ["600"]}, [0])[0]
@@ -149,7 +150,7 @@ def test_runs_without_the_usual_metric_are_not_drawn_and_that_is_said(toy, capsy
 
 
 def test_fields_that_were_added_between_runs_are_no_axis(tmp_path):
-    from toolkit.commands.sweep.tables import gather
+    from toolkit.run.runs_table import gather
 
     for number, more in enumerate([{}, {"eval_every": 1}]):
         folder = tmp_path / str(number)
@@ -186,7 +187,7 @@ def test_a_search_chooses_among_the_same_cells(toy, capsys):
 
 
 def test_tasks_of_an_array_do_not_write_the_tables_at_the_same_time(toy, monkeypatch):
-    from toolkit.commands.sweep import tables
+    from toolkit.run import runs_table as tables
 
     write, calls = tables.write_tables, []
 

@@ -1,6 +1,6 @@
 """Tables of runs that are given."""
 
-from toolkit.commands.sweep.tables import tabulate
+from toolkit.run.runs_table import tabulate
 
 
 def test_a_setting_with_a_bar_keeps_the_columns():

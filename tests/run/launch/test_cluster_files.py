@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.support.helpers import ROOT
-from toolkit.commands.sweep.grid import load_recipe
+from toolkit.run.recipe_script import load_recipe
 
 LAUNCH = ROOT / "launch"
 

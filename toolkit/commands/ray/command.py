@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--resize-every {args.resize_every:g}: take seconds above 0.")
 
     from toolkit.commands.ray.ray_train import RayJob, check_installed, run_on_ray
-    from toolkit.commands.sweep.grid import load_recipe
     from toolkit.run.folder import RUNS
+    from toolkit.run.recipe_script import load_recipe
 
     check_installed()
     recipe = load_recipe(args.recipe, words)
@@ -83,7 +83,7 @@ def absolute(storage: str) -> str:
 
 def train_recipe(arguments: Mapping[str, Any], cpu: bool, machine: str) -> None:
     """Train in this process, as one of the workers on `machine`."""
-    from toolkit.commands.sweep.grid import load_recipe
+    from toolkit.run.recipe_script import load_recipe
 
     folder = Path(arguments["folder"])
     if arguments["storage"]:  # then machines need not share the folder, and do not

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolkit.commands.report.records import RunRecord
-from toolkit.commands.sweep.tables import Table, is_number, tabulate
 from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, ONLY_OF_THE_SPEED, differing_names, leaves
+from toolkit.run.runs_table import Table, is_number, tabulate
 from toolkit.run.summary import duration
 from toolkit.run.tracking.metric_names import is_share
 

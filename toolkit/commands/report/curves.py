@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.commands.report.records import RunRecord
-from toolkit.commands.sweep.tables import is_number
+from toolkit.run.runs_table import is_number
 
 POINTS_OF_A_PAGE = 120_000
 MOST_POINTS, FEWEST_POINTS = 1_000, 60

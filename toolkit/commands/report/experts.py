@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.commands.report.records import RunRecord
-from toolkit.commands.sweep.tables import is_number
 from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
+from toolkit.run.runs_table import is_number
 from toolkit.run.summary import RESTART_REASON
 from toolkit.run.tracking.lifecycle_records import describe
 

@@ -9,11 +9,11 @@ from toolkit.checkpoint import reshard
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.report.model_card import model_card, without_paths
 from toolkit.commands.report.records import RunRecord
-from toolkit.commands.sweep.tables import is_number
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
 from toolkit.run.folder import results_of
 from toolkit.run.pictures.plots import draw_loss, points_of, save_figure
+from toolkit.run.runs_table import is_number
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
 
 FOLDER = "push"

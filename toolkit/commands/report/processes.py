@@ -11,8 +11,8 @@ from typing import Any
 
 from toolkit.commands.report.comparison import is_compared, settings
 from toolkit.commands.report.records import RunRecord
-from toolkit.commands.sweep.tables import is_number
 from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, differing_names
+from toolkit.run.runs_table import is_number
 
 HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_accumulation_steps", "auto_batch_size"}
 """Settings in which runs may differ that are the same training, up to rounding."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.report.curves import OPEN_AT_FIRST, curves_by_metric, heading, page_order
 from toolkit.commands.report.records import RunRecord
-from toolkit.commands.sweep.tables import is_number
 from toolkit.errors import UserError
+from toolkit.run.runs_table import is_number
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

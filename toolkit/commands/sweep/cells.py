@@ -14,11 +14,12 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.commands.sweep.grid import Cell, Recipe
+from toolkit.commands.sweep.grid import Cell
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.run.config.settings import decides_what_is_learned
 from toolkit.run.folder import read_json, results_of
 from toolkit.run.launch.children import POLL_S, Children
+from toolkit.run.recipe_script import Recipe
 from toolkit.run.summary import duration
 
 

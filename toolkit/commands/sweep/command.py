@@ -25,9 +25,10 @@ def main(argv: Sequence[str]) -> int:
     from filelock import FileLock
 
     from toolkit.commands.sweep.cells import CellRunner, Outcome
-    from toolkit.commands.sweep.grid import grid_cells, load_recipe, parse_axes
-    from toolkit.commands.sweep.tables import Table, gather, write_tables
+    from toolkit.commands.sweep.grid import grid_cells, parse_axes
     from toolkit.run.pictures.sweep_plots import draw_sweep
+    from toolkit.run.recipe_script import load_recipe
+    from toolkit.run.runs_table import Table, gather, write_tables
 
     recipe = load_recipe(args.recipe, args.arguments)
     axes = parse_axes(args.grid)

@@ -1,0 +1,69 @@
+"""Examples with an optimizer or a loop of their author's own have the same losses on one process and on two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from tests.support.helpers import ROOT, program_environment
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.optim import SteppedRates
+
+
+def lines_of(example: str, folder: Path, processes: int) -> list[dict[str, Any]]:
+    """Returns the lines of metrics of the debug preset."""
+    words = ["debug", "--cpu", "--num-processes", str(processes), "--run-dir", str(folder), "--tracker", "none"]
+    words += ["--log-every", "5"]
+    script = ROOT / "docs" / "examples" / f"{example}.py"
+    subprocess.run([sys.executable, str(script), *words], check=True, env=program_environment(), timeout=150)
+    return list(read_metrics(folder / "metrics.jsonl"))
+
+
+def values(lines: list[dict[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize("example", ["sgd_plateau", "third_party_optimizer", "own_loop"])
+def test_the_losses_are_those_of_one_process(example: str, tmp_path: Path):
+    alone, two = (lines_of(example, tmp_path / str(processes), processes) for processes in (1, 2))
+    for name in ("train/loss",) if example == "own_loop" else ("train/loss", "eval/loss"):
+        assert len(values(alone, name)) > 0
+        assert values(two, name) == pytest.approx(values(alone, name), rel=1e-5)
+    if example == "sgd_plateau":
+        rates = values(alone, "train/learning_rate")
+        assert rates[-1] < rates[0], "the rate was never halved"
+        assert values(two, "train/learning_rate") == rates
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5]),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+    ],
+)
+def test_a_scheduler_loads_what_was_saved(make: Any):
+    def rates(saved: int | None) -> list[float]:
+        seen: list[float] = []
+        stepped = new()
+        for step in range(8):
+            if step == saved:
+                state, stepped = stepped.state_dict(), new()
+                stepped.load_state_dict(state)
+            stepped.optimizer.step()
+            seen.append(stepped.optimizer.param_groups[0]["lr"])
+            stepped.after_step()
+        return seen
+
+    def new() -> SteppedRates:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        return SteppedRates(make(optimizer), optimizer, None)
+
+    assert rates(3) == rates(None)
