@@ -12,6 +12,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit import experts
+from toolkit.data.images import ImageData
 from toolkit.experts import ExpertParallel
 
 
@@ -25,7 +26,7 @@ def debug() -> tk.RunConfig:
     return full().replace(epochs=1)
 
 
-def build_model(data: tk.ImageData) -> nn.Module:
+def build_model(data: ImageData) -> nn.Module:
     """Pixels, eight experts of which each image visits two, and logits."""
     pixels = tk.Pixels(mean=data.mean, std=data.std)
     mixture = experts.make_moe(64, 32, 8, top_k=2)

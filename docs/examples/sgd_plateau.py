@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import toolkit as tk
+from toolkit.data.images import ImageData
 
 
 class Config(tk.RunConfig):
@@ -33,7 +34,7 @@ def debug() -> Config:
     return full().replace(epochs=4, lr=0.01, patience=0, threshold=0.5)
 
 
-def build_model(data: tk.ImageData) -> nn.Module:
+def build_model(data: ImageData) -> nn.Module:
     """Pixels and a network of one hidden layer."""
     return nn.Sequential(tk.Pixels(mean=data.mean, std=data.std), tk.MLP(28 * 28, 64, data.num_classes))
 

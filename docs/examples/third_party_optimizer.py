@@ -12,6 +12,7 @@ from lion_pytorch import Lion  # type: ignore[import-untyped]
 from torch import nn
 
 import toolkit as tk
+from toolkit.data.images import ImageData
 
 
 def full() -> tk.RunConfig:
@@ -24,7 +25,7 @@ def debug() -> tk.RunConfig:
     return full().replace(epochs=1, lr=1e-4)
 
 
-def build_model(data: tk.ImageData) -> nn.Module:
+def build_model(data: ImageData) -> nn.Module:
     """Pixels and a network of one hidden layer."""
     return nn.Sequential(tk.Pixels(mean=data.mean, std=data.std), tk.MLP(28 * 28, 64, data.num_classes))
 
