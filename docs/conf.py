@@ -91,7 +91,7 @@ add_module_names = False
 # A reference to a name that is not documented is an error too, but for types in signatures: most are of torch and of
 # Python, whose lists of names would have to come from the network.
 nitpicky = True
-nitpick_ignore_regex = [("py:class", ".*")]
+nitpick_ignore_regex = [("py:class", ".*"), ("py:obj", r"typing\..*")]
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"

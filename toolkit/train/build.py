@@ -280,8 +280,8 @@ def _table_batches(
 ) -> TrainBatches:
     config = run.config
 
-    def make_optimizer(copied: nn.Module) -> torch.optim.Optimizer:
-        return another_like(optimizer, dict(zip(model.parameters(), copied.parameters(), strict=True)))
+    def make_optimizer(other: nn.Module) -> torch.optim.Optimizer:
+        return another_like(optimizer, dict(zip(model.parameters(), other.parameters(), strict=True)))
 
     source = table if augment is None else AugmentedTable(table, augment)
     return TrainBatches(

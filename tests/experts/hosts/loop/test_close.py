@@ -126,7 +126,7 @@ def forgotten_models() -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_model_is_forgotten_after_close_while_its_accelerator_lives_on(world: int):
+def test_a_model_is_forgotten_after_close_though_its_accelerator_stays(world: int):
     assert run_distributed(forgotten_models, world) == [False] * world
 
 
