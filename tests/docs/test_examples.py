@@ -16,10 +16,11 @@ from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.optim import SteppedRates
 
 
-def lines_of(example: str, folder: Path, processes: int) -> list[dict[str, Any]]:
+def lines_of(example: str, folder: Path, processes: int, *flags: str) -> list[dict[str, Any]]:
     """Returns the lines of metrics of the debug preset."""
     words = ["debug", "--cpu", "--num-processes", str(processes), "--run-dir", str(folder), "--tracker", "none"]
     words += ["--log-every", "5"]
+    words += flags
     script = ROOT / "docs" / "examples" / f"{example}.py"
     subprocess.run([sys.executable, str(script), *words], check=True, env=program_environment(), timeout=150)
     return list(read_metrics(folder / "metrics.jsonl"))
@@ -39,6 +40,14 @@ def test_the_losses_are_those_of_one_process(example: str, tmp_path: Path):
         rates = values(alone, "train/learning_rate")
         assert rates[-1] < rates[0], "the rate was never halved"
         assert values(two, "train/learning_rate") == rates
+
+
+def test_a_run_that_is_resumed_goes_on_with_its_scheduler(tmp_path: Path):
+    whole = lines_of("sgd_plateau", tmp_path / "whole", 1)
+    lines_of("sgd_plateau", tmp_path / "parts", 1, "--max-steps", "46")
+    parts = lines_of("sgd_plateau", tmp_path / "parts", 1, "--extend", "--max-steps", "92")
+    for name in ("train/loss", "train/learning_rate"):
+        assert values(parts, name)[-3:] == values(whole, name)[-3:]
 
 
 @pytest.mark.parametrize(

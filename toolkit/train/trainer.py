@@ -20,6 +20,7 @@ from toolkit.checkpoint.background import Write
 from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
+from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
@@ -309,7 +310,12 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load what `state_dict` gave. Raises UserError where only one of the two runs has a scheduler of its own."""
+        if ("schedule" in state) != (self.stepped is not None):
+            has = "has the state of a scheduler" if "schedule" in state else "has no state of a scheduler"
+            raise UserError(
+                f"schedule={type(self.schedule).__name__}: the checkpoint {has}: pass the one it was made with."
+            )
         self.state = TrainState(step=state["step"], samples=state["samples"])
         self.sums.load_state_dict(state["metric_sums"])
         self._recorded = dict(state["recorded"])
