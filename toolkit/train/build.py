@@ -166,22 +166,33 @@ def standard_trainer(
     schedule: Scheduler | None = None,
     schedule_metric: str | None = None,
 ) -> Trainer:
-    """Makes a trainer on the config's schedule, or with `schedule`, see `Trainer`; it evaluates on `test` and saves
-    each epoch, resumes, and can be preempted.
+    """Returns the trainer that the config asks for: it evaluates, saves each epoch, resumes, and can be preempted.
 
-    `train` and `test` are tables, data sets of torch's kinds, or DataLoaders that give global batches: dicts of tensors
-    with one row per sample. `steps_per_epoch` is for the latter two, by default the number of their batches; where that
-    is not known, the run ends at `--max-steps` and counts as one epoch.
+    Args:
+        run: What `start_run` gave.
+        task: Says what a loss is.
+        model: As the recipe built it.
+        optimizer: The recipe's, of any kind that treats each row of experts by itself.
+        train: A table; or a data set or a DataLoader that gives global batches, dicts of tensors with a row per sample.
+        test: The same, to evaluate on; None with `evaluation`.
+        steps_per_epoch: Of a DataLoader, by default the number of its batches; where that is not known, the run ends at
+            the config's `max_steps` and counts as one epoch.
+        augment: Changes training batches, and what is replayed from a memory: `toolkit.data.visit_draws.BlankPixels`.
+        order: Replaces the random permutation of each epoch.
+        max_steps: Replaces the config's number of epochs.
+        evaluation: A callback in place of `test`, such as one over a stream of tasks.
+        more_evaluations: Are of further data sets.
+        eval_at_start: Evaluates `test` before the first step, too.
+        callbacks: Run before the usual ones, so that what they record is on the line of metrics that is printed.
+        num_classes: The classes of `train`, for the callbacks of experts: see `expert_callbacks`.
+        eval_batch_size: Samples per forward pass of an evaluation, over all ranks.
+        schedule: A scheduler that was made for `optimizer`, in place of the config's.
+        schedule_metric: See `Trainer`.
 
-    `augment` changes training batches, and what is replayed from a memory, see `toolkit.data.visit_draws.BlankPixels`.
-    `order` replaces the random permutation of each epoch, and `max_steps` the config's number of epochs. `evaluation`
-    is a callback in place of `test`, such as one over a stream of tasks; `more_evaluations` are of
-    further data sets. `eval_at_start` evaluates `test` before the first step, too. `callbacks` run before the usual
-    ones, so that what they record is on the line of metrics that is printed; those of experts follow, see
-    `expert_callbacks`, for which `num_classes` are the classes of `train`.
-
-    Raises ValueError unless either `test` or `evaluation` is given, and UserError for early stopping without `test`,
-    for experts that are in other groups than the config asks for, and for data without samples.
+    Raises:
+        ValueError: Unless either `test` or `evaluation` is given.
+        UserError: For early stopping without `test`, for experts that are in other groups than the config asks for, and
+            for data without samples.
     """
     config = run.config
     if (test is None) == (evaluation is None):
