@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.support.helpers import program_environment
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
 from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, _waits, blame
+from toolkit.train.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, _frames, _waits, blame
 from toolkit.train.metrics import MetricSums
 from toolkit.train.tasks.classification import Classification
 
@@ -118,6 +119,26 @@ def beat(rank: int, **changes: object) -> Heartbeat:
 )
 def test_the_rank_that_is_waited_for_is_named(beats: list, silent: list[int], says: str):
     assert says in blame(beats, silent, beats[0])
+
+
+def test_the_frames_of_a_thread_are_read_while_others_run():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def waiting_place():
+        begun.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=waiting_place)
+    thread.start()
+    begun.wait()
+    frames = _frames(thread.ident or 0)
+    may_end.set()
+    thread.join()
+    (name, line, _), *_ = [frame for frame in frames if frame[2] == "waiting_place"]
+    assert name == __file__
+    assert line == waiting_place.__code__.co_firstlineno + 2
+    assert frames[0][2] == "wait"
+    assert _frames(thread.ident or 0) == []
 
 
 @pytest.mark.parametrize(

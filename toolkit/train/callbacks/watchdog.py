@@ -5,8 +5,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -15,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import EXIT_BUG
@@ -138,7 +139,7 @@ class Watchdog(Callback):
             if overslept > 2 * every:  # the process was suspended, and so was its main thread
                 paused += overslept
             seconds = now - began - paused
-            frames = _frames(sys._current_frames().get(self._main))
+            frames = _frames(self._main)
             heartbeat = Heartbeat(
                 rank=rank,
                 where=f"{socket.gethostname()}, process {os.getpid()}",
@@ -207,13 +208,19 @@ def blame(heartbeats: Sequence[Heartbeat | None], silent: Sequence[int], mine: H
     )
 
 
-def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """File, line and function, from the innermost frame outwards."""
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return frames
+def _frames(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of `thread`, from the innermost outwards, as `faulthandler` prints them.
+
+    It holds the interpreter meanwhile. Frame objects of a thread that runs on, read one by one, may be freed under the
+    reader: that ended processes with a segmentation fault.
+    """
+    printed = ""
+    with suppress(OSError), tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        _, _, printed = file.read().partition(f"0x{thread:016x}")
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', printed.partition("\n\n")[0])
+    return [(name, int(line), function) for name, line, function in frames]
 
 
 def _waits(frames: Sequence[tuple[str, int, str]]) -> bool:
