@@ -54,12 +54,9 @@ def test_a_scheduler_with_a_warmup_leaves_a_rate_of_0_and_ours_takes_the_one_fro
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     assert optimizer.param_groups[0]["lr"] == 0.0, "a loop that does not step the scheduler learns nothing"
 
-    said: list[str] = []
-    assert initial_rates(optimizer, said.append) == [0.5]
-    assert "is not used" in said[0]
-
+    assert initial_rates(optimizer) == [0.5]
     with pytest.raises(UserError, match="the learning rate of every group is 0"):
-        initial_rates(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0), said.append)
+        initial_rates(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0))
 
 
 # --- buffers --------------------------------------------------------------------------------------------------------

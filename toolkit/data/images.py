@@ -256,7 +256,7 @@ def read_digits() -> dict[str, np.ndarray]:
     except ImportError:
         raise UserError("The digits come with scikit-learn, which is missing: pip install scikit-learn.") from None
     digits = load_digits()
-    small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
+    small = torch.from_numpy(digits.images).to(torch.float32)[:, None] * (255 / 16)
     scaled = F.interpolate(small, size=(SIZE, SIZE), mode="bilinear")[:, 0]
     images = scaled.round().to(torch.uint8).numpy()
     labels = digits.target.astype(np.int64)

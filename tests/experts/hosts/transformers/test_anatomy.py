@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.experts.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from tests.support.helpers import run_distributed
@@ -140,7 +141,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
         save_pretrained(model_of("mixtral"), tmp_path / "file" / "folder")
 
 
-class Unsavable:
+class Unsavable(nn.Module):
     """Cannot be written, for a reason that is not the disk's."""
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
