@@ -53,4 +53,3 @@ def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path:
     assert sum(map(len, ranks)) == results["active_experts"], (
         "of sixteen logical experts, those that are active at the end"
     )
-    assert (tmp_path / "micro_batch_size.json").exists() == ("--auto-batch-size" in command)

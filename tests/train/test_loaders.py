@@ -155,7 +155,6 @@ def refusal(
     [
         (loader("shuffled"), {"batch_size": 16}, {}, "batch_size=16: the DataLoader gives 8 samples"),
         (loader("stream"), {}, {}, "--max-steps None: nobody knows how many batches"),
-        (loader("shuffled"), {"auto_batch_size": True}, {}, "--auto-batch-size True: a DataLoader cannot be measured"),
         (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),
         (DataLoader([], batch_size=BATCH), {"max_steps": 3}, {"steps_per_epoch": 3}, "give no batches"),
         (DataLoader(Points(), batch_size=BATCH), {}, {}, "a batch is a list: let samples be dicts, such as"),

@@ -49,7 +49,6 @@ def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys:
             {"schedule": tk.ScheduleOptions(name="cosine", decay_steps=5)},
             "--schedule.decay-steps 5: no effect with --schedule.name cosine.",
         ),
-        ({"memory_fraction": 0.5}, "--memory-fraction 0.5: no effect without --auto-batch-size."),
         (
             {"early_stopping": EarlyStoppingOptions(metric="foo")},
             "--early-stopping.metric foo: no effect without --early-stopping.patience.",

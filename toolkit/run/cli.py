@@ -67,7 +67,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
         world.start_again(error)
     except Exception as error:
         if is_out_of_memory(error):
-            remedy = "--auto-batch-size, more --gradient-accumulation-steps, more processes, or a smaller model"
+            remedy = "more --gradient-accumulation-steps, more processes, or a smaller model"
             world.report(f"out of memory: use {remedy}.")
             world.leave(EXIT_USER_ERROR)
         elif lost := world.lost_process(error):

@@ -10,7 +10,7 @@ summary.txt     the same in words, and *.png
 .heartbeats/    what each process does; gone at the end, see toolkit.train.callbacks.watchdog
 hang/           Python stacks of a run that hung
 profile/        traces of --profile
-micro_batch_size.json   what was chosen by memory, see toolkit.train.batch_size
+micro_batch_size.json   after a step ran out of memory, see toolkit.train.batch_size
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from toolkit.experts.parallel.parallel_options import DDPOptions
 from toolkit.run.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
 from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.run.run import Run
-from toolkit.train.batch_size import accumulation_steps, kept_accumulation_steps
+from toolkit.train.batch_size import accumulation_steps
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
@@ -51,7 +51,7 @@ from toolkit.train.callbacks.throughput import BarrierWait, Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.device_use import DeviceUse
-from toolkit.train.optim import Scheduler, another_like, build_schedule
+from toolkit.train.optim import Scheduler, build_schedule
 from toolkit.train.profile import Profile
 from toolkit.train.start import describe_start, print_idle_settings
 from toolkit.train.task import Task
@@ -225,7 +225,7 @@ def standard_trainer(
     _print_idle_parallel_settings(run)
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):
-        batches = _table_batches(run, task, model, optimizer, train, augment, order)
+        batches = _table_batches(run, train, augment, order)
         samples = f"{len(train):,} training samples"
     else:
         if augment is not None or order is not None:
@@ -280,26 +280,13 @@ def standard_trainer(
     )
 
 
-def _table_batches(
-    run: Run,
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    table: TensorTable,
-    augment: Augment | None,
-    order: Order | None,
-) -> TrainBatches:
+def _table_batches(run: Run, table: TensorTable, augment: Augment | None, order: Order | None) -> TrainBatches:
     config = run.config
-
-    def make_optimizer(other: nn.Module) -> torch.optim.Optimizer:
-        return another_like(optimizer, dict(zip(model.parameters(), other.parameters(), strict=True)))
-
-    source = table if augment is None else AugmentedTable(table, augment)
     return TrainBatches(
         table,
         batch_size=config.batch_size,
         seed=config.seed,
-        accumulation=accumulation_steps(run, task, model, source, make_optimizer),
+        accumulation=accumulation_steps(run),
         augment=augment,
         order=order,
         rank=run.rank,
@@ -323,10 +310,6 @@ def _loader_batches(
     run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None, look: Look | None
 ) -> LoaderBatches:
     config = run.config
-    if config.auto_batch_size:
-        raise UserError(
-            "--auto-batch-size True: a DataLoader cannot be measured: use --gradient-accumulation-steps instead."
-        )
     if config.num_workers and isinstance(data, DataLoader):
         run.print(f"--num-workers {config.num_workers}: no effect, because the DataLoader has its own.")
     loader = make_loader(data, batch_size=config.batch_size, num_workers=config.num_workers, shuffle=True)
@@ -341,7 +324,7 @@ def _loader_batches(
         steps_per_epoch=whole,
         endless=known is None,
         seed=config.seed,
-        accumulation=kept_accumulation_steps(run),
+        accumulation=accumulation_steps(run),
         rank=run.rank,
         world_size=run.world_size,
         device=run.device,

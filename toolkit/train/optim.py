@@ -8,7 +8,6 @@ once per process.)
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -115,17 +114,6 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) ->
         eps=config.eps,
         fused=True,
     )
-
-
-def another_like(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same type and settings without state, for other parameters: those of a trial."""
-    other = object.__new__(type(optimizer))
-    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
-    other.__dict__ = {**kept, "state": defaultdict(dict)}
-    other.param_groups = [
-        {**group, "params": [replaced[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
-    return other
 
 
 def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -10,7 +10,6 @@ from toolkit.experts.layer.stack import expert_stacks
 from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.optimizer_options import ScheduleOptions
-from toolkit.run.config.run import RunConfig
 from toolkit.run.hardware import describe_memory_limits
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
@@ -48,8 +47,6 @@ def print_idle_settings(run: Run, *, max_steps: int, steps_per_epoch: int) -> No
         run.print(f"--schedule.final {schedule.final:g}: no effect with --schedule.name constant.")
     if schedule.name != "stable_decay" and schedule.decay_steps is not None:
         run.print(f"--schedule.decay-steps {schedule.decay_steps}: no effect with --schedule.name {schedule.name}.")
-    if not config.auto_batch_size and config.memory_fraction != RunConfig().memory_fraction:
-        run.print(f"--memory-fraction {config.memory_fraction:g}: no effect without --auto-batch-size.")
     if stopping.patience is None:
         for name in ("metric", "min_delta"):
             value = getattr(stopping, name)

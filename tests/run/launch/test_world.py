@@ -208,7 +208,7 @@ def test_a_rank_that_is_done_early_does_not_end_the_others(toy: Path):
 def test_memory_that_ran_out_is_one_line_with_the_remedy(num_processes: int, line: str, toy: Path):
     code, err = outcome(toy, line, num_processes=num_processes)
     assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith("error: out of memory: use --auto-batch-size")
+    assert err.startswith("error: out of memory: use more --gradient-accumulation-steps")
 
 
 def test_a_stop_is_not_taken_for_a_file_that_cannot_be_read(toy: Path):

@@ -14,7 +14,7 @@ from toolkit.commands.report.records import RunRecord
 from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, differing_names
 from toolkit.run.runs_table import is_number
 
-HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_accumulation_steps", "auto_batch_size"}
+HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_accumulation_steps"}
 """Settings in which runs may differ that are the same training, up to rounding."""
 NOT_HOW = {"seed", "world_size"}
 MOST_EFFICIENT = 1.1

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.errors import require
-from toolkit.experts.options import FractionAboveZero, Options
+from toolkit.experts.options import Options
 from toolkit.experts.parallel.parallel_options import DDPOptions, DenseOptions
 from toolkit.run.config.callback_options import CheckpointOptions, EarlyStoppingOptions
 from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
@@ -42,11 +42,7 @@ class RunConfig(DenseOptions):
     batch_size: PositiveInt = 64
     """Global batch: samples per optimizer step, over all processes."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches per optimizer step and process."""
-    auto_batch_size: bool = False
-    """Find the fewest accumulation steps that fit into memory, instead of --gradient-accumulation-steps."""
-    memory_fraction: FractionAboveZero = 0.9
-    """Fraction of the device's memory (on a CPU, the machine's) that --auto-batch-size may use."""
+    """Micro-batches per optimizer step and process; more of them after a step ran out of memory."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     scale_lr: PositiveInt | None = None

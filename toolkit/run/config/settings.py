@@ -10,7 +10,6 @@ LENGTH = frozenset({"epochs", "max_steps"})
 """Fields that --extend may change."""
 ONLY_OF_THE_SPEED = frozenset(
     {
-        "memory_fraction",
         "profile",
         "compile",
         "dense_parallel",
