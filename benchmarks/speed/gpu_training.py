@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -54,13 +55,14 @@ from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.device_use import FORWARDS
 from toolkit.train.optim import constant
-from toolkit.train.profile import Profile
+from toolkit.train.profile import STEPS, Profile
 from toolkit.train.tasks.language_modeling import LanguageModeling
 from toolkit.train.trainer import Trainer
 
 OURS, TRAINER, LOOP = "ours", "transformers Trainer", "loop by hand"
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LOG_EVERY = 10
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 LEAST_TIMES_TRAINER = 1.2
 """The target: tokens per second."""
 
@@ -228,6 +230,21 @@ def under_transformers(job: Job) -> Clock:
 CONTENDERS: dict[str, Callable[[Job], Clock]] = {OURS: ours, TRAINER: under_transformers, LOOP: loop_by_hand}
 
 
+def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
+    """Returns the share of the profiled steps in which the GPU was idle, and how often a step waited for it."""
+    assert profile.profiler is not None
+    events = profile.profiler.key_averages()
+    steps = [event for event in events if event.key.startswith("ProfilerStep") and event.device_type == DeviceType.CPU]
+    if not torch.cuda.is_available():
+        return None, None
+    kernels = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
+    busy = sum(event.self_device_time_total for event in kernels)
+    total = sum(event.cpu_time_total for event in steps)
+    # One is the profiler's, which waits for the device when it stops.
+    waits = max(0, sum(event.count for event in events if event.key in SYNCS) - 1)
+    return max(0.0, 1 - busy / total), waits / STEPS
+
+
 def race(job: Job, rounds: int, rate: float) -> list[dict[str, Any]]:
     """One row per contender. The first round warms up, and is not counted."""
     clocks: dict[str, list[Clock]] = {name: [] for name in CONTENDERS}
@@ -235,7 +252,9 @@ def race(job: Job, rounds: int, rate: float) -> list[dict[str, Any]]:
         clock = quietly(lambda name=name: CONTENDERS[name](job))  # type: ignore[misc]
         if turn:
             clocks[name].append(clock)
-    profiled = quietly(lambda: ours(job, Profile())).facts["profile"]
+    profile = Profile()
+    quietly(lambda: ours(job, profile))
+    gpu_idle, host_waits = idle_and_waits(profile)
     tokens, flops = job.sizes.batch * job.sizes.context, flops_of_step(job)
     parameters = sum(value.numel() * value.element_size() for value in job.weights.values())
     rows = []
@@ -251,8 +270,8 @@ def race(job: Job, rounds: int, rate: float) -> list[dict[str, Any]]:
                 "ours is faster by": round(statistics.median(ratios), 3),
                 "of the chip's products": round(flops / step / rate, 3),
                 **{f"{part}, GiB": round(value / 2**30, 2) for part, value in gib.items()},
-                "GPU idle": profiled.get("gpu_idle") if name == OURS else None,
-                "host waits per step": profiled.get("host_waits_per_step") if name == OURS else None,
+                "GPU idle": gpu_idle if name == OURS else None,
+                "host waits per step": host_waits if name == OURS else None,
             }
         )
     return rows

@@ -49,9 +49,6 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("throughput", f"{results['samples_per_second']:,.0f} samples/s"))
     if results.get("straggler_notice"):
         rows.append(("slowest rank", str(results["straggler_notice"])))
-    profile = results.get("profile")
-    if isinstance(profile, Mapping) and {"cause", "remedy"} <= profile.keys():
-        rows.append(("profile", f"{profile['cause']}; try {profile['remedy']}"))
     if has("wall_seconds"):
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):

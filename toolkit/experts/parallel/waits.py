@@ -52,8 +52,6 @@ class Waits:
     def __init__(self) -> None:
         self.on = False
         self._waits: list[Wait] = []
-        self.also: list[Wait] | None = None
-        """Where the waits are noted besides, for a second reader."""
 
     def timed(
         self, kind: str, device: torch.device, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -68,11 +66,8 @@ class Waits:
 
     def add(self, kind: str, begin: Mark, end: Mark) -> None:
         """Note what was measured elsewhere."""
-        if not self.on:
-            return
-        self._waits.append(Wait(kind, begin, end))
-        if self.also is not None:
-            self.also.append(self._waits[-1])
+        if self.on:
+            self._waits.append(Wait(kind, begin, end))
 
     def take(self) -> list[Wait]:
         """In order; their seconds can be read once the device has done its work."""
