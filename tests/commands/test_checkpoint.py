@@ -1,21 +1,20 @@
-"""`toolkit checkpoint`: what it shows is what was saved, and what it writes is what other ranks would have saved."""
+"""`toolkit checkpoint`: what it shows and writes is what was saved."""
 
 import json
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.checkpoint.test_checkpoint import assert_same, flip, ranks, trained
+from tests.checkpoint.test_checkpoint import flip, trained
 from tests.support.helpers import run_distributed
 from tests.support.small_run import SmallModel
 from toolkit.commands import main
-from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.moving.migrate import place_experts
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import initial_placement
-from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.state import checkpoint_files, manifest
 
 
@@ -24,6 +23,13 @@ def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "checkpoints" / "step-00000007"
     checkpoint_files.save(folder, *trained(), {"at": 7})
     return folder
+
+
+def save_apart(folder: Path) -> None:
+    """On two ranks, whose experts are 0 and 2, 1 and 3."""
+    model, optimizer = trained(make_expert_groups(2))
+    place_experts(model, initial_placement(4, 2, "round_robin"), optimizer)
+    checkpoint_files.save(folder, model, optimizer, {"at": 7})
 
 
 def said_by(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -39,44 +45,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return error
 
 
-def test_a_resharded_checkpoint_has_the_row_files_that_so_many_ranks_write(saved, tmp_path, capsys):
-    run_distributed(ranks, 2, tmp_path / "two", 2, "save")
-    said_by(capsys, "reshard", saved, tmp_path / "resharded", "--ep-size", 2)
-    for file in ("experts-00000.safetensors", "experts-00001.safetensors"):
-        theirs, ours = load_file(tmp_path / "two" / "step-00000007" / file), load_file(tmp_path / "resharded" / file)
-        assert theirs.keys() == ours.keys()
-        assert all(torch.equal(value, ours[key]) for key, value in theirs.items())
-    theirs, ours = (manifest.read_manifest(tmp_path / name) for name in ("two/step-00000007", "resharded"))
-    assert all(theirs[key] == ours[key] for key in ("rows", "placement", "world_size"))
-
-
-@pytest.mark.parametrize("placement", ["contiguous", "round_robin", '{"num_experts": 4, "slots": [[2], [0, 3], [1]]}'])
-def test_a_resharded_checkpoint_loads_without_a_difference(placement, saved, tmp_path, capsys):
-    if placement.startswith("{"):
-        (tmp_path / "placement.json").write_text(placement)
-        placement = tmp_path / "placement.json"
-    said_by(capsys, "reshard", saved, tmp_path / "out", "--ep-size", 3, "--placement", placement)
-    assert len(list((tmp_path / "out").glob("experts-*"))) == 3
-    now = trained(steps=0)
-    assert checkpoint_files.load(tmp_path / "out", *now) == {"at": 7}
-    assert_same(now, trained())
-
-
-@pytest.mark.parametrize("kind", get_args(InitialPlacement))
-def test_a_resharded_checkpoint_has_experts_where_a_new_run_has_them(kind, tmp_path, capsys):
-    checkpoint_files.save(tmp_path / "in", *trained(experts=5))
-    said_by(capsys, "reshard", tmp_path / "in", tmp_path / "out", "--ep-size", 2, "--placement", kind)
-    facts = json.loads(said_by(capsys, "inspect", tmp_path / "out", "--json"))
-    slots = initial_placement(5, 2, kind).slots
-    assert facts["layers"]["moe.experts"]["slots"] == [list(row) for row in slots]
-    now = trained(steps=0, experts=5)
-    checkpoint_files.load(tmp_path / "out", *now)
-    assert_same(now, trained(experts=5))
-
-
-def test_an_exported_file_is_a_state_dict_with_experts_in_the_order_of_their_ids(saved, tmp_path, capsys):
-    said_by(capsys, "reshard", saved, tmp_path / "shuffled", "--ep-size", 2, "--placement", "round_robin")
-    said_by(capsys, "export", tmp_path / "shuffled", tmp_path / "out")
+def test_an_exported_file_is_a_state_dict_with_experts_in_the_order_of_their_ids(tmp_path, capsys):
+    run_distributed(save_apart, 2, tmp_path / "apart")
+    said_by(capsys, "export", tmp_path / "apart", tmp_path / "out")
     model = SmallModel(ExpertGroups())
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     expected = trained()[0].state_dict()
@@ -111,8 +82,8 @@ def test_inspect_names_rows_that_no_file_holds(saved, capsys):
     assert f"checkpoint {saved} cannot be read: " in refusal(capsys, "inspect", saved)
 
 
-def test_inspect_shows_what_is_there_and_where_experts_are(saved, tmp_path, capsys):
-    said_by(capsys, "reshard", saved, tmp_path / "out", "--ep-size", 2, "--placement", "round_robin")
+def test_inspect_shows_what_is_there_and_where_experts_are(tmp_path, capsys):
+    run_distributed(save_apart, 2, tmp_path / "out")
     said = said_by(capsys, "inspect", tmp_path / "out")
     assert "written by 2 process(es), format 1" in said
     assert "moe.experts: 4 experts on 2 rank(s): down float32[12, 16], up float32[12, 16], each with exp_avg" in said
@@ -130,25 +101,19 @@ def test_inspect_knows_checkpoints_that_did_not_note_where_rows_were(saved, caps
 
 
 BAD = {
+    "a name in use": ("export {saved} {tmp}/half.safetensors", "exists already"),
     "no folder": ("verify {tmp}/nowhere", "nowhere does not exist"),
     "an empty folder": ("inspect {tmp}", "holds no checkpoint"),
-    "a name in use": ("reshard {saved} {saved} --ep-size 2", "exists already"),
-    "no ranks": ("reshard {saved} {tmp}/out --ep-size 0", "--ep-size 0: take one to 65536."),
-    "too many ranks": ("reshard {saved} {tmp}/out --ep-size 99999999999", "--ep-size 99999999999: take one to 65536."),
     "a file for a folder": ("export {saved} {tmp}/p.json", "cannot be written, because {tmp}/p.json is no folder"),
     "a file far above": ("export {saved} {tmp}/p.json/x/y", "cannot be written, because {tmp}/p.json is no folder"),
-    "no placement": ("reshard {saved} {tmp}/out --ep-size 2 --placement roundrobin", "--placement roundrobin: take"),
-    "other ranks": ("reshard {saved} {tmp}/out --ep-size 2 --placement {tmp}/p.json", "4 experts on 1 rank(s), not"),
     "a type": ("export {saved} {tmp}/out --dtype float8", "unknown 'float8'"),
-    "no experts": ("reshard {tmp}/dense {tmp}/out --ep-size 2", "has no experts to reshard"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_costs_one_sentence(case, saved, tmp_path, capsys):
-    (tmp_path / "p.json").write_text('{"num_experts": 4, "slots": [[0, 1, 2, 3]]}')
-    model = nn.Linear(2, 2)
-    checkpoint_files.save(tmp_path / "dense", model, torch.optim.SGD(model.parameters()))
+    (tmp_path / "p.json").touch()
+    (tmp_path / "half.safetensors").touch()
     words, said = BAD[case]
     assert said.format(tmp=tmp_path) in refusal(capsys, *words.format(tmp=tmp_path, saved=saved).split())
     assert not (tmp_path / "out").exists()

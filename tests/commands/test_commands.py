@@ -18,7 +18,7 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
         assert command.summary in said
 
 
-@pytest.mark.parametrize("word", ["inspect", "verify", "reshard", "export", "import"])
+@pytest.mark.parametrize("word", ["inspect", "verify", "export", "import"])
 def test_help_names_what_can_be_done_with_a_checkpoint(word: str):
     assert word in COMMANDS["checkpoint"].summary
 

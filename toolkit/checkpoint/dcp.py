@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from toolkit.checkpoint.reshard import RowIds, new_target, read_verified, row_places, whole_weights
+from toolkit.checkpoint.without_model import RowIds, new_target, read_verified, row_places, whole_weights
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import SavedTensors, split_key

@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lab": Command("toolkit.commands.lab.command", "replay recorded routing traces against every planner"),
-    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, reshard, export or import a checkpoint"),
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, export or import a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
     "ray": Command("toolkit.commands.ray.command", "run a recipe on a Ray cluster, as machines come and go"),

@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: inspect, verify, reshard, export or import one, in one process, without the model's code."""
+"""`toolkit checkpoint`: inspect, verify, export or import one, in one process, without the model's code."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast, get_args
 
 import torch
 from safetensors import SafetensorError
 
-from toolkit.checkpoint import reshard as rewrite
+from toolkit.checkpoint import without_model
 from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError, one_line
-from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
-from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import manifest
-from toolkit.run.tracking.jsonl import from_json
 
 FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
-MOST_RANKS = 2**16
-"""Of an EP group: each has an entry in the manifest, so that a mistyped number would take all time and memory."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,17 +37,6 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("verify", help="compare every file with its digest: exit code 0, or 2 and the file")
     command.add_argument("checkpoint", type=Path, help=of)
     command.set_defaults(run=_verify)
-
-    command = commands.add_parser("reshard", help="distribute its experts over another number of ranks")
-    command.add_argument("checkpoint", type=Path, help=of)
-    command.add_argument("out", type=Path, help="the new checkpoint")
-    command.add_argument("--ep-size", type=int, required=True, help="ranks in an expert-parallel group")
-    command.add_argument(
-        "--placement",
-        default="contiguous",
-        help='contiguous, round_robin, or a file: {"num_experts": 4, "slots": [[0, 3], [1, 2]]}',
-    )
-    command.set_defaults(run=_reshard)
 
     command = commands.add_parser("export", help="one safetensors file of the weights, experts stacked by id")
     command.add_argument("checkpoint", type=Path, help=of)
@@ -93,14 +77,14 @@ def _say(*lines: str) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    files = rewrite.read_verified(args.checkpoint)["files"]
+    files = without_model.read_verified(args.checkpoint)["files"]
     total = sum(seal["bytes"] for seal in files.values())
     _say(f"{args.checkpoint}: {len(files)} files, {total:,} bytes, all as they were written")
 
 
 def _inspect(args: argparse.Namespace) -> None:
     try:
-        facts = rewrite.describe(args.checkpoint, manifest.read_manifest(args.checkpoint))
+        facts = without_model.describe(args.checkpoint, manifest.read_manifest(args.checkpoint))
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         damage = manifest.find_damage(args.checkpoint) or one_line(error)
         raise UserError(f"checkpoint {args.checkpoint} cannot be read: {damage}: use an older one.") from None
@@ -132,28 +116,6 @@ def _draw(slots: list[list[int]]) -> str:
         return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(slots))
 
 
-def _reshard(args: argparse.Namespace) -> None:
-    if not 1 <= args.ep_size <= MOST_RANKS:
-        raise UserError(f"--ep-size {args.ep_size}: take one to {MOST_RANKS}.")
-    rewrite.reshard(args.checkpoint, args.out, lambda experts: _place(args.placement, experts, args.ep_size))
-    _say(f"{args.out}: written")
-
-
-def _place(name: str, experts: int, ranks: int) -> ExpertPlacement:
-    if name in get_args(InitialPlacement):
-        return initial_placement(experts, ranks, cast("InitialPlacement", name))
-    try:
-        placement = ExpertPlacement.from_dict(from_json(Path(name).read_text(encoding="utf-8")))
-    except OSError:
-        raise UserError(f"--placement {name}: take contiguous, round_robin, or a file that can be read.") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--placement {name}: it holds no placement ({error}): see --help.") from None
-    if (placement.num_experts, placement.ranks) != (experts, ranks):
-        there = f"{placement.num_experts} experts on {placement.ranks} rank(s)"
-        raise UserError(f"--placement {name}: it puts {there}, not {experts} on {ranks}: write another.")
-    return placement
-
-
 def _export(args: argparse.Namespace) -> None:
     if args.format == "dcp":
         if args.dtype is not None:
@@ -164,7 +126,7 @@ def _export(args: argparse.Namespace) -> None:
         _say(f"{args.out}: written")
         return
     out = args.out if args.out.suffix == ".safetensors" else args.out / "model.safetensors"
-    rewrite.export(args.checkpoint, out, DTYPES.get(args.dtype))
+    without_model.export(args.checkpoint, out, DTYPES.get(args.dtype))
     _say(f"{out}: written")
 
 

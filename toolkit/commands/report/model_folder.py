@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from toolkit.checkpoint import reshard
+from toolkit.checkpoint import without_model
 from toolkit.checkpoint.retention import newest_first
 from toolkit.commands.report.model_card import model_card, without_paths
 from toolkit.commands.report.records import RunRecord
@@ -72,7 +72,7 @@ def _copy_weights(run: Path, target: Path) -> tuple[str, str | None]:
             f"{run}: its newest checkpoint, {found[0].name}, is damaged ({damage}): restore it, train the run again, "
             "or push another."
         )
-    reshard.export(found[0], target / "model.safetensors")
+    without_model.export(found[0], target / "model.safetensors")
     return "toolkit", None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints described, resharded and exported without their model: in one process, one rank's rows at a time."""
+"""Checkpoints described and exported without their model, in one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.errors import UserError, one_line
-from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import manifest
-from toolkit.experts.state.tensor_files import ROWS, SavedTensors, list_rows
+from toolkit.experts.state.tensor_files import SavedTensors
 
 RowIds = dict[str, list[list[int]]]
 """Parameter -> the row ids of each rank of an EP group."""
@@ -72,45 +71,6 @@ def describe(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
         "replicated_tensors": replicated,
         "layers": found,
     }
-
-
-def reshard(source: Path, target: Path, place: Callable[[int], ExpertPlacement]) -> None:
-    """Write the checkpoint `source` to `target` as the ranks of `place(number of experts)` would have saved it.
-
-    Raises UserError where `source` is damaged or has no rows, or `target` exists or cannot be written.
-    """
-    about = read_verified(source)
-    old = row_places(about)
-    if not old:
-        raise UserError(f"checkpoint {source} has no experts to reshard: all its tensors are replicated.")
-    with SavedTensors() as tensors, new_target(target) as writing:
-        tensors.open(source, about["files"])
-        experts = {name: tensors.rows_of(name) for name in old}
-        if strange := next((name for name, ids in experts.items() if ids != list(range(len(ids)))), None):
-            raise UserError(f"checkpoint {source}: the rows of {strange!r} are not numbered through: load it.")
-        new = {name: place(len(ids)) for name, ids in experts.items()}
-        seals = {}
-        for name in about["files"].keys() - about["rows"].keys():
-            shutil.copyfile(source / name, writing / name)
-            seals[name] = manifest.seal(writing / name)
-        rows: dict[str, dict[str, list[int]]] = {}
-        ranks = max(placement.ranks for placement in new.values())
-        for rank in range(ranks):
-            file = ROWS.format(rank=rank)
-            mine: dict[str, torch.Tensor] = {}
-            for name, placement in new.items():
-                for row_id in placement.experts_on(rank):
-                    weight = f"{name}/{row_id}"
-                    if weight in tensors.weights and placement.owner(row_id).rank == rank:
-                        mine[weight] = tensors.weight(weight)
-                        mine |= {f"{weight}/{state}": value for state, value in tensors.state(weight).items()}
-            if mine:
-                save_file(mine, writing / file)
-                seals[file] = manifest.seal(writing / file)
-                rows |= list_rows({file: mine})
-        places = {name: {"slots": [list(row) for row in placement.slots]} for name, placement in new.items()}
-        changed = {"files": seals, "rows": rows, "placement": places, "world_size": ranks}
-        manifest.publish(writing, target, about | changed)
 
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
