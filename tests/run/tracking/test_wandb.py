@@ -185,7 +185,7 @@ FAILING_SERVER = """
 """
 
 
-@pytest.mark.parametrize("answer", [401, 403, 500, None])
+@pytest.mark.parametrize("answer", [401, None])
 def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer, tmp_path):
     folder = tmp_path / "run"
     done = run_program(FAILING_SERVER.format(answer=answer), folder, WANDB_API_KEY=FAKE_KEY)
