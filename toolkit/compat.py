@@ -239,7 +239,8 @@ def register_ep_implementation(name: str, implementation: type) -> None:
 
 
 def apply_gate(experts: Any, hidden_ND: Tensor) -> Tensor:
-    """What an experts module computes between its two products: the activation and, where there is one, the gate."""
+    """Returns what an experts module computes between its two products: the activation and, where there is one, the
+    gate."""
     return experts._apply_gate(hidden_ND)
 
 
@@ -269,5 +270,5 @@ def is_wandb_service(process_name: str) -> bool:
 
 
 def workspace_as_json(workspace: Any) -> str:
-    """What a workspace of wandb_workspaces sends to W&B when it is saved."""
+    """Returns what a workspace of wandb_workspaces sends to W&B when it is saved."""
     return workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)

@@ -115,7 +115,7 @@ def _named(whole: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 def _part(
     whole: dict[str, dict[str, Any]], rows: dict[str, tuple[str, int]], weight: str, state: str | None
 ) -> Tensor | None:
-    """What a file of a checkpoint holds of `whole` under that key; None for a state where there are none."""
+    """Returns what a file of a checkpoint holds of `whole` under that key; None for a state where there are none."""
     if state is not None and "optimizer" not in whole:
         return None
     name, row = rows.get(weight, (weight, None))

@@ -48,7 +48,7 @@ def layers(places: RowIds) -> dict[str, list[str]]:
 
 
 def describe(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What the checkpoint `folder` holds, as plain JSON values."""
+    """Returns what the checkpoint `folder` holds, as plain JSON values."""
     places = row_places(about)
     with SavedTensors() as tensors:
         tensors.open(folder, about["files"])

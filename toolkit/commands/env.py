@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _told(find: Callable[[], str]) -> str:
-    """What `find` returns, or why it could not: a bug report is written where something is broken."""
+    """Returns what `find` returns, or why it could not: a bug report is written where something is broken."""
     try:
         return find()
     except Exception as error:
@@ -103,7 +103,7 @@ def _memory() -> str:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    """Those that steer the libraries. What looks like a secret, by its name or its value, is masked."""
+    """Returns those that steer the libraries. What looks like a secret, by its name or its value, is masked."""
     for name, value in sorted(os.environ.items()):
         if VARIABLES.fullmatch(name):
             yield name, mask({name: value})[name]

@@ -246,7 +246,7 @@ def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -
 
 
 def _next(batches: Iterator[Any]) -> Any:
-    """None at the end. Raises UserError for samples that torch cannot put into a batch."""
+    """Returns None at the end. Raises UserError for samples that torch cannot put into a batch."""
     try:
         return next(batches, None)
     except TypeError as error:  # in a worker, its message has the traceback before it

@@ -110,8 +110,8 @@ def _on_hub(name: str) -> ImageFiles:
 
 
 def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *, ask: bool) -> T:
-    """What `find` makes of the folder with the files of data set `repo` that match `patterns`: as the Hub's cache has
-    them, or, with `ask`, as the Hub has them now. Raises NotFoundHere, within seconds, downloads aside.
+    """Returns what `find` makes of the folder with the files of data set `repo` that match `patterns`: as the Hub's
+    cache has them, or, with `ask`, as the Hub has them now. Raises NotFoundHere, within seconds, downloads aside.
     """
     import huggingface_hub
     from huggingface_hub import constants

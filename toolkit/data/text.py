@@ -231,7 +231,7 @@ def _stdlib(notice: str | None = None) -> _Corpus:
 
 
 def _reference(notice: str | None = None) -> _Corpus:
-    """What `help("assert")` and the like print: 0.5 MB of English in Python 3.11."""
+    """Returns what `help("assert")` and the like print: 0.5 MB of English in Python 3.11."""
     found = importlib.util.find_spec("pydoc_data.topics")
     if found is None or found.origin is None:
         raise UserError(f"dataset={REFERENCE!r}: this Python has no pydoc_data: give a file or folder of text.")

@@ -18,8 +18,8 @@ from toolkit.run.launch.children import holding_signals
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """What Accelerate is told of `config`. Raises UserError for what the device cannot do, for a variable of Accelerate
-    that it cannot follow, and for a port that another program has."""
+    """Returns what Accelerate is told of `config`. Raises UserError for what the device cannot do, for a variable of
+    Accelerate that it cannot follow, and for a port that another program has."""
     reset_accelerator_state()
     _check_environment(config)
     try:

@@ -161,7 +161,7 @@ def as_typed(error: UserError, config: RunConfig | None) -> str:
 
 
 def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
-    """What to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
+    """Returns what to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
     members = [name for name in flags if name.startswith(f"{flag}.") and ".no-" not in name]
     if members:
         return f"it is a group of flags: {', '.join(members[:4])}{', ...' if len(members) > 4 else ''}."
@@ -219,7 +219,7 @@ def _take_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _description(presets: Mapping[str, Any], flags: Mapping[str, Any], doc: str | None) -> str:
-    """What --help says above the flags."""
+    """Returns what --help says above the flags."""
     about, _, examples = (doc or "").strip().partition("\n\n")
     width = max(map(len, presets))
     names = [f"{name:{width}}  {(build.__doc__ or '').strip().partition('.')[0]}" for name, build in presets.items()]

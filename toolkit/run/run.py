@@ -146,7 +146,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `describe` was told, without secrets; facts that are functions are called now."""
+        """Returns what `describe` was told, without secrets; facts that are functions are called now."""
         return mask({name: fact() if callable(fact) else fact for name, fact in self._facts.items()})
 
     def describe(self, **facts: Any) -> None:

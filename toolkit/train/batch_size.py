@@ -70,7 +70,7 @@ def _take(run: Run, choice: Mapping[str, Any]) -> int:
 
 
 def _choice_in(run: Run) -> dict[str, Any] | None:
-    """What the folder says of as many processes as there are."""
+    """Returns what the folder says of as many processes as there are."""
     path = run.folder / CHOICE_FILE
     if not path.exists():
         return None

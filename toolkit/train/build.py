@@ -297,7 +297,7 @@ def _table_batches(run: Run, table: TensorTable, augment: Augment | None, order:
 
 
 def _look(task: Task, name: str) -> Look | None:
-    """What is called with each global batch of a DataLoader of the `name` data."""
+    """Returns what is called with each global batch of a DataLoader of the `name` data."""
     return partial(task.expect_batch, name) if _reads_known_columns(task) else None
 
 
@@ -345,8 +345,8 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
 
 
 def eval_batches(run: Run, test: Any, batch_size: int, look: Look | None = None) -> AnyEvalBatches:
-    """Of a table, a data set or a DataLoader, `batch_size` samples over all ranks; `look` is called with each global
-    batch of the latter two. Raises UserError for a generator."""
+    """Returns the batches of a table, a data set or a DataLoader, `batch_size` samples over all ranks; `look` is called
+    with each global batch of the latter two. Raises UserError for a generator."""
     if isinstance(test, Iterator):
         raise UserError(
             "the test data are a generator, which is empty after one evaluation: pass a data set or a list."

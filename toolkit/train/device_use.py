@@ -42,7 +42,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops_of(name: str) -> float | None:
-    """Of the chip that torch calls `name`; None where it is not in the table."""
+    """Returns that of the chip that torch calls `name`; None where it is not in the table."""
     return next((peak for word, peak in PEAK_FLOPS.items() if re.search(rf"\b{word}\b", name)), None)
 
 
@@ -96,7 +96,7 @@ class DeviceUse(Callback):
                 self._has_nvml = False
 
     def _model_flops_per_sample(self, trainer: Trainer) -> float | None:
-        """None where a rank could not count them. A collective the first time."""
+        """Returns None where a rank could not count them. A collective the first time."""
         if self._flops_per_sample is None:
             assert self._counter is not None
             dtype = torch.float32 if trainer.run.device.type == "mps" else torch.float64

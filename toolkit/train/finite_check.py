@@ -212,7 +212,7 @@ class FiniteCheck:
 
     @staticmethod
     def _found(mine: str | None) -> str | None:
-        """What the ranks found, a loss before gradients, if any found something. A collective."""
+        """Returns what the ranks found, a loss before gradients, if any found something. A collective."""
         found = [(name.startswith(GRADIENT), rank, name) for rank, name in enumerate(together(lambda: mine)) if name]
         if not found:
             return None

@@ -60,7 +60,7 @@ class Report:
         return not self.findings and all(check.ok for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold; infinity as a word."""
+        """Returns what JSON can hold; infinity as a word."""
         checks = [vars(check) | {"worst": _number(check.worst), "ok": check.ok} for check in self.checks]
         return vars(self) | {"ok": self.ok, "checks": checks, "findings": [vars(finding) for finding in self.findings]}
 
@@ -220,7 +220,7 @@ def _run(
 
 
 def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptFailed:
-    """What ranks died of, by their exit codes; None for those that went on until they were killed."""
+    """Returns what ranks died of, by their exit codes; None for those that went on until they were killed."""
     errors = {rank: _last_line(folder / f"output{rank}.txt") for rank, code in enumerate(codes) if code}
     for error in errors.values():
         if "CheckpointError" in error:
@@ -237,7 +237,7 @@ def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptF
 
 
 def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
-    """What keeps a recipe of this toolkit from writing where the user's runs are, and from continuing one."""
+    """Returns what keeps a recipe of this toolkit from writing where the user's runs are, and from continuing one."""
     if "run_recipe(" not in script.read_text(encoding="utf-8", errors="replace"):
         return []
     flags = {"--run-dir": str(folder / "run"), "--tracker": "none", "--resume": "no"}

@@ -55,7 +55,7 @@ class Machine:
         return CostModel(**rates, row_bytes=row_bytes, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Returns what JSON can hold."""
         return asdict(self)
 
 

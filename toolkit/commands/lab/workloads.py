@@ -61,12 +61,12 @@ def hot_experts(sizes: Sizes) -> Ints:
 
 
 def hot_rank(sizes: Sizes) -> Ints:
-    """As many experts are hot, in one consecutive block: all on the first rank under a contiguous placement."""
+    """Makes as many experts hot, in one consecutive block: all on the first rank under a contiguous placement."""
     return _draw(sizes, _heated(sizes, np.arange(sizes.hot)))
 
 
 def spread_heat(sizes: Sizes) -> Ints:
-    """As many experts are hot, evenly spaced: a contiguous placement is balanced already."""
+    """Makes as many experts hot, evenly spaced: a contiguous placement is balanced already."""
     return _draw(sizes, _heated(sizes, np.arange(sizes.hot) * (sizes.experts // sizes.hot)))
 
 

@@ -158,7 +158,7 @@ def _connect(most: int) -> None:
 
 
 def quieten() -> None:
-    """Of each process that Ray starts: no warning every second that there is no dashboard."""
+    """Keeps each process that Ray starts from warning every second that there is no dashboard."""
     logging.getLogger("ray.train.v2._internal.execution.controller.placement_group_cleaner").setLevel(logging.ERROR)
 
 
@@ -188,7 +188,7 @@ def cause_of(failures: Mapping[int, Exception]) -> str:
 
 
 def _work(about: Mapping[str, Any]) -> None:
-    """What Ray calls in a thread of each worker."""
+    """Returns what Ray calls in a thread of each worker."""
     import ray
     import torch.distributed as dist
 

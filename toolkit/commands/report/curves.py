@@ -78,7 +78,7 @@ def decimate(values: np.ndarray, limit: int) -> np.ndarray:
 
 
 def heading(metric: str) -> str:
-    """What `metric` stands under on the page."""
+    """Returns what `metric` stands under on the page."""
     group = metric.partition("/")[0] if "/" in metric else "other"
     return GROUPS.get(group, group.capitalize())
 

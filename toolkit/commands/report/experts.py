@@ -53,8 +53,8 @@ def loads_of(run: RunRecord, layer: str, most: int) -> tuple[list[int], np.ndarr
 
 
 def placements_of(run: RunRecord, layer: str) -> list[Placement]:
-    """By step: from metrics where a planner moves experts, from lifecycle.jsonl where they are dynamic, otherwise the
-    one of results.json. Empty where the run has noted none."""
+    """Returns placements by step: from metrics where a planner moves experts, from lifecycle.jsonl where they are
+    dynamic, otherwise the one of results.json. Empty where the run has noted none."""
     name = PLACEMENT_PREFIX + layer
     found = [Placement(line["step"], line[name]) for line in run.lines if name in line]
     for epoch in run.epochs:

@@ -60,7 +60,8 @@ def process_tables(runs: Sequence[RunRecord]) -> list[list[list[str]]]:
 
 
 def process_notices(runs: Sequence[RunRecord]) -> list[str]:
-    """What limits the comparison: cores that processes share, other hardware, and runs that can't be compared."""
+    """Returns what limits the comparison: cores that processes share, other hardware, and runs that can't be
+    compared."""
     notices = []
     for rows in process_rows(runs):
         for row in rows:
@@ -161,7 +162,7 @@ def _speed(runs: Sequence[RunRecord]) -> float | None:
 
 
 def _differences(run: RunRecord, other: RunRecord) -> list[float]:
-    """Of `train/loss`, for each step that both have a line of."""
+    """Returns those of `train/loss`, for each step that both have a line of."""
     theirs = {line["step"]: line["train/loss"] for line in other.lines if is_number(line.get("train/loss"))}
     return [
         abs(line["train/loss"] - theirs[line["step"]])

@@ -61,7 +61,7 @@ USUAL = Metrics(
 
 
 def metrics_of(run: RunRecord) -> Metrics:
-    """What `run` has logged, in the order of the page. Raises UserError where that is nothing."""
+    """Returns what `run` has logged, in the order of the page. Raises UserError where that is nothing."""
     lists = {
         name
         for line in run.lines

@@ -30,7 +30,7 @@ class Cell:
 
     @property
     def flags(self) -> list[str]:
-        """As the recipe's command line takes them."""
+        """Returns them as the recipe's command line takes them."""
         return [word for name, value in self.values.items() for word in (f"--{name}", *value.split())]
 
     def __str__(self) -> str:

@@ -67,8 +67,8 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
 
     def weights(self) -> Weights:
-        """What `forward` may be given. In the backward, nodes of what is computed between here and there come before
-        the weights' gradients, which nothing waits for."""
+        """Returns what `forward` may be given. In the backward, nodes of what is computed between here and there come
+        before the weights' gradients, which nothing waits for."""
         later = LaterGradients()
         up, down = TakeLater.apply(self.up, self.down, later)
         return Weights(up, down, later)

@@ -121,7 +121,7 @@ def _save_product(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tenso
 
 
 def _product_backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """Of rows and matrices: `GroupedFeedForward` has a backward of its own for the other case."""
+    """Is the backward for rows and matrices: `GroupedFeedForward` has a backward of its own for the other case."""
     x_ND, weight_SDF, ends_S = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x = _compiled_product(grad_NF, weight_SDF.transpose(1, 2), ends_S) if needs_x else None

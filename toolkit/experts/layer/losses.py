@@ -33,7 +33,7 @@ class RoutingReport(Protocol):
 
     @property
     def routing(self) -> Routing | None:
-        """None before the first forward."""
+        """Returns None before the first forward."""
         ...
 
     @property

@@ -72,7 +72,7 @@ class MoE(nn.Module):
 
     @property
     def dropped_E(self) -> Int[Tensor, " E"]:
-        """Those of `load_E` that the capacity dropped."""
+        """Returns those of `load_E` that the capacity dropped."""
         return self.expert_stack.log.dropped_E
 
     @property

@@ -124,7 +124,7 @@ class ExpertStack:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """By name; dimension 0 counts this rank's slots."""
+        """Returns them by name; dimension 0 counts this rank's slots."""
         return self._parameters
 
     @property
@@ -221,7 +221,7 @@ class ExpertStack:
         return self.groups
 
     def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
-        """Which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
+        """Returns which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
         return placement
 
     def mark(self) -> None:

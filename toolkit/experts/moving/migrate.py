@@ -230,7 +230,7 @@ class _Payload:
                 _copy(self._buffer(), self._rows(slot))
 
     def exchange(self, now: Round) -> list[dist.P2POp]:
-        """What this rank sends and receives; both sides list the transfers between them in the same order."""
+        """Returns what this rank sends and receives; both sides list the transfers between them in the same order."""
         operations = []
         for transfer in now.transfers:
             move = transfer.move
@@ -302,7 +302,7 @@ def _carry(payloads: list[_Payload]) -> None:
 
 
 def _total(payloads: list[_Payload], groups: ExpertGroups, device: torch.device) -> MigrationCost:
-    """What all ranks counted."""
+    """Returns what all ranks counted."""
     weights, states = payloads
     counts_RC = torch.zeros(groups.ep_size, 5, dtype=torch.int64, device=device)
     received = weights.bytes_received + states.bytes_received

@@ -142,7 +142,8 @@ def _replicate(
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
     def refuse_partial_sums(*_: Any) -> None:
-        """Of a block whose last micro-batch had no backward, which would have summed them over the sets."""
+        """Refuses partial sums of a block whose last micro-batch had no backward, which would have summed them over the
+        sets."""
         for name, module in units:
             if awaits_all_reduce(module):
                 raise UserError(

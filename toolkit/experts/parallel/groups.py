@@ -188,7 +188,7 @@ def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
 
 
 def _node_groups(partition: Partition) -> NodeGroups:
-    """Of the EP groups in `partition`. A collective; raises UserError on all ranks or on none."""
+    """Returns those of the EP groups in `partition`. A collective; raises UserError on all ranks or on none."""
     sizes = sorted(set(gather_objects(ranks_per_node(world_size()))))
     if len(sizes) > 1:
         raise UserError(

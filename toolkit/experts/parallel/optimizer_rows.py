@@ -100,7 +100,7 @@ class RowsInUse:
             hook.remove()
 
     def narrow(self) -> None:
-        """To be called before the forward of a step, without gradients."""
+        """Has to be called before the forward of a step, without gradients."""
         self._narrow([p for p in self.parameters if is_owned(p) or not self.in_ddp], set_data_of_other_shape)
 
     def _narrow(self, parameters: Iterable[Tensor], set_data: SetData) -> None:

@@ -201,7 +201,7 @@ def is_owned(parameter: Tensor) -> bool:
 
 
 def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of `parameters` that are owned."""
+    """Returns those of `parameters` that are owned."""
     return [p for p in parameters if is_owned(p)]
 
 

@@ -108,7 +108,7 @@ class MigrationGuard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Returns what JSON can hold."""
         return {
             "windows": [load.tolist() for load in self._windows],
             "replaced": [[former.to_dict(), list(savings)] for former, savings in self._replaced],

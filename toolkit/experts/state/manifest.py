@@ -39,7 +39,7 @@ def write_canonical(file: Path, value: Any) -> None:
 
 
 def read_canonical(file: Path) -> Any:
-    """What `write_canonical` wrote. Raises ValueError where the text is not exactly that."""
+    """Returns what `write_canonical` wrote. Raises ValueError where the text is not exactly that."""
     text = file.read_text(encoding="utf-8")
     value = json.loads(text)
     if _canonical(value) != text:
@@ -104,7 +104,7 @@ def _check_shape(manifest: dict[str, Any]) -> None:
 
 
 def find_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
-    """What is wrong with `folder`, as "<file> <what>", or None where every byte is as it was written.
+    """Returns what is wrong with `folder`, as "<file> <what>", or None where every byte is as it was written.
 
     Only regular files are opened, and only where their size is right; of the files only `names`, if given.
     """

@@ -52,7 +52,7 @@ def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
 
 
 def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, to_cpu: ToCPU = on_cpu) -> FileContents:
-    """What this rank writes. A collective, because sharded tensors are gathered."""
+    """Returns what this rank writes. A collective, because sharded tensors are gathered."""
     rows_file = ROWS.format(rank=rank())
     files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
     states = unwrapped(optimizer).state
@@ -251,7 +251,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 
 def _with_numbers(state: dict[str, Tensor]) -> dict[str, Any]:
-    """What `_tensors_of` was given."""
+    """Returns what `_tensors_of` was given."""
     return {key.removesuffix(NUMBER): v.item() if key.endswith(NUMBER) else v for key, v in state.items()}
 
 

@@ -43,7 +43,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 def remedy_for(flag: str, known: Collection[str]) -> str | None:
-    """What to use instead of `flag`, as the end of a sentence.
+    """Returns what to use instead of `flag`, as the end of a sentence.
 
     None for a flag of no program that we know, and where the `known` flags have none of those that it names.
     """

@@ -22,7 +22,8 @@ def bound_port(reserved: socket.socket) -> str:
 
 
 def world_environment(count: int, reserved: socket.socket) -> dict[str, str]:
-    """What all of `count` ranks of one world on this machine have in their environment; none where there is one."""
+    """Returns what all of `count` ranks of one world on this machine have in their environment; none where there is
+    one."""
     if count == 1:
         return {}
     return {

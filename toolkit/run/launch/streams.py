@@ -9,8 +9,8 @@ import sys
 
 
 def prepare_streams() -> None:
-    """To be called first: whatever is printed is written, in whatever encoding, and where a program was started with a
-    closed stream the null device takes its place, and not the next file that is opened."""
+    """Has to be called first: whatever is printed is written, in whatever encoding, and where a program was started
+    with a closed stream the null device takes its place, and not the next file that is opened."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

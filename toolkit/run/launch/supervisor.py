@@ -121,7 +121,7 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
 
 
 def _folders(lines: Sequence[str]) -> list[str]:
-    """Those that ranks have named as the run's."""
+    """Returns those that ranks have named as the run's."""
     return [line.removeprefix(FOLDER) for line in lines if line.startswith(FOLDER)]
 
 

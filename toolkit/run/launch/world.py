@@ -173,7 +173,8 @@ def begin_handling_signals() -> None:
 
 
 def lost_process(error: Exception) -> str | None:
-    """What `error` says of another process: gloo's or NCCL's words for one that hangs or has ended. None for others."""
+    """Returns what `error` says of another process: gloo's or NCCL's words for one that hangs or has ended. None for
+    others."""
     if not isinstance(error, RuntimeError):
         return None
     if connecting := re.search(r"timed out after .* trying to connect to \((\S+), (\d+)\)", str(error)):

@@ -165,7 +165,7 @@ def _percent(share: float | None) -> float:
 
 
 def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Which experts each rank holds: one row of boxes per rank, in one colour per expert."""
+    """Returns which experts each rank holds: one row of boxes per rank, in one colour per expert."""
     ranks = max(len(by_rank) for by_rank in placement.values())
     widest = max((len(ids) for by_rank in placement.values() for ids in by_rank), default=1) or 1
     experts = 1 + max((i for by_rank in placement.values() for ids in by_rank for i in ids), default=0)

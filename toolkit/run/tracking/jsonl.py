@@ -159,7 +159,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What `text` holds. Raises ValueError where it is no JSON, or nested more than `MOST_NESTED` times."""
+    """Returns what `text` holds. Raises ValueError where it is no JSON, or nested more than `MOST_NESTED` times."""
     too_deep = "it is nested too deeply"
     try:
         value = json.loads(text)

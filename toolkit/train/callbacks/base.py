@@ -82,7 +82,8 @@ class Callback:
         """Training ended as planned, or was asked to stop."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, as plain JSON values. Called on all ranks, saved from the main process."""
+        """Returns what must survive a restart, as plain JSON values. Called on all ranks, saved from the main
+        process."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None]]]:
-    """By name of a hook, the methods of those `callbacks` that override it, in order."""
+    """Returns by name of a hook the methods of those `callbacks` that override it, in order."""
     return {
         name: [getattr(c, name) for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)]
         for name in HOOKS
@@ -117,7 +118,7 @@ def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """What checkpoints keep of `callbacks`, by state key. A collective."""
+    """Returns what checkpoints keep of `callbacks`, by state key. A collective."""
     return {_key(callback): callback.state_dict() for callback in callbacks if _has_state(callback)}
 
 

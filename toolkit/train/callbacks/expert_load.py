@@ -112,7 +112,7 @@ class ExpertLoad(Callback):
 
 
 def _remedy(config: Any) -> str:
-    """What to change in a run with the settings `config`, in words."""
+    """Returns what to change in a run with the settings `config`, in words."""
     if getattr(config, "freeze_router", False):
         move = "" if config.replan.planner else ", replan.planner='swap' moves experts between processes"
         return f"routers are frozen: freeze_router=False trains them{move}"

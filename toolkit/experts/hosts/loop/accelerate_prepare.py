@@ -25,7 +25,7 @@ from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
 
 
 def ddp_options(config: DDPOptions) -> DistributedDataParallelKwargs:
-    """What an Accelerator takes among its `kwargs_handlers`."""
+    """Returns what an Accelerator takes among its `kwargs_handlers`."""
     return DistributedDataParallelKwargs(
         **config.model_dump() | {"comm_hook": DDPCommunicationHookType(config.comm_hook)}
     )

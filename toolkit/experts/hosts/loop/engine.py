@@ -128,7 +128,7 @@ class ExpertParallel:
 
     @property
     def migrations(self) -> list[Migration]:
-        """What was moved since `prepare`, by this process."""
+        """Returns what was moved since `prepare`, by this process."""
         return self.replanner.migrations if self.replanner else []
 
     def prepare(self, *objects: Any) -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ class ExpertParallel:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """What `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts.
+        """Returns what `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts.
 
         None, and nothing is clipped, before the last micro-batch of a step. Raises UserError unless `norm_type` is 2.
         """

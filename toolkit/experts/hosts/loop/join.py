@@ -31,7 +31,7 @@ class _Meeting:
         self.group = stack.groups.ep_group
 
     def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
-        """To be called by a rank that computes layer `number`."""
+        """Has to be called by a rank that computes layer `number`."""
         if not self.serving:
             self.meet([number, -number, x_TD.shape[-1], DTYPES.index(x_TD.dtype), expert_ids_TK.shape[-1]])
 

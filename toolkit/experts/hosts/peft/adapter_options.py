@@ -34,7 +34,7 @@ class AdapterOptions(Options):
 
     @property
     def trained(self) -> str:
-        """What is trained, in words."""
+        """Returns what is trained, in words."""
         if self.lora_rank == 0:
             return "all weights but routers" if self.freeze_router else "all weights"
         parts = ["experts"] * self.lora_experts + ["attention"] * self.lora_attention

@@ -20,7 +20,7 @@ NAME = "adapter_record.json"
 
 @torch.no_grad()
 def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
-    """Of each adapter: norms of experts' rows where they are owned, scalings, and what differs between ranks.
+    """Returns of each adapter: norms of experts' rows where they are owned, scalings, and what differs between ranks.
 
     Parameters have the names that they have once the adapter is loaded as `default`. A collective.
     """

@@ -43,7 +43,7 @@ class ExpertAdapter:
 
     @property
     def norms_E(self) -> Tensor:
-        """Of `scaling * B @ A`, expert by expert, without that product."""
+        """Returns those of `scaling * B @ A`, expert by expert, without that product."""
         of_a, of_b = self.a_ERI @ self.a_ERI.mT, self.b_EOR.mT @ self.b_EOR
         return (of_a * of_b).sum((1, 2)).clamp(min=0).sqrt() * abs(self.scaling)
 

@@ -87,8 +87,8 @@ def expert_trainer(
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
-                """What Trainer calls with its model and optimizer when training begins, or, where the model was wrapped
-                in a former training, with the optimizer alone."""
+                """Returns what Trainer calls with its model and optimizer when training begins, or, where the model was
+                wrapped in a former training, with the optimizer alone."""
                 if self._is_spreading:
                     return of_accelerate(*given, **how)
                 if len(given) == 2 and given[0] is self.model is not self._spread_model:
@@ -142,7 +142,7 @@ def expert_trainer(
             return (loss[0] + penalty, loss[1]) if return_outputs else loss + penalty
 
         def _penalty(self, penalty: RouterPenalty, num_items_in_batch: Any) -> Tensor:
-            """As Trainer's losses are scaled: averaged over ranks, summed over micro-batches."""
+            """Returns the penalty, scaled as Trainer's losses are: averaged over ranks, summed over micro-batches."""
             share = penalty()
             assert share is not None
             if not share.requires_grad:
@@ -172,7 +172,7 @@ def expert_trainer(
 
 
 def _save_whole(model: Any, folder: str, **how: Any) -> None:
-    """As Trainer calls a model's `save_pretrained`, with a state dict of None. A collective."""
+    """Saves the whole model, called as Trainer calls `save_pretrained`, with a state dict of None. A collective."""
     save_pretrained(model, folder, **{name: value for name, value in how.items() if name != "state_dict"})
 
 

@@ -60,7 +60,7 @@ class ShardedStack(ExpertStack):
 
     @cached_property
     def _coordinates(self) -> list[tuple[int, int]]:
-        """Of each process: which part of its slots it stores, and its expert-parallel rank."""
+        """Returns of each process: which part of its slots it stores, and its expert-parallel rank."""
         first, world = next(iter(self.parameters.values())), dist.get_world_size()
         assert isinstance(first, DTensor)
         mesh = first.device_mesh.mesh

@@ -60,7 +60,7 @@ class Travel:
         self._under_way: tuple[dist.Work, Tensor] | None = None
 
     def begin(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """What will hold the rows of the peers after `end`. A collective."""
+        """Returns what will hold the rows of the peers after `end`. A collective."""
         result, work = _all_to_all(rows, sent, received, self.group, is_async=True)
         assert work is not None
         self._under_way = work, result

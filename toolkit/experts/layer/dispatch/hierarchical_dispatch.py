@@ -53,7 +53,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
 
     @property
     def nodes(self) -> NodeGroups:
-        """Those of the EP group; groups of the flat exchange have none."""
+        """Returns those of the EP group; groups of the flat exchange have none."""
         assert self.groups.nodes is not None
         return self.groups.nodes
 
