@@ -159,18 +159,32 @@ def make_moe(
     router_type: Callable[..., TopKRouter] = TopKRouter,
     seed: int = 0,
 ) -> MoE:
-    """A layer of `num_experts` experts of hidden width `hidden_dim`, of which each token uses `top_k`: it maps
-    (..., `dim`) to (..., `dim`).
+    """Returns a layer whose tokens use `top_k` of `num_experts` experts each: it maps (..., `dim`) to (..., `dim`).
 
-    `placement` says where the ranks of `groups` hold the experts: contiguous, round-robin, or an `ExpertPlacement`.
-    The first two leave `spare_slots` slots on each rank for replicas. `capacity_factor` None drops no assignment.
-    `recompute` says what the backward computes again: nothing, the experts' hidden activations (selective), or the
-    whole layer (full). For experts that are split, merged and pruned while training:
-    `toolkit.experts.dynamic.dynamic_layer.make_dynamic_moe`.
+    For experts that are split, merged and pruned while training: `toolkit.experts.dynamic.dynamic_layer`.
 
-    Raises UserError for sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, router options that
-    do not fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`, and ValueError for a placement
-    of other experts.
+    Args:
+        dim: Width of what experts read and write.
+        hidden_dim: Hidden width of each expert.
+        num_experts: Experts over all ranks of a group.
+        top_k: Experts of each token.
+        groups: The ranks that share the experts; None: each has all.
+        placement: Where they hold them: contiguous, round-robin, or an `ExpertPlacement`.
+        spare_slots: Slots of each rank that the first two leave empty, for replicas.
+        activation: Of the experts' hidden units.
+        shared_expert: A module that every token goes through besides.
+        capacity_factor: Assignments that an expert takes over the mean; None drops none.
+        drop_policy: Which assignments are dropped: those of least weight, or those that come last.
+        recompute: What the backward computes again: nothing, the experts' hidden activations (selective), or the whole
+            layer (full).
+        router: How experts are chosen and balanced; None: a softmax and a balance loss.
+        router_type: A class in place of `TopKRouter`.
+        seed: Of the initial weights, which depend on an expert's id and not on its rank.
+
+    Raises:
+        UserError: For sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, router options that do
+            not fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`.
+        ValueError: For a placement of other experts.
     """
     for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
         require_count(name, size)

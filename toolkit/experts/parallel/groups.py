@@ -111,9 +111,10 @@ def make_expert_groups(
         dispatch_chunks: The `chunks` of `ExpertGroups`. Each layer's experts take as many smaller products, so it pays
             where rows travel for long.
 
-    Raises UserError, the same on every rank, where the number of processes is no multiple of `ep_size * ep_stride`,
-    `ranks` are no such groups, groups are on one node or have unequal parts of several and the exchange is
-    hierarchical, the exchange is neither, or there are fewer chunks than one.
+    Raises:
+        UserError: On every rank, where the number of processes is no multiple of `ep_size * ep_stride`, `ranks` are no
+            such groups, groups are on one node or have unequal parts of several and the exchange is hierarchical, the
+            exchange is neither, or there are fewer chunks than one.
     """
     world = world_size()
     if (ep_size is None) == (ranks is None):

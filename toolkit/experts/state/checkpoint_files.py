@@ -51,10 +51,18 @@ STATE = "state.json"
 def save(
     folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any] | None = None
 ) -> None:
-    """Write `model`, `optimizer` and `extra` (plain JSON values) as the checkpoint `folder`. A collective.
+    """Writes a checkpoint from a loop that has no `Run`. A collective.
 
-    For loops that have no `Run`. A checkpoint that is there already is replaced once the new one is complete and
-    verified. Raises UserError on every rank, with the former one untouched, where it cannot be written.
+    A checkpoint that is there already is replaced once the new one is complete and verified.
+
+    Args:
+        folder: Becomes the checkpoint.
+        model: Each rank writes the rows of its experts; the main process writes what all have.
+        optimizer: Its states are written beside the rows.
+        extra: Plain JSON values, which `load` returns.
+
+    Raises:
+        UserError: On every rank, with the former one untouched, where it cannot be written.
     """
     final = Path(folder).absolute()
 
@@ -163,10 +171,20 @@ def free_bytes(folder: Path) -> int:
 
 
 def load(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Verify what `save` (or a `Trainer`) wrote, and load it into `model` and `optimizer`; returns its `extra`.
+    """Verifies what `save` (or a `Trainer`) wrote, and loads it under any number of ranks. A collective.
 
-    A collective. On as many ranks with as many slots experts are placed where they were saved. Raises UserError on
-    every rank where the checkpoint is missing, damaged or does not fit.
+    On as many ranks with as many slots experts are placed where they were saved.
+
+    Args:
+        folder: The checkpoint.
+        model: Takes its weights, each rank those of its experts.
+        optimizer: Takes its states.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        UserError: On every rank, where the checkpoint is missing, damaged or does not fit.
     """
     path = Path(folder).absolute()
 

@@ -71,16 +71,21 @@ class ExpertParallel:
     parameters all have that many rows, called with (hidden (T, D), expert ids (T, K), weights (T, K)), such as the
     experts of every mixture in transformers.
 
-    `ep_size`: neighbouring ranks that share one set of experts; None takes as many as divide both the processes and the
-    experts. `groups`: other ranks that do, as `make_expert_groups` made them.
-    `replan`: when experts are moved, and by which planner; None leaves them where they are.
-    `spare_slots`: empty slots on each rank, for replicas of experts in demand. `placement`: where experts are at first,
-    in contiguous blocks of ids, round-robin, or as a function of (layer, number of experts, `ep_size`) says.
-    `dense`: how the other parameters are trained, replicated by DDP or sharded by FSDP2: over all ranks, or over each
-    `fsdp_size` neighbours (HSDP).
+    Args:
+        accelerator: Prepares what is not an expert.
+        ep_size: Neighbouring ranks that share one set of experts; None takes as many as divide both the processes and
+            the experts.
+        groups: Other ranks that do, as `make_expert_groups` made them.
+        replan: When experts are moved, and by which planner; None leaves them where they are.
+        spare_slots: Empty slots on each rank, for replicas of experts in demand.
+        placement: Where experts are at first: in contiguous blocks of ids, round-robin, or as a function of (layer,
+            number of experts, `ep_size`) says.
+        dense: How the other parameters are trained: replicated by DDP, or sharded by FSDP2.
+        fsdp_size: Neighbouring ranks over which FSDP2 shards (HSDP); None: all.
 
-    Raises UserError for an unknown `placement` or `dense`, for settings that do not go together, and where the
-    launcher's processes are no world of Accelerate.
+    Raises:
+        UserError: For an unknown `placement` or `dense`, for settings that do not go together, and where the launcher's
+            processes are no world of Accelerate.
     """
 
     def __init__(

@@ -37,12 +37,20 @@ def spread_experts(
     spare_slots: int = 0,
     placement: InitialPlacement | PlacementOf = "contiguous",
 ) -> dict[str, ExpertStack]:
-    """Keep this rank's experts of each layer of `model`, in place; returns all layers' stacks, by name.
+    """Keeps this rank's experts of each layer of `model`, in place.
 
-    All ranks hold the same `model`; an optimizer made before stays valid if it has not stepped. `placement`: contiguous
-    blocks of ids, round-robin, or a function of the layer; a foreign module gets an empty slot on a rank that it leaves
-    without any. Raises UserError for one that does not fit a layer, and for experts that would compute something else
-    once they are spread.
+    Args:
+        model: The same on all ranks. An optimizer that was made before stays valid if it has not stepped. groups: The
+            ranks that share the experts. spare_slots: Empty slots on each rank, for replicas. placement: Contiguous
+            blocks of ids, round-robin, or a function of the layer. A foreign module gets an empty slot
+            on a rank that it leaves without any.
+
+    Returns:
+        The stack of each layer, by its name.
+
+    Raises:
+        UserError: For a placement that does not fit a layer, and for experts that would compute something else once
+            they are spread.
     """
     adapt_experts(model)
     layers = find_experts(model)

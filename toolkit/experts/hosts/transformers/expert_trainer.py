@@ -40,16 +40,24 @@ def expert_trainer(
     replay_routes: bool = False,
     **options: Any,
 ) -> type:
-    """A subclass of `trainer`, which is transformers' Trainer or derived from it, that spreads the model's experts.
+    """Returns a subclass of `trainer` that spreads the model's experts, and is called as `trainer` is.
 
-    It is called as `trainer` is. Experts are spread when `train` begins, with any adapters that were added before, and
-    stay spread. `options` are those of `ExpertParallel` but `dense` and `fsdp_size`; its instance is the trainer's
-    `experts`, a new one for each model that `model_init` makes. Load metrics are among the training logs.
-    `balance_weight` and `z_weight` add a `RouterPenalty` to the loss. Text is generated within `ExpertParallel.join`,
-    so that it may have unequal lengths on the ranks. `replay_routes` has generated text learnt from with the experts
-    that generated it: see `RolloutRoutes`, the trainer's `routes`. Call `save_model` on every rank.
+    Experts are spread when `train` begins, with any adapters that were added before, and stay spread. Load metrics are
+    among the training logs. Text is generated within `ExpertParallel.join`, so that it may have unequal lengths on the
+    ranks. Call `save_model` on every rank.
 
-    Raises UserError, when the trainer is made, for what would train, save or generate with a part of the experts.
+    Args:
+        trainer: transformers' Trainer, or a class that is derived from it.
+        balance_weight: Of the balance loss that a `RouterPenalty` adds.
+        z_weight: Of its z-loss.
+        replay_routes: Has generated text learnt from with the experts that generated it: see `RolloutRoutes`, the
+            trainer's `routes`.
+        options: Those of `ExpertParallel` but `dense` and `fsdp_size`. Its instance is the trainer's `experts`, a new
+        one
+            for each model that `model_init` makes.
+
+    Raises:
+        UserError: When the trainer is made, for what would train, save or generate with a part of the experts.
     """
     from transformers import TrainerCallback
 

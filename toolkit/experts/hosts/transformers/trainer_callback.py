@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 
 
 def replan_callback(options: ReplanOptions) -> TrainerCallback:
-    """For transformers' Trainer: moves experts between steps, as `options` say.
+    """Returns a callback of transformers' Trainer that moves experts between steps.
 
-    The callback has a `toolkit.experts.moving.replan.Replanner` as its `replanner`.
+    Its `replanner` is a `toolkit.experts.moving.replan.Replanner`. Trainer does not resume models that were sharded
+    when they were loaded. With this callback it does: pass `save_only_model=True`, and the callback adds parameters,
+    optimizer, scheduler, random states, placement and guard to each checkpoint, and restores them after
+    `trainer.train(resume_from_checkpoint=...)`. Rank 0 prints which balance penalty is active when training begins.
 
-    Trainer does not resume models that were sharded when they were loaded. With this callback it does: pass
-    `save_only_model=True`, and the callback adds parameters, optimizer, scheduler, random states, placement and guard
-    to each checkpoint, and restores them after `trainer.train(resume_from_checkpoint=...)`.
+    Args:
+        options: When experts are moved, and by which planner.
 
-    Raises UserError on resuming from a checkpoint outside `output_dir` or without these, and
-    for a model whose experts cannot move, as under DDP alone, or have adapters, and for two balance penalties. Rank 0
-    prints which one is active when training begins.
+    Raises:
+        UserError: On resuming from a checkpoint outside `output_dir` or without these; for a model whose experts cannot
+            move, as under DDP alone, or have adapters; and for two balance penalties.
     """
     from transformers import TrainerCallback
 
