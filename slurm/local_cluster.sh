@@ -3,6 +3,7 @@
 #   eval "$(slurm/local_cluster.sh start FOLDER)"     starts it, and sets SLURM_CONF for this shell
 #   slurm/local_cluster.sh stop FOLDER                ends it; the folder can be deleted then
 # Nodes have more CPUs and memory than the machine, because the templates ask for those of real nodes.
+# A requeued job waits until credentials of its last attempt have expired: five seconds here, not Slurm's two minutes.
 
 set -euo pipefail
 
@@ -29,6 +30,8 @@ SlurmctldPort=${ports[0]}
 SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
+AuthInfo=cred_expire=5
+SchedulerParameters=sched_interval=2
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
