@@ -8,6 +8,7 @@ On GPUs (`make test-gpu`) each process has its own, or all share one, as `tests.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,31 +43,69 @@ from toolkit.train.trainer import Trainer
 SAMPLES, BATCH, STEPS, EXPERTS = 122, 16, 20, 8
 """122 samples in batches of 16: seven full ones and one of 10, which leaves 6 of 16 pieces empty."""
 
-Case = tuple[int, int, int, str, str]
-"""(processes, ep_size, accumulation, placement, layout); ep_size 1 copies the experts, 2 on 4 processes makes two
-groups. Layouts: ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all
-shards of them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards; by
-node: rows go once to each of two nodes; in chunks: tokens are sent in three parts, some of them empty."""
-REFERENCE: Case = (1, 1, 1, "blocks", "ddp")
-SPREADS = [(1, 1, 4, "blocks"), (1, 1, 1, "spare")]
-SPREADS += [(2, ep_size, accumulation, "blocks") for ep_size in (1, 2) for accumulation in (1, 4)]
-SPREADS += [(4, ep_size, accumulation, "blocks") for ep_size in (1, 2, 4) for accumulation in (1, 4)]
-SPREADS += [(2, 2, 1, "copies"), (2, 2, 4, "copies"), (4, 4, 1, "copies"), (4, 4, 4, "copies"), (4, 2, 1, "copies")]
-SPREADS += [(2, 2, 1, "shuffled"), (2, 2, 4, "uneven"), (4, 4, 1, "uneven"), (4, 2, 1, "shuffled"), (4, 2, 4, "spare")]
-CASES: list[Case] = [(*spread, "ddp") for spread in SPREADS]
-CASES += [(4, 2, 1, "shuffled", "hsdp"), (4, 2, 2, "copies", "strided hsdp"), (4, 4, 1, "uneven", "hsdp")]
-CASES += [(4, 4, 1, "copies", "by node"), (4, 4, 4, "uneven", "by node"), (8, 4, 1, "copies", "strided by node")]
-CASES += [(4, 4, 1, "copies", "in chunks"), (4, 2, 4, "uneven", "in chunks"), (4, 4, 1, "uneven", "by node in chunks")]
-CASES += [(4, 2, 1, "uneven", "crossed"), (8, 2, 1, "copies", "strided hsdp"), (8, 4, 1, "uneven", "hsdp")]
 
+@dataclass(frozen=True)
+class Case:
+    """How a run is spread."""
+
+    processes: int
+    ep_size: int = 1
+    """1 copies the experts; 2 on 4 processes makes two groups."""
+    accumulation: int = 1
+    placement: str = "blocks"
+    """As `place` has it."""
+    layout: str = "ddp"
+    """ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all shards of
+    them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards; by node: rows
+    go once to each of two nodes; in chunks: tokens are sent in three parts, some of them empty."""
+    dtype: torch.dtype = torch.float64
+    balance: str = "loss"
+
+    def __str__(self) -> str:
+        words = (f"{self.processes} processes", f"EP {self.ep_size}", f"{self.accumulation} micro-batches")
+        return " ".join((*words, self.placement, self.layout, str(self.dtype).removeprefix("torch.")))
+
+    @property
+    def launch(self) -> tuple[int, bool]:
+        """Cases that are equal in this share a launch: of so many processes, with dense parameters sharded or not."""
+        return self.processes, "hsdp" in self.layout
+
+
+CASES = [
+    Case(1, accumulation=4),
+    Case(1, placement="spare"),
+    Case(2),
+    Case(2, accumulation=4),
+    Case(2, 2),
+    Case(2, 2, 4),
+    Case(2, 2, 1, "shuffled"),
+    Case(2, 2, 4, "uneven"),
+    Case(2, 2, 4, "copies"),
+    Case(4, 2, 4),
+    Case(4, 4),
+    Case(4, 2, 1, "copies"),
+    Case(4, 4, 4, "copies"),
+    Case(4, 2, 4, "spare"),
+    Case(4, 2, 1, "shuffled", "hsdp"),
+    Case(4, 2, 2, "copies", "strided hsdp"),
+    Case(4, 4, 1, "uneven", "hsdp"),
+    Case(4, 4, 1, "copies", "by node"),
+    Case(4, 2, 4, "uneven", "in chunks"),
+    Case(4, 4, 1, "uneven", "by node in chunks"),
+    Case(4, 2, 1, "uneven", "crossed"),
+    Case(8, 4, 1, "copies", "strided by node"),
+    Case(8, 2, 1, "copies", "strided hsdp"),
+]
+FLOAT32 = [
+    replace(case, dtype=torch.float32)
+    for case in (Case(1, accumulation=4), Case(2, 2, 4), Case(4, 4, 4, "copies"), Case(4, 2, 4, "spare"))
+]
+BALANCED_BY_BIAS = [Case(world, world, balance="bias") for world in (1, 2, 4)]
+EVERY_CASE = [Case(1), Case(1, dtype=torch.float32), *CASES, *FLOAT32, *BALANCED_BY_BIAS]
 
 DTYPES = {torch.float64: (1e-10, STEPS, 1.0), torch.float32: (1e-5, 8, 0.0)}
 """Largest relative difference allowed, in norm; steps, of which the eighth has the short batch; and what the schedule
 is multiplied with. Updates would make more of the rounding errors of float32, so weights stay there."""
-
-
-COMPARED = [(case, dtype) for case in CASES for dtype in DTYPES if case[-1] == "ddp" or dtype is torch.float64]
-"""Rounding is the same business in every layout."""
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
@@ -155,28 +194,26 @@ def by_id(model: nn.Module, what: str) -> dict[str, Tensor]:
     return rows
 
 
-def train(
-    folder: Path, ep_size: int, accumulation: int, placement: str, layout: str, dtype: torch.dtype, balance: str
-) -> dict[str, Any]:
+def train(folder: Path, case: Case) -> dict[str, Any]:
     """On the CPU, or on the GPU that `use_gpu` took."""
-    _, steps, factor = DTYPES[dtype]
+    _, steps, factor = DTYPES[case.dtype]
     schedule = warmup_cosine(max_steps=STEPS, warmup_steps=3)
     config = MoERunConfig(
         batch_size=BATCH,
-        gradient_accumulation_steps=accumulation,
+        gradient_accumulation_steps=case.accumulation,
         cpu=os.environ["ACCELERATE_USE_CPU"] == "true",
         log_every=1,
         tracker="none",
-        run_dir=folder / f"{dtype}-{balance}-{ep_size}-{accumulation}-{placement}-{layout}",
+        run_dir=folder / f"{case} {case.balance}",
         optimizer=OptimizerOptions(weight_decay=0.1),
-        **({"dense_parallel": "fsdp2", "fsdp_size": dist.get_world_size() // 2} if "hsdp" in layout else {}),
+        **({"dense_parallel": "fsdp2", "fsdp_size": dist.get_world_size() // 2} if "hsdp" in case.layout else {}),
     )
     with start_run("parity", config) as run:
-        groups = make_groups(ep_size, layout)
-        model = TwoLayers(groups, place(placement, ep_size), balance).to(dtype)
+        groups = make_groups(case.ep_size, case.layout)
+        model = TwoLayers(groups, place(case.placement, case.ep_size), case.balance).to(case.dtype)
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(
-            input=torch.randn(SAMPLES, 12, dtype=dtype, generator=draws),
+            input=torch.randn(SAMPLES, 12, dtype=case.dtype, generator=draws),
             label=torch.randint(5, (SAMPLES,), generator=draws),
         )
         penalty = RouterPenalty(model, balance_weight=0.1, z_weight=0.01)
@@ -190,7 +227,7 @@ def train(
                 table,
                 batch_size=BATCH,
                 seed=0,
-                accumulation=accumulation,
+                accumulation=case.accumulation,
                 rank=run.rank,
                 world_size=run.world_size,
                 device=run.device,
@@ -212,38 +249,27 @@ def train(
         }
 
 
-def train_all(
-    folder: Path, device: str, cases: list[tuple[int, int, str, str, torch.dtype, str]]
-) -> list[dict[str, Any]]:
+def train_all(folder: Path, device: str, cases: list[Case]) -> list[dict[str, Any]]:
     if device == "gpu":
         use_gpu()
-    return [train(folder, *case) for case in cases]
+    return [train(folder, case) for case in cases]
 
 
 class Traces:
-    """What each rank recorded, by (processes, ep_size, accumulation, placement, layout, dtype, balance)."""
+    """What each rank recorded, by case. A launch runs its cases when the first of them is asked for."""
 
     def __init__(self, folder: Path, device: str):
         self.folder, self.device = folder, device
-        self.found: dict[tuple[int, bool], dict[Any, list[dict[str, Any]]]] = {}
-        """By launch: of so many processes, and whether the dense parameters are sharded."""
+        self.found: dict[Case, list[dict[str, Any]]] = {}
 
-    def __getitem__(self, case: Any) -> list[dict[str, Any]]:
-        world, sharded = case[0], "hsdp" in case[4]
-        if (world, sharded) not in self.found:
-            self.found[world, sharded] = self.run(world, sharded)
-        return self.found[world, sharded][case]
-
-    def run(self, world: int, sharded: bool) -> dict[Any, list[dict[str, Any]]]:
-        if sharded and self.device == "gpu":
-            skip_without_gpus(world)
-        every = [*((REFERENCE, dtype) for dtype in DTYPES), *COMPARED]
-        cases = [(*case, dtype, "loss") for case, dtype in every if case[0] == world and ("hsdp" in case[4]) == sharded]
-        if world < 8 and not sharded:
-            cases.append((world, world, 1, "blocks", "ddp", torch.float64, "bias"))
-        without_world = [case[1:] for case in cases]
-        ranks = run_distributed(train_all, world, self.folder, self.device, without_world, timeout_s=300)
-        return {case: list(found) for case, *found in zip(cases, *ranks, strict=True)}
+    def __getitem__(self, case: Case) -> list[dict[str, Any]]:
+        if case not in self.found:
+            if case.launch[1] and self.device == "gpu":
+                skip_without_gpus(case.processes)
+            cases = [other for other in EVERY_CASE if other.launch == case.launch]
+            ranks = run_distributed(train_all, case.processes, self.folder, self.device, cases)
+            self.found |= {other: list(found) for other, *found in zip(cases, *ranks, strict=True)}
+        return self.found[case]
 
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -264,15 +290,11 @@ def gathered(ranks: list[dict[str, Any]], key: str, step: int | None = None) -> 
     return rows
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    COMPARED,
-    ids=["{}-processes-ep{}-accumulation{}-{}-{}-{}".format(*case, dtype) for case, dtype in COMPARED],
-)
-def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: Case, dtype: torch.dtype):
-    tolerance, steps, _ = DTYPES[dtype]
-    (reference,) = traces[(*REFERENCE, dtype, "loss")]
-    ranks = traces[(*case, dtype, "loss")]
+@pytest.mark.parametrize("case", [*CASES, *FLOAT32], ids=str)
+def test_a_run_does_not_depend_on_how_it_is_spread(traces: Traces, case: Case):
+    tolerance, steps, _ = DTYPES[case.dtype]
+    (reference,) = traces[Case(1, dtype=case.dtype)]
+    ranks = traces[case]
     for rank in ranks:
         assert relative_difference(rank["losses"], reference["losses"]) < tolerance
         assert relative_difference(rank["norms"], reference["norms"]) < tolerance
@@ -282,28 +304,27 @@ def test_a_run_does_not_depend_on_how_it_is_spread(traces: Any, case: Case, dtyp
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Any, case: Case):
-    processes, ep_size, _, placement, layout = case
-    ranks = traces[(*case, torch.float64, "loss")]
+def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: Traces, case: Case):
+    ranks = traces[case]
     for number, rank in enumerate(ranks):
         assert rank["agree"], "copies or replicas drifted apart"
-        assert len(rank["owned"]) == (4 if ep_size > 1 else 0)
-        here = place_in_group(number, processes, ep_size, layout)
+        assert len(rank["owned"]) == (4 if case.ep_size > 1 else 0)
+        here = place_in_group(number, case.processes, case.ep_size, case.layout)
         held = {int(name.rpartition("/")[2]) for name in rank["weights"] if name.startswith("first.experts.up/")}
-        assert held == set(place(placement, ep_size).experts_on(here)) - {EMPTY_ROW}
-    assert len(ranks) == processes
+        assert held == set(place(case.placement, case.ep_size).experts_on(here)) - {EMPTY_ROW}
+    assert len(ranks) == case.processes
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Any, world: int):
-    (reference,) = traces[(*REFERENCE, torch.float64, "bias")]
-    ranks = traces[(world, world, 1, "blocks", "ddp", torch.float64, "bias")]
-    assert_equal_rows(gathered(ranks, "weights"), reference["weights"], 1e-10)
+def test_bias_balancing_does_not_depend_on_the_number_of_processes(traces: Traces):
+    alone, *spread = BALANCED_BY_BIAS
+    (reference,) = traces[alone]
+    for case in spread:
+        assert_equal_rows(gathered(traces[case], "weights"), reference["weights"], 1e-10)
 
 
 @pytest.mark.gpu
 def test_a_gpu_finds_what_a_cpu_finds(tmp_path: Path):
-    on_cpu, on_gpu = (Traces(tmp_path, device)[*REFERENCE, torch.float64, "loss"][0] for device in ("cpu", "gpu"))
+    on_cpu, on_gpu = (Traces(tmp_path, device)[Case(1)][0] for device in ("cpu", "gpu"))
     for key in ("losses", "norms"):
         assert relative_difference(on_gpu[key], on_cpu[key]) < 1e-9
     assert_equal_rows(on_gpu["weights"], on_cpu["weights"], 1e-9)
