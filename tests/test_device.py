@@ -222,19 +222,21 @@ DYNAMIC = "--max-experts 8 --epochs 6 --lifecycle.grow-every 10 --lifecycle.slee
 MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spare-slots 2 --dispatch-chunks 2"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+RECIPES = [
+    ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
+    ("mnist_moe", 2, f"debug {MOVING}", 1),
+    ("lm_moe", 2, "debug", 2),
+    ("few_labels", 1, "debug", 0),
+]
+ON_GPUS_ONLY = [(recipe, 1, "debug", 0) for recipe in ("finetune_moe", "har", "lmu_speech", "vae_robustness")]
+"""What their steps have beside the others' is kernels, which the emulated device has not."""
+
+
 @pytest.mark.parametrize(
-    ("recipe", "processes", "flags", "layers"),
+    ("recipe", "processes", "flags", "layers", "device"),
     [
-        ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
-        ("mnist_moe", 2, f"debug {MOVING}", 1),
-        ("lm_moe", 2, "debug", 2),
-        ("finetune_moe", 1, "debug", 0),
-        ("har", 1, "debug", 0),
-        ("lmu_speech", 1, "debug", 0),
-        ("psmnist", 1, "debug", 0),
-        ("vae_robustness", 1, "debug", 0),
-        ("few_labels", 1, "debug", 0),
+        *((*case, "emulated") for case in RECIPES),
+        *(pytest.param(*case, "gpu", marks=pytest.mark.gpu) for case in RECIPES + ON_GPUS_ONLY),
     ],
 )
 def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_all_to_alls(
@@ -247,8 +249,8 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
     if device == "gpu":  # which adds in another order: a few answers come out differently
         assert found == pytest.approx(expected, rel=0.1, abs=0.05)
     else:
-        attends = recipe in ("lm_moe", "finetune_moe")  # whose attention has another kernel on a CPU
-        assert found == (pytest.approx(expected, rel=1e-5) if attends else expected)
+        # Attention has another kernel on a CPU.
+        assert found == (pytest.approx(expected, rel=1e-5) if recipe == "lm_moe" else expected)
     assert waits.steps > 4
     # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
     assert waits.in_steps == ["toolkit/experts/layer/dispatch/dispatch.py"] * layers * waits.steps

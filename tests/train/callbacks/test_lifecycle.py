@@ -51,6 +51,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_distributed(train, 1, tmp_path_factory.mktemp("alone") / "run", 1, {})[0]
 
 
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """Of each of two processes with half of the experts, without a stop."""
+    return run_distributed(train, 2, tmp_path_factory.mktemp("on_two") / "run", 2, {})
+
+
 def test_the_run_has_events_of_all_kinds(alone: Outcome) -> None:
     history, _, results = alone
     kinds = [kind for _, kind, _ in history]
@@ -62,15 +68,23 @@ def test_the_run_has_events_of_all_kinds(alone: Outcome) -> None:
     assert results["lifecycle_sleep"] == kinds.count("sleep")
 
 
-@pytest.mark.parametrize(("world", "ep_size", "accumulation"), [(2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1)])
+def assert_same_run(found: list[Outcome], expected: Outcome) -> None:
+    for history, losses, results in found:
+        assert history == expected[0]
+        assert relative_difference(torch.tensor(losses), torch.tensor(expected[1])) < 1e-5
+        assert results["test_loss"] == pytest.approx(expected[2]["test_loss"], rel=1e-5)
+
+
+def test_two_ranks_have_the_same_events_and_losses_as_one(alone: Outcome, on_two: list[Outcome]) -> None:
+    assert_same_run(on_two, alone)
+
+
+@pytest.mark.parametrize(("world", "ep_size", "accumulation"), [(2, 1, 2), (4, 2, 1)])
 def test_any_number_of_ranks_has_the_same_events_and_losses(
     tmp_path: Path, alone: Outcome, world: int, ep_size: int, accumulation: int
 ) -> None:
     settings = {"gradient_accumulation_steps": accumulation}
-    for history, losses, results in run_distributed(train, world, tmp_path / "run", ep_size, settings):
-        assert history == alone[0]
-        assert relative_difference(torch.tensor(losses), torch.tensor(alone[1])) < 1e-5
-        assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
+    assert_same_run(run_distributed(train, world, tmp_path / "run", ep_size, settings), alone)
 
 
 def test_a_run_resumes_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Outcome) -> None:
@@ -93,11 +107,12 @@ def train_until(folder: Path, ep_size: int, stop: int) -> None:
         dist.barrier()
 
 
-def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path) -> None:
-    for world in (1, 2):
-        whole = run_distributed(train, world, tmp_path / f"whole{world}", world, {})
-        run_distributed(train_until, world, tmp_path / f"cut{world}", world, 71)
-        assert run_distributed(train, world, tmp_path / f"cut{world}", world, {})[0][:1] == whole[0][:1]
+def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path, on_two: list[Outcome]) -> None:
+    run_distributed(train_until, 2, tmp_path / "cut", 2, 71)
+    history, _, results = run_distributed(train, 2, tmp_path / "cut", 2, {})[0]
+    expected, _, whole = on_two[0]
+    assert history == expected
+    assert results["test_loss"] == whole["test_loss"]
 
 
 @pytest.mark.parametrize("mechanism", ["grow", "merge", "prune", "sleep"])
