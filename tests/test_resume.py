@@ -135,7 +135,7 @@ def train_on_ranks(folder: Path, ep_size: int, accumulation: int) -> None:
     """Stop rank 1 alone by a signal, at various steps; compare with a run left alone."""
     settings = {"gradient_accumulation_steps": accumulation, "batch_size": 24}
     whole = train(small_config(folder / "whole", **settings), ep_size=ep_size)
-    for step in (1, 3, 9, 16):
+    for step in (3, 16):
         config = small_config(folder / f"run-{step}", **settings)
         first, second = Stop(step, "SIGTERM", rank=1), Stop()
         # Ranks agree one step later.
@@ -149,8 +149,8 @@ def train_on_ranks(folder: Path, ep_size: int, accumulation: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "accumulation"),
-    [(2, 2, 1), (2, 1, 1), (2, 2, 2), (4, 2, 1)],
-    ids=["owned experts", "copied experts", "accumulation", "two groups of two"],
+    [(2, 1, 1), (2, 2, 2), (4, 2, 1)],
+    ids=["copied experts", "accumulation", "two groups of two"],
 )
 def test_ranks_stop_together_and_continue_exactly(world_size, ep_size, accumulation, tmp_path):
     run_distributed(train_on_ranks, world_size, tmp_path, ep_size, accumulation)

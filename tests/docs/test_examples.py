@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tests.support.helpers import ROOT, program_environment
+from tests.support.forked_python import run_forked
+from tests.support.helpers import ROOT
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.optim import SteppedRates
 
@@ -22,7 +21,8 @@ def lines_of(example: str, folder: Path, processes: int, *flags: str) -> list[di
     words += ["--log-every", "5"]
     words += flags
     script = ROOT / "docs" / "examples" / f"{example}.py"
-    subprocess.run([sys.executable, str(script), *words], check=True, env=program_environment(), timeout=150)
+    done = run_forked(str(script), *words)
+    assert done.returncode == 0, done.stderr
     return list(read_metrics(folder / "metrics.jsonl"))
 
 
