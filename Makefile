@@ -51,6 +51,9 @@ smoke: $(VENV)/.installed ## every recipe's debug preset, on one and on two proc
 KERNELS_avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 KERNELS_default := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
+# Tests often wait for processes that they started: one worker more than there are cores, and at most four.
+WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4)))
+
 # A test that hangs for this long ends its process with the stacks of all threads; a second process may try its file again.
 HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 1
 
@@ -59,7 +62,7 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 	@case "$(KERNELS)" in ""|avx2|default) ;; \
 	    *) echo "error: KERNELS=$(KERNELS): take avx2 or default." >&2; exit 2;; esac
 	env -u PYTHONDONTWRITEBYTECODE $(KERNELS_$(KERNELS)) $(PY) -m pytest \
-	    -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(HANGS)
+	    -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(HANGS)
 
 .PHONY: families
 families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, a minute
@@ -68,7 +71,7 @@ families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md 
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
 	@for round in $$(seq $(ROUNDS)); do \
-	    $(PY) -m pytest -n auto --maxprocesses 4 -m hypothesis --hypothesis-profile=fuzz || exit; done
+	    $(PY) -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz || exit; done
 
 .PHONY: test-dist
 test-dist: $(VENV)/.installed-dev ## the tests that start several processes

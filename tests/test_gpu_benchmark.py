@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from typing import Any
 
+from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
 
 
 def rehearse(benchmark: str, *options: str) -> list[dict[str, Any]]:
     """Its rows, from a tiny model on the CPU."""
-    command = [sys.executable, str(ROOT / "benchmarks" / benchmark), "--rehearse", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = run_forked(str(ROOT / "benchmarks" / benchmark), "--rehearse", *options)
     assert done.returncode == 0, done.stderr
     return [ast.literal_eval(line) for line in done.stdout.splitlines()]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
 from toolkit.errors import UserError
 from toolkit.run.tracking.trackers import check_installed
@@ -44,8 +44,7 @@ def run(program: str, folder: Path, *words: str) -> subprocess.CompletedProcess[
     unreachable = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))} | unreachable
     environment |= {"PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(folder / "trackio"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return run_forked("-c", program, *words, env=environment, timeout_s=120)
 
 
 def test_trackio_gets_every_line_and_a_continued_run_goes_on(tmp_path: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT, free_port
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -43,10 +44,8 @@ DISTURB_AT_STEP_10 = """
 def run_program(program: str, folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "ACCELERATE_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NETRC": os.devnull} | env
-    command = [sys.executable, "-c", "".join(map(textwrap.dedent, (PROGRAM, program))), str(folder), *args]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-    )
+    code = "".join(map(textwrap.dedent, (PROGRAM, program)))
+    return run_forked("-c", code, str(folder), *args, env=environment, timeout_s=120)
 
 
 def assert_ended_well(done: subprocess.CompletedProcess[str], folder: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.helpers import ROOT, run_distributed
+from tests.support.forked_python import run_forked
+from tests.support.helpers import run_distributed
 from tests.train.callbacks import memory_recipe
 from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
 from toolkit.run.launch import world
@@ -23,9 +22,7 @@ LINE = "restart: step 1 ran out of memory with micro-batches of {} sample(s) on 
 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, memory_recipe.__file__, "--run-dir", str(folder), *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return run_forked(memory_recipe.__file__, "--run-dir", str(folder), *flags, timeout_s=120)
 
 
 def learned(folder: Path) -> tuple[list[dict], bytes]:
