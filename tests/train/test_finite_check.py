@@ -32,11 +32,11 @@ WHERE = {
 class Poison(tk.Callback):
     """Makes something NaN in step `BAD_STEP`, on `rank`."""
 
-    def __init__(self, what: str, read_every: int = 1, rank: int = 0):
-        self.what, self.read_every, self.rank = what, read_every, rank
+    def __init__(self, what: str, at_once: bool = True, rank: int = 0):
+        self.what, self.at_once, self.rank = what, at_once, rank
 
     def on_fit_start(self, trainer: tk.Trainer) -> None:
-        trainer.finite.read_every = self.read_every
+        trainer.finite.reads_at_once = self.at_once
 
     def on_step_start(self, trainer: tk.Trainer, micro_batches: list[dict[str, Tensor]]) -> None:
         if trainer.state.step != BAD_STEP - 1 or trainer.run.rank != self.rank:
@@ -49,12 +49,12 @@ class Poison(tk.Callback):
             trainer.raw_model.stem.bias.data[3] = math.inf
 
 
-def poisoned(folder: Path, what: str, read_every: int = 1, rank: int = 0) -> tuple[str, list[str]]:
+def poisoned(folder: Path, what: str, at_once: bool = True, rank: int = 0) -> tuple[str, list[str]]:
     """The error of a run of 20 steps that saves every second one, and the checkpoints that it leaves."""
     config = small_config(folder, log_every=20, checkpoint=CheckpointOptions(every_steps=2, keep=1))
     with (
         pytest.raises(UserError) as error,
-        small_trainer(config, callbacks=[Poison(what, read_every, rank)]) as trainer,
+        small_trainer(config, callbacks=[Poison(what, at_once, rank)]) as trainer,
     ):
         trainer.fit()
     return str(error.value), sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -78,7 +78,7 @@ def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, w
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_steps_that_are_read_late_are_named_as_well(tmp_path: Path, what: str):
-    message, checkpoints = poisoned(tmp_path, what, read_every=8)
+    message, checkpoints = poisoned(tmp_path, what, at_once=False)
     assert message.startswith(WHERE[what])
     assert checkpoints == ["step-00000006"]
 

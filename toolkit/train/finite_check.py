@@ -17,13 +17,9 @@ from torch.distributed.tensor import DTensor
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
-from toolkit.experts.parallel.waits import Mark, mark
 from toolkit.run.run import Run
 from toolkit.train.task import Task
 
-READ_EVERY = 8
-"""Steps whose norms are copied together from a device other than a CPU, to be read when as many more were taken: the
-copy has come by then, so that the host does not wait."""
 GRADIENT = "the gradient of"
 MOST_SKIPPED = 3
 """Skipped steps in a row after which training stops."""
@@ -62,26 +58,12 @@ class _Step:
     """Of the gradient of each of `parameters`, on this rank."""
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """Steps, and their norms in memory of the host, where they are from `come` on."""
-
-    steps: Sequence[_Step]
-    norms: Tensor
-    come: Mark
-
-    def norms_when_come(self) -> Tensor:
-        if isinstance(self.come, torch.Event):
-            self.come.synchronize()
-        return self.norms
-
-
 class FiniteCheck:
     """What the optimizer steps since the last reading computed.
 
-    On a CPU each step is read before its update, so that weights stay finite. Elsewhere steps are read together,
-    `READ_EVERY` of them as many steps later, and all at log steps and before a checkpoint is written. Nothing that is
-    not finite gets into a checkpoint, so the last one before it is kept.
+    On a CPU each step is read before its update, so that weights stay finite. Elsewhere steps are read at log steps and
+    before a checkpoint is written, where the host waits anyway. Nothing that is not finite gets into a checkpoint, so
+    the last one before it is kept.
 
     fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
     weights are checked. All methods that raise are collectives, and raise the same UserError on every rank.
@@ -96,12 +78,11 @@ class FiniteCheck:
         self.model = trainer.raw_model
         self.scaled = trainer.run.accelerator.scaler is not None
         self.skip = trainer.run.config.on_nonfinite == "skip"
-        self.read_every = 1 if self.skip or trainer.run.device.type == "cpu" else READ_EVERY
+        self.reads_at_once = self.skip or trainer.run.device.type == "cpu"
         self.skipped = 0
         """Steps that were skipped, of this process."""
         self._in_a_row = 0
         self._waiting: list[_Step] = []
-        self._copied: _Copied | None = None
         self._norms: tuple[Sequence[Tensor], Tensor] = ([], torch.zeros(0))
 
     def take_norms(self, parameters: Sequence[Tensor], norms: Tensor) -> None:
@@ -124,37 +105,21 @@ class FiniteCheck:
                 return False
         else:
             self._in_a_row = 0
-        if self.read_every == 1:
+        if self.reads_at_once:
             self.read()
-        elif len(self._waiting) >= self.read_every:
-            self._read_copied(then=self._copy())
         return True
 
     def read(self) -> None:
         """Raise UserError for the first step since the last reading whose gradients were not finite."""
-        if self._waiting:
-            self._read_copied(then=self._copy())
-        self._read_copied()
-
-    def _read_copied(self, then: _Copied | None = None) -> None:
-        """Judge the steps that were copied before; those of `then` are next."""
-        copied, self._copied = self._copied, then
-        if copied is not None:
-            self._judge(copied)
-
-    def _copy(self) -> _Copied:
-        """The steps that wait, with their norms on the way to the host."""
         steps, self._waiting = self._waiting, []
-        norms = torch.stack([step.norm for step in steps]).to("cpu", non_blocking=True)
-        return _Copied(steps, norms, mark(self._trainer.run.device))
-
-    def _judge(self, copied: _Copied) -> None:
-        norms = copied.norms_when_come().tolist()
-        bad = next((step for step, norm in zip(copied.steps, norms, strict=True) if not math.isfinite(norm)), None)
+        if not steps:
+            return
+        finite = torch.stack([step.norm for step in steps]).isfinite().tolist()
+        bad = next((step for step, is_finite in zip(steps, finite, strict=True) if not is_finite), None)
         if bad is not None:
             found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
             again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
-            why = self._explain(bad.step, found) if self.read_every == 1 else ""
+            why = self._explain(bad.step, found) if self.reads_at_once else ""
             _stop(f"step {bad.step:,}: {found}{again}{why}")
 
     def check_line(self, step: int, means: Mapping[str, Any]) -> None:
@@ -175,7 +140,7 @@ class FiniteCheck:
     def _name(self, step: _Step) -> str | None:
         """The first tensor of `step` that is not finite on this rank: weights, then losses, then gradients."""
         # Of steps that are read late, the updates have spread to the weights by now.
-        if self.read_every == 1 and (weight := self._first_weight()):
+        if self.reads_at_once and (weight := self._first_weight()):
             return weight
         if any(not loss.isfinite() for loss in step.losses):
             return "the loss"
