@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from toolkit.data.files import check_digest, damaged, read_columns
+from toolkit.data.files import damaged, read_columns
 from toolkit.data.sources import SPLITS, NotFoundHere, data_folder, find_on_hub
 from toolkit.errors import one_line
 
@@ -178,7 +178,6 @@ def read_uci_har(folder: Path) -> Windows:
 
 def _read_table(path: Path, columns: int) -> np.ndarray:
     """(rows, columns) float32 from numbers with spaces between."""
-    check_digest(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # of an empty file, which is refused below
             table = np.loadtxt(path, dtype=np.float32, ndmin=2)

@@ -1,6 +1,5 @@
-"""The key of what was decoded changes with the content of files; a list of digests beside them is checked."""
+"""The key of what was decoded changes with the content of files; checksums in Parquet files are checked."""
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 import toolkit.data.files
-from tests.data.layouts import TRAIN, idx, write_idx_set, write_parquet_set
-from toolkit.data.files import check_digest, content_key
+from tests.data.layouts import TRAIN, idx, write_idx_set
+from toolkit.data.files import content_key, read_columns
 from toolkit.data.images import load_images
 from toolkit.errors import UserError
 
@@ -74,33 +73,14 @@ def test_sets_that_look_alike_from_outside_train_on_their_own_data(tmp_path):
     assert torch.equal((loaded[0].columns["label"] + 1) % 10, loaded[1].columns["label"])
 
 
-def sums(folder: Path) -> str:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return "".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()} *./{p.relative_to(folder)}\n" for p in paths)
+def test_a_flipped_bit_in_a_parquet_file_with_checksums_is_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet as pq
 
-
-def test_a_file_that_differs_from_the_list_beside_it_is_refused(tmp_path):
-    folder = write_parquet_set(tmp_path / "mnist")
-    (tmp_path / "SHA256SUMS").write_text(sums(tmp_path))
-    load_images("mnist", folder, on_main=lambda decide: decide())
-    damaged = folder / "train-00001-of-00002.parquet"
-    content = bytearray(damaged.read_bytes())
-    content[100] ^= 1
-    damaged.write_bytes(content)
-    with pytest.raises(UserError, match=f"{damaged} does not match its SHA-256 in {tmp_path / 'SHA256SUMS'}: replace"):
-        load_images("mnist", folder, on_main=lambda decide: decide())
-
-
-def test_a_list_that_comes_later_is_heeded_though_the_set_was_decoded_before(tmp_path):
-    folder = write_parquet_set(tmp_path / "mnist")
-    load_images("mnist", folder, on_main=lambda decide: decide())
-    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  test-00000-of-00001.parquet\n")
-    with pytest.raises(UserError, match=r"test-00000-of-00001\.parquet does not match its SHA-256"):
-        load_images("mnist", folder, on_main=lambda decide: decide())
-
-
-def test_files_that_no_list_names_and_lists_of_another_form_are_no_fault(tmp_path):
-    path = write_like(tmp_path / "train", b"text")
-    check_digest(path)
-    (tmp_path / "SHA256SUMS").write_text("\n# a remark\nabc\n" + "0" * 64 + "  another file\n")
-    check_digest(path)
+    path = tmp_path / "train.parquet"
+    pq.write_table(pyarrow.table({"label": [*range(1000)]}), path, write_page_checksum=True, compression="none")
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path} cannot be read as Parquet"):
+        read_columns(path, ["label"])

@@ -1,11 +1,9 @@
-"""The files of a data set: a key that changes with their content, digests that may come with them, Parquet columns."""
+"""The files of a data set: a key that changes with their content, and Parquet columns."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,15 @@ MOST_BYTES = 2**27
 PART_BYTES = 2**16
 PARTS = 1000
 """The key of larger sets takes the first and last 64 KiB of at most so many files, spread evenly over the list."""
-SUMS = "SHA256SUMS"
-LEVELS = 3
-"""A list of digests is looked for in so many folders, from the file's own upwards."""
 
 
 def content_key(paths: Iterable[Path]) -> str:
-    """16 digits that change with names and content of the files `paths`, and with lists of digests beside them.
+    """Returns 16 digits that change with names and content of the files `paths`.
 
     Sets larger than `MOST_BYTES` are not read whole: of these the path, size and modification time of each file count
     instead of its name, and the first and last bytes of some. Raises UserError for a file that cannot be read.
     """
     files = [*paths]
-    files += dict.fromkeys(sums for path in files for sums in _lists_of_digests(path))
     key = hashlib.sha256()
     try:
         sizes = [path.stat().st_size for path in files]
@@ -48,24 +42,6 @@ def content_key(paths: Iterable[Path]) -> str:
     return key.hexdigest()[:16]
 
 
-def check_digest(path: Path) -> None:
-    """Compare the file `path` with its line in a list SHA256SUMS of its folder or one above, where there is one.
-
-    Raises UserError where they differ.
-    """
-    for sums in _lists_of_digests(path):
-        try:
-            wanted = _digests(sums, sums.stat().st_mtime_ns).get(os.path.relpath(path, sums.parent))
-            if wanted is None:
-                continue
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise unreadable(error) from None
-        if found != wanted:
-            raise damaged(path, f"does not match its SHA-256 in {sums}")
-
-
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     """Read columns of one Parquet file.
 
@@ -79,13 +55,12 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     Raises:
         UserError: The package is missing, the file is damaged or has no rows, or a column is not there.
     """
-    check_digest(path)
     try:
         import pyarrow.parquet as pq
     except ImportError:
         raise UserError(f"{path} is read by the package pyarrow, which is missing: pip install datasets.") from None
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
         missing = set(names) - set(file.schema_arrow.names)
         columns = None if missing else file.read(list(names)).to_pydict()
     # Apache Arrow raises its own kinds for a file that is damaged.
@@ -96,17 +71,6 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     if not file.metadata.num_rows:
         raise damaged(path, "has no rows")
     return {name: columns[name] for name in names}
-
-
-def _lists_of_digests(path: Path) -> list[Path]:
-    return [sums for folder in list(path.parents)[:LEVELS] if (sums := folder / SUMS).is_file() and sums != path]
-
-
-@lru_cache(maxsize=8)
-def _digests(sums: Path, _changed: int) -> dict[str, str]:
-    """Digest by path relative to the list's folder, of lines as sha256sum writes them: digest, space, mark, path."""
-    lines = (line.split(maxsplit=1) for line in sums.read_text(encoding="utf-8", errors="replace").splitlines())
-    return {os.path.normpath(line[1].lstrip("*").strip()): line[0].lower() for line in lines if len(line) == 2}
 
 
 def unreadable(error: OSError) -> UserError:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.files import check_digest, content_key, damaged, read_columns
+from toolkit.data.files import content_key, damaged, read_columns
 from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, one_line
@@ -197,7 +197,6 @@ def read_idx(path: Path) -> np.ndarray:
     Two zero bytes, the element type (8 is uint8), the number of dimensions, their sizes as big-endian int32, the data.
     Raises UserError for a file that is damaged or cannot be read.
     """
-    check_digest(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read()

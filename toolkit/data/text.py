@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toolkit.compat import fingerprint
 from toolkit.data.cache import cache_dir, cached_columns
-from toolkit.data.files import check_digest, content_key, unreadable
+from toolkit.data.files import content_key, unreadable
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import VALIDATION, OnMain
 from toolkit.data.sources import NotFoundHere, data_folder
@@ -104,8 +104,6 @@ class _Corpus:
             from pydoc_data.topics import topics
 
             return [text.encode() for _, text in sorted(topics.items())]
-        for path in self.source:
-            check_digest(Path(path))
         try:
             return [Path(path).read_bytes() for path in self.source]
         except OSError as error:
@@ -277,8 +275,6 @@ def _read_dataset(
     here = Path(name)
     if here.exists():  # `datasets` tells local files by path and time alone
         files = [here] if here.is_file() else sorted(path for path in here.rglob("*") if path.is_file())
-        for path in files:
-            check_digest(path)
         key = content_key(files)
         what["cache_dir"] = str(cache_dir() / "datasets" / key)
         if here.is_file():
