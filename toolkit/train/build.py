@@ -47,7 +47,7 @@ from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.remember import Remember
 from toolkit.train.callbacks.replan import Replan
-from toolkit.train.callbacks.throughput import BarrierWait, Throughput
+from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.device_use import DeviceUse
@@ -261,7 +261,6 @@ def standard_trainer(
         max_grad_norm=config.optimizer.max_grad_norm,
         log_every=config.log_every,
         callbacks=[
-            BarrierWait(),
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             *callbacks,
             *of_experts,

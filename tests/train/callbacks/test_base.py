@@ -15,7 +15,7 @@ from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.preemption import Preemption
-from toolkit.train.callbacks.throughput import BarrierWait, Throughput
+from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.trainer import Trainer
 
 STOPPING = EarlyStopping(EarlyStoppingOptions(patience=1))
@@ -108,7 +108,6 @@ def test_every_hook_is_a_method_of_callback_with_a_docstring():
             "Checkpointing must come before EarlyStopping",
         ),
         ([Checkpointing(), Throughput()], "Throughput must come before Checkpointing"),
-        ([recorder([]), BarrierWait()], "BarrierWait must come before Recorder"),
     ],
 )
 def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callback], message: str):
@@ -117,7 +116,7 @@ def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callb
 
 
 def test_an_order_that_every_callback_declares_possible_is_accepted():
-    check_callbacks([BarrierWait(), recorder([]), Throughput(), Checkpointing(), STOPPING])
+    check_callbacks([recorder([]), Throughput(), Checkpointing(), STOPPING])
 
 
 # --- state in checkpoints -------------------------------------------------------------------------------------------

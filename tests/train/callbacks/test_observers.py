@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.run.tracking.toy import train
@@ -25,7 +24,7 @@ from toolkit.train.callbacks import throughput as throughput_module
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.progress import Progress
-from toolkit.train.callbacks.throughput import BarrierWait, Throughput
+from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.state import TrainState
 
 
@@ -134,29 +133,6 @@ def test_throughput_counts_training_and_not_evaluation(tmp_path, clock):
     assert results["train_seconds"] == 20.0
 
 
-def barrier_wait() -> dict[str, float]:
-    """Five steps of two seconds; rank 1 is done two seconds after rank 0. An ordinary step is rank 0's alone."""
-    rank = dist.get_rank()
-    readings = iter([100.0, 110.0 + 2 * rank, 112.0, 112.0])
-    throughput_module.time = SimpleNamespace(perf_counter=readings.__next__)
-    recorded: dict[str, float] = {}
-    run = SimpleNamespace(device=torch.device("cpu"), world_size=dist.get_world_size())
-    trainer = SimpleNamespace(run=run, state=TrainState(), at_log_step=False, record=recorded.__setitem__)
-    callback = BarrierWait()
-    callback.on_step_start(trainer, [])
-    trainer.state.step = 4
-    if rank == 0:
-        callback.on_step_end(trainer)
-    assert recorded == {}
-    trainer.state.step, trainer.at_log_step = 5, True
-    callback.on_step_end(trainer)
-    return {name: float(value) for name, value in recorded.items()}
-
-
-def test_the_wait_for_the_slowest_is_a_share_of_a_step_and_its_mean_is_the_same_on_all_ranks():
-    assert run_distributed(barrier_wait, 2) == [{"perf/barrier_wait_share": 0.5}] * 2
-
-
 class Sleeps(Callback):
     """Rank 1 takes its time in the forward."""
 
@@ -184,9 +160,9 @@ def test_the_slowest_rank_is_named_although_all_take_equally_long(tmp_path):
 
 
 def test_one_process_waits_for_nobody(tmp_path):
-    train(config(tmp_path), BarrierWait(), epochs=1)
+    train(config(tmp_path), epochs=1)
     written = {name for line in read_metrics(tmp_path / "metrics.jsonl") for name in line}
-    assert not {"perf/barrier_wait_share", "perf/slowest_rank"} & written
+    assert "perf/slowest_rank" not in written
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="a peak that cannot be reset")

@@ -51,7 +51,6 @@ USUAL = Metrics(
         "perf/samples_per_second",
         "perf/step_time_ms",
         "perf/step_time_worst_rank_ms",
-        "perf/barrier_wait_share",
         "perf/peak_memory_bytes",
     ),
     lists=("moe/load",),

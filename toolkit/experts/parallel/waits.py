@@ -76,4 +76,4 @@ class Waits:
 
 
 waits = Waits()
-"""Of this process, which is one rank. Kinds: counts, experts, losses, gradients, barrier."""
+"""Of this process, which is one rank. Kinds: counts, experts, losses, gradients."""

@@ -16,9 +16,9 @@ There are nine hooks. This is where they fire:
                 save     -> on_save(folder)
         on_fit_end                              or on_exception(error), when something was raised
 
-Callbacks run in the order of the trainer's list, which must respect what each declares in `runs_after` and
-`runs_before`. One that keeps state between steps has `state_dict` and `load_state_dict`, and its state is saved in
-checkpoints under its `state_key`. `Trainer` checks both when it is made.
+Callbacks run in the order of the trainer's list, which must respect what each declares in `runs_after`. One that keeps
+state between steps has `state_dict` and `load_state_dict`, and its state is saved in checkpoints under its `state_key`.
+`Trainer` checks both when it is made.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class Callback:
 
     runs_after: ClassVar[tuple[type[Callback], ...]] = ()
     """Callbacks of these classes, where the list has any, must come earlier in it."""
-    runs_before: ClassVar[tuple[type[Callback], ...]] = ()
-    """Callbacks of these classes must come later in the list; `(Callback,)` is for one that must be the first."""
     state_key: str = ""
     """The key of `state_dict` in checkpoints; "" takes the class name. Set it on an instance to use two of a class."""
 
@@ -91,13 +89,13 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise ValueError for an order that `runs_after` or `runs_before` forbids, and for two states under one key.
+    """Raise ValueError for an order that `runs_after` forbids, and for two states under one key.
 
     A wrong order is refused instead of sorted, so that the list that one reads is the order that runs.
     """
     for place, later in enumerate(callbacks):
         for earlier in callbacks[:place]:
-            if isinstance(later, earlier.runs_after) or isinstance(earlier, later.runs_before):
+            if isinstance(later, earlier.runs_after):
                 first = type(later).__name__
                 second = type(earlier).__name__
                 raise ValueError(f"{first} must come before {second} in the list of callbacks")

@@ -29,60 +29,7 @@ SLOW, FEWEST_LINES, FEWEST_SECONDS = 1.25, 3, 30.0
 seconds of steps: in a shorter run the main process is slower because its trackers start beside it."""
 
 
-class _Window(Callback):
-    """Measures consecutive steps, with neither an evaluation nor a save between them."""
-
-    def __init__(self) -> None:
-        self._begin_at = (0.0, 0, 0)
-        """Seconds on the host's clock, step and samples; 0 seconds before the first step."""
-
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
-        if self._begin_at[0] == 0.0:
-            # A checkpoint may be loaded after `on_fit_start`.
-            self._begin(trainer)
-
-    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
-        self._begin(trainer)
-
-    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
-        self._begin(trainer)
-
-    def _begin(self, trainer: Trainer) -> None:
-        self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
-
-
-class BarrierWait(_Window):
-    """Records `perf/barrier_wait_share` with each line of metrics of several processes: how long a rank that is done
-    with the line's last step waits for the slowest, over the time of a step; mean over ranks.
-
-    One barrier per line, none on other steps. Ranks also wait for each other within a step, in every all-to-all: that
-    is not included, see `moe/rank_imbalance`.
-    """
-
-    runs_before = (Callback,)
-    """Another callback's collective would hold the ranks up first, and the wait would be measured as zero."""
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        steps = trainer.state.step - self._begin_at[1]
-        if not trainer.at_log_step or trainer.run.world_size == 1 or steps == 0:
-            return
-        if trainer.run.device.type != "cpu":
-            torch.accelerator.synchronize()
-        done = time.perf_counter()
-        # A reduction whose result is read holds the host on every backend, as a barrier of NCCL may not.
-        barrier = torch.zeros((), device=trainer.run.device)
-        dist.all_reduce(barrier)
-        barrier.item()
-        all_done = time.perf_counter()
-        waits.add("barrier", done, all_done)
-        step_seconds = (done - self._begin_at[0]) / steps
-        share = torch.tensor((all_done - done) / step_seconds, device=trainer.run.device)
-        dist.all_reduce(share)
-        trainer.record("perf/barrier_wait_share", share / trainer.run.world_size)
-        self._begin(trainer)
-
-
-class Throughput(_Window):
+class Throughput(Callback):
     """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
     `perf/step_time_worst_rank_ms`; `perf/step_time_median_ms` and `perf/step_time_p95_ms` of this rank's steps, one
     by one (on a GPU as the host issues them, which may run ahead).
@@ -100,7 +47,8 @@ class Throughput(_Window):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._begin_at = (0.0, 0, 0)
+        """Of the window: seconds on the host's clock, step and samples; 0 seconds before the first step."""
         self._samples = self._seconds = 0.0
         self.samples_per_second: float | None = None
         """On the last line of metrics."""
@@ -120,6 +68,17 @@ class Throughput(_Window):
         if waits.on and replicated:
             # The gradients of the first layers are the last ones that a rank computes by itself.
             self._hook = replicated[0].register_post_accumulate_grad_hook(self._note_gradient)
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
+        if self._begin_at[0] == 0.0:
+            # A checkpoint may be loaded after `on_fit_start`.
+            self._begin(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
+        self._begin(trainer)
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
+        self._begin(trainer)
 
     def _note_gradient(self, parameter: Tensor) -> None:
         self._gradient_done = mark(parameter.device)
@@ -203,7 +162,7 @@ class Throughput(_Window):
         }
 
     def _begin(self, trainer: Trainer) -> None:
-        super()._begin(trainer)
+        self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
         self._ends = []
         waits.take()
 
