@@ -218,7 +218,7 @@ def plain(results: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in results.items() if name.startswith(("test", "min_expert", "max_expert"))}
 
 
-DYNAMIC = "--max-experts 8 --epochs 6 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
+DYNAMIC = "--max-experts 8 --epochs 2 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
 MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spare-slots 2 --dispatch-chunks 2"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 
 from tests.support.helpers import ROOT
 
@@ -14,6 +15,7 @@ GLOSSARY = {"CONTRIBUTING.md", "tests/docs/test_glossary.py"}
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
+@cache
 def glossary() -> list[tuple[str, list[str]]]:
     """Each row of the glossary: what to say, and the words in code marks that are not to be used for it."""
     rows = [line.strip().strip("|").split("|") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()]

@@ -161,16 +161,3 @@ def test_second_derivatives_are_refused_and_not_wrong(activation: Activation, wo
 
 
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_a_compiled_layer_computes_what_the_layer_computes() -> None:
-    layer = make_moe(8, 12, 4, 2, activation="swiglu").double()
-    compiled = torch.compile(layer, backend="eager")
-    for tokens in (6, 9):
-        x_TD = torch.randn(tokens, 8, dtype=torch.float64)
-        gradients = []
-        for module in (compiled, layer):
-            y_TD = module(x_TD)
-            gradients.append((y_TD, *torch.autograd.grad(y_TD.square().sum(), list(layer.parameters()))))
-        torch.testing.assert_close(gradients[0], gradients[1])
