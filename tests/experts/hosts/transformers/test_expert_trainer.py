@@ -46,6 +46,9 @@ class Case(NamedTuple):
 
 
 MOVING = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)}
+ROUNDED = 1e-7
+"""Qwen3's norms compute in float32 whatever the weights are, and round otherwise on another processor; a wrong row
+differs by a tenth."""
 CASES = [
     Case("Trainer", "adapters", {"balance_weight": 0.1, **MOVING}, {"gradient_accumulation_steps": 2}),
     Case("Trainer", "experts", MOVING),
@@ -123,12 +126,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[dict[s
 def test_two_processes_train_what_one_trains(case: Case, runs: dict[int, list[list[dict[str, Any]]]]):
     (expected,), ranks = ([rank[CASES.index(case)] for rank in runs[number]] for number in (1, 2))
     for name in ("loss", "grad_norm"):
-        wanted = torch.tensor([line[name] for line in expected["logs"][:STEPS]])
+        wanted = torch.tensor([line[name] for line in expected["logs"][:STEPS]], dtype=torch.float64)
         for rank in ranks:
-            found = torch.tensor([line[name] for line in rank["logs"][:STEPS]])
-            assert relative_difference(found, wanted) < IN_FLOAT64, name
+            found = torch.tensor([line[name] for line in rank["logs"][:STEPS]], dtype=torch.float64)
+            assert relative_difference(found, wanted) < ROUNDED, name
     weights = together([rank["weights"] for rank in ranks])
-    assert_equal_rows(weights, expected["weights"], IN_FLOAT64)
+    assert_equal_rows(weights, expected["weights"], ROUNDED)
     for name, row in ranks[0]["loaded"].items():
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
     assert ranks[0]["loaded"].keys() == weights.keys()
