@@ -14,60 +14,46 @@ from filelock import FileLock
 
 from recipes.mnist_moe import PRESETS, main
 from tests.support.forked_python import run_forked
-from tests.support.helpers import ROOT, program_environment, run_distributed, run_recipe
+from tests.support.helpers import ROOT, run_distributed, run_recipe
 from toolkit.errors import UserError
 from toolkit.run import cli
 from toolkit.run.launch import supervisor
 
 ON_PROCESSES = {1: [], 2: ["--num-processes", "2", "--cpu"]}
 
-# What is typed (after the preset), and what the line must say.
+# What is typed (after the preset), and what the line must say. What tyro and pydantic say is tried once each.
 REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--experst 4", "did you mean --experts?"),
-    ("--experst=4", "did you mean --experts?"),
+    ("--num-processes 2 --cpu --experst 4", "did you mean --experts?"),
     ("--expert-hidden 4", "did you mean --expert-hidden-size?"),
-    ("--Lr 0.1", "did you mean --lr?"),
     ("--weight-decay 0.1", "use --optimizer.weight-decay"),
     ("--optimizer.weigth_decay 0.1", "did you mean --optimizer.weight-decay?"),
     ("--planner swap", "did you mean --replan.planner?"),
     ("--zzz 1", "unknown flag --zzz"),
-    ("-x", "Unrecognized options: -x"),
     ("debugg", "did you mean debug?"),
     ("something", "unknown preset 'something'"),
-    ("--epochs 1 2", "Unrecognized options: 2"),
-    ("--cpu=yes", "Unrecognized options: yes"),
-    ("--experts", "Missing value for argument '--experts'"),
     ("--run-dir=", "--run-dir needs a value"),
     ("--experts four", "Error parsing --experts: invalid literal"),
-    ("--lr fast", "Error parsing --lr: could not convert"),
-    ("--mixed-precision fp8", "invalid choice 'fp8' for argument '--mixed-precision'"),
-    ("--lr 0", "--lr 0.0: input should be greater than 0"),
     ("--lr nan", "--lr nan: input should be"),
     ("--gradient-accumulation-steps 3", "--batch-size 64: it must divide by"),
-    ("--num-workers 2147483648", "--num-workers 2147483648: input should be less than or equal to 256"),
-    ("--seed 9999999999", "--seed 9999999999: input should be less than 4294967296"),
     ("--max-experts 3", "--max-experts 3: take --experts 4 or more"),
     ("--max-experts 8 --min-experts 1", "--min-experts 1: take --top-k 2 to --experts 4"),
     ("--max-experts 8 --spare-slots 1", "--spare-slots 1: leave it out: dynamic experts"),
     ("--max-experts 8 --initial-placement contiguous", "--initial-placement contiguous: leave it out: max_experts"),
     ("--max-experts 8 --compile", "--compile: leave it out"),
     ("--max-experts 8 --dense-parallel fsdp2", "--dense-parallel fsdp2: use ddp with max_experts"),
-    ("--lifecycle.merge-distance 2", "--lifecycle.merge-distance 2.0: input should be less than or equal to 1"),
     ("--lifecycle.min-sleep-every 3000", "take at most --lifecycle.max-sleep-every 2000"),
     ("--experts 0", "--experts 0: a dense network has no --top-k 2: add --top-k 1"),
     ("--optimizer adam", "it is a group of flags: --optimizer.beta1, --optimizer.beta2, --optimizer.eps, "),
-    ("--config nothing.yaml", "--config nothing.yaml: cannot be read (No such file or directory)"),
     ("--top-k 5", "--top-k 5: take 1 to 4, the number of experts"),
     ("--ep-size 5", "--ep-size 5: take at most 4, the number of experts"),
     ("--replan.planner swapp", "--replan.planner swapp: take one of affinity, contiguous, "),
-    ("--replan.every 0", "--replan.every 0: input should be greater than 0"),
     ("--exchange hierarchical --parallel-strategy data_parallel", "use flat, because no experts are spread"),
     ("--dispatch-chunks 2 --compile", "--dispatch-chunks 2: use 1 with --compile"),
     ("--dispatch-chunks 2 --ep-size 1", "--dispatch-chunks 2: use 1, because no experts are spread"),
     ("--ep-size 2 --parallel-strategy data_parallel", "use --parallel-strategy expert_parallel"),
     ("--ep-size 2 --ep-stride 3 --num-processes 4", "--ep-stride 3: it does not divide the 2 EP group(s) of 2"),
     ("--fsdp-size 3 --num-processes 4", "--fsdp-size 3: it must divide --num-processes 4"),
-    ("--step-timeout 0", "--step-timeout 0.0: input should be greater than 0"),
     ("--resume-from 5 --resume no", "--resume-from 5: leave --resume no out"),
     ("--extend --resume no", "--extend: leave --resume no out"),
     ("--num-processes 3 --cpu", "it must divide by 3"),
@@ -75,21 +61,16 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
 
 
 @pytest.mark.usefixtures("restored_signals")
-@pytest.mark.parametrize("num_processes", ON_PROCESSES)
 @pytest.mark.parametrize(("typed", "line"), REFUSED_BEFORE_ANYTHING_STARTS)
 def test_what_can_be_known_is_refused_before_anything_starts(
-    typed: str, line: str, num_processes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    typed: str, line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     def start(*_: Any) -> None:
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(supervisor, "start_processes", start)
-    # The case comes last, so that where both speak of --num-processes it is the one that counts.
-    words = typed.split()
-    flags = ON_PROCESSES[num_processes] if typed.startswith("-") else []
-    monkeypatch.setattr(sys, "argv", ["mnist_moe.py", "debug", *flags, *words])
-    if words[0] in ("debugg", "something"):
-        sys.argv[1:] = [*words, *ON_PROCESSES[num_processes]]
+    preset = ["debug"] if typed.startswith("-") else []
+    monkeypatch.setattr(sys, "argv", ["mnist_moe.py", *preset, *typed.split()])
     with pytest.raises(SystemExit) as left:
         cli.run_recipe(start, PRESETS)
     out, err = capfd.readouterr()
@@ -215,28 +196,3 @@ def test_a_run_that_is_refused_leaves_with_code_2_and_one_line(name: str, flags:
         done = run_forked(str(ROOT / "recipes" / "mnist_moe.py"), *words, cwd=tmp_path)
     assert done.returncode == 2
     assert_one_line(done.stderr, says)
-
-
-@pytest.mark.parametrize("flags", ON_PROCESSES.values(), ids=lambda flags: "2 processes" if flags else "1 process")
-def test_a_tracker_that_cannot_be_reached_does_not_stop_a_run(flags: list[str], tmp_path: Path):
-    nobody_listens = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
-    done = run_forked(
-        *(
-            "recipes/mnist_moe.py",
-            "debug",
-            "--cpu",
-            *flags,
-            "--tracker",
-            "wandb",
-            "--max-steps",
-            "3",
-            "--log-every",
-            "1",
-        ),
-        *("--run-dir", str(tmp_path / "run")),
-        env=program_environment(**nobody_listens),
-    )
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert {json.loads(line)["step"] for line in lines} == {1, 2, 3}
-    assert (tmp_path / "run" / "results.json").exists()

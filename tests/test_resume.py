@@ -11,7 +11,6 @@ from tests.support.helpers import run_distributed
 from tests.support.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
 from toolkit.errors import Preempted
 from toolkit.run.config.callback_options import CheckpointOptions
-from toolkit.run.tracking.jsonl import read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +44,13 @@ def stopped_and_continued(
     return outcome
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
+@pytest.mark.parametrize("step", [1, 3, 9, 10, 11, 14, 19])
 def test_a_run_preempted_at_any_step_goes_on_as_if_it_had_not_been(step, tmp_path, uninterrupted):
     how = "SIGTERM" if step % 2 else "SIGUSR1"
     stopped_and_continued(tmp_path / "run", step, how, Preempted).assert_equals(uninterrupted)
 
 
-@pytest.mark.parametrize("step", range(1, STEPS + 1))
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 12, 20])
 def test_a_run_that_fails_at_any_step_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
     every = {"checkpoint": CheckpointOptions(every_steps=4)}
     stopped_and_continued(tmp_path / "run", step, "exception", RuntimeError, **every).assert_equals(uninterrupted)
@@ -116,7 +115,7 @@ def test_gradient_accumulation_continues_exactly(tmp_path):
     stopped_and_continued(tmp_path / "run", 7, "SIGTERM", Preempted, **settings).assert_equals(whole)
 
 
-@pytest.mark.parametrize("step", [2, 9, 15])
+@pytest.mark.parametrize("step", [2, 15])
 def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
     folder = tmp_path / "run"
     code = (
@@ -154,45 +153,3 @@ def train_on_ranks(folder: Path, ep_size: int, accumulation: int) -> None:
 )
 def test_ranks_stop_together_and_continue_exactly(world_size, ep_size, accumulation, tmp_path):
     run_distributed(train_on_ranks, world_size, tmp_path, ep_size, accumulation)
-
-
-def test_the_recipe_continues_under_the_same_command(tmp_path):
-    def command(folder: str, *more: str) -> list[str]:
-        return [
-            "recipes/mnist_moe.py",
-            "debug",
-            "--cpu",
-            "--tracker",
-            "none",
-            "--run-dir",
-            str(tmp_path / folder),
-            *more,
-        ]
-
-    whole = run_forked(*command("whole"))
-    assert whole.returncode == 0, whole.stderr
-    code = (
-        "import sys, signal, os, runpy; from toolkit.train.trainer import Trainer\n"
-        "train_step = Trainer.train_step\n"
-        "def stopping(self, batches):\n"
-        "    train_step(self, batches)\n"
-        "    if self.state.step == 17: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "Trainer.train_step = stopping\n"
-        f"sys.argv = {command('run')!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    stopped = run_forked("-c", code)
-    assert stopped.returncode == 75, stopped.stderr
-    assert stopped.stderr == "stopped by SIGTERM at step 17; run the same command again to continue.\n"
-    continued = run_forked(*command("run"))
-    assert continued.returncode == 0, continued.stderr
-    assert "continuing at step 17 (step-00000017 verified)" in continued.stdout
-    lines = [
-        [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in read_metrics(path)]
-        for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "run" / "metrics.jsonl")
-    ]
-    assert lines[0] == lines[1]
-    weights = [
-        (tmp_path / run / "checkpoints/step-00000046/model.safetensors").read_bytes() for run in ("whole", "run")
-    ]
-    assert weights[0] == weights[1]

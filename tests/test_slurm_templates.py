@@ -91,8 +91,3 @@ def test_a_warning_before_the_run_has_begun_queues_the_job_anew(when, tmp_path):
 def test_the_trap_is_the_first_command_of_a_template(path: Path):
     first, *_ = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     assert first.startswith("trap 'stopped=1' USR1 TERM")
-
-
-def test_the_code_of_a_run_is_the_code_of_the_job():
-    script = f". {ROOT}/slurm/common.sh; run_and_requeue bash -c 'exit 2'"
-    assert subprocess.run(["bash", "-c", script], check=False).returncode == 2

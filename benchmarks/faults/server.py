@@ -40,7 +40,6 @@ PRELOADED = (
     "toolkit.data.images",
     "toolkit.experts.dynamic.dynamic_layer",
     "toolkit.train.build",
-    "toolkit.train.build",
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 POLL_S = 0.005

@@ -32,16 +32,6 @@ def test_a_cell_is_trained_on_the_embedded_digits(stream, arm):
         assert result["lifecycle_sleep"] >= 5
 
 
-def test_every_cell_has_a_file_of_its_own():
-    every = [
-        Cell(stream=stream, arm=arm, seed=seed)
-        for stream in benchmark.STREAMS
-        for arm in benchmark.ARMS
-        for seed in range(11)
-    ]
-    assert len({cell.file for cell in every}) == len(every)
-
-
 def test_strengths_are_chosen_on_seeds_that_no_table_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "CELLS", tmp_path)
     trained = []

@@ -1,7 +1,7 @@
 import json
 import math
 
-from benchmarks.same_numbers import CONFIGURATIONS, Configuration, compare_runs, differences, may_differ
+from benchmarks.same_numbers import Configuration, compare_runs, differences, may_differ
 
 LOSS = 0.1
 LINE = {"step": 10, "train/loss": LOSS, "moe/load/block": [0.5, 0.25], "perf/step_time_ms": 2.0}
@@ -69,7 +69,3 @@ def test_the_older_revision_is_given_its_own_words(tmp_path):
         *("--run-dir", str(tmp_path)),
     ]
     assert configuration.command(tmp_path, {})[1:3] == ["recipes/new.py", "--swap"]
-
-
-def test_every_configuration_has_a_folder_of_its_own():
-    assert len({configuration.folder_name for configuration in CONFIGURATIONS}) == len(CONFIGURATIONS)

@@ -52,13 +52,3 @@ def test_a_block_marked_run_runs(language: str, code: str, checkout: Path, comma
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [str(commands / "python"), "-c", code]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-
-
-def test_the_pages_hold_blocks_to_run():
-    assert len(BLOCKS) >= 4
-
-
-def test_links_between_pages_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

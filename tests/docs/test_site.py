@@ -80,17 +80,6 @@ def test_a_name_without_a_docstring_of_its_own_is_found(made_up: Any):
     assert set(made_up) == {"Said", "Silent", "Made", "say", "hush", "NUMBER", "SECRET"}
 
 
-def test_where_a_name_stands_and_what_it_says(made_up: Any):
-    assert made_up["NUMBER"][1:6] == (
-        "made_up_package",
-        "data",
-        "Its words.",
-        "dict[str, int]",
-        "made_up_package.things.NUMBER",
-    )
-    assert REFERENCE["first_sentence"](made_up["say"].doc) == "Says e.g. a word."
-
-
 def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """The command of `make docs`, into other folders."""
     flags = ["--fail-on-warning", "--keep-going", "--quiet", "--fresh-env"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import ROOT, run_distributed
 from toolkit.commands import main as toolkit_command
-from toolkit.errors import EXIT_DONE, UserError
+from toolkit.errors import EXIT_DONE
 from toolkit.run.tracking.jsonl import read_metrics
 
 SCRIPT = ROOT / "docs" / "examples" / "text_classification.py"
@@ -80,8 +80,3 @@ def test_without_shakespeare_two_texts_are_left(monkeypatch: pytest.MonkeyPatch)
     for table in (train, test):
         assert torch.bincount(table.columns["label"]).unique().numel() == 1, "as many of each"
         assert table.columns["input"].shape[1] == 32
-
-
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
-    with pytest.raises(UserError, match="nowhere' is neither a folder nor a Hub name"):
-        train(tmp_path, "run", model=str(tmp_path / "nowhere"))

@@ -13,8 +13,7 @@ from tests.traps.toys import ToyMixture, toy_data, toy_trainer
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.layer.losses import global_load
-from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.optim import initial_rates
 from toolkit.train.trainer import Trainer
@@ -138,40 +137,3 @@ def test_a_parameter_added_after_preparation_is_never_trained_nor_synchronised_a
     assert [a["gradient"] for a in answers] == [2.0, 4.0], "each rank has its own"
     assert not any(a["in_optimizer"] for a in answers)
     assert all("after the model was prepared" in a["refusal"] for a in answers)
-
-
-# --- all rules together ---------------------------------------------------------------------------------------------
-
-
-def train_with_placement(slot_of_expert: tuple[int, ...], ep_size: int, accumulation: int) -> dict[str, Any]:
-    """Six clipped AdamW steps on 21 samples in batches of 8: ragged everywhere."""
-    groups = make_expert_groups(ep_size) if ep_size > 1 else ExpertGroups()
-    model = ToyMixture(groups, slot_of_expert)
-    trainer = toy_trainer(model, max_steps=6, samples=21, accumulation=accumulation, max_grad_norm=0.1)
-    trainer.fit()
-    experts = {}
-    for name in ("up", "down"):
-        parameter = getattr(model.moe.experts, name)
-        mark = ownership_of(parameter)
-        assert mark is not None
-        experts |= {(name, row_id): row for row_id, row in zip(mark.row_ids, parameter.detach(), strict=True)}
-    dense = {n: p.detach() for n, p in model.named_parameters() if "experts" not in n}
-    return {"experts": experts, "dense": dense}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ep_size", "slot_of_expert"), [(2, 2, (3, 0, 2, 1)), (4, 4, (2, 3, 0, 1)), (4, 2, (1, 3, 0, 2))]
-)
-def test_shuffled_placement_with_ragged_batches_accumulation_and_clipping_equals_one_process(
-    world_size: int, ep_size: int, slot_of_expert: tuple[int, ...]
-):
-    (reference,) = run_distributed(train_with_placement, 1, (0, 1, 2, 3), 1, 1)
-    ranks = run_distributed(train_with_placement, world_size, slot_of_expert, ep_size, 2)
-    seen = set()
-    for rank in ranks:
-        for name, value in rank["dense"].items():
-            torch.testing.assert_close(value, reference["dense"][name], rtol=0, atol=1e-10)
-        for key, row in rank["experts"].items():
-            torch.testing.assert_close(row, reference["experts"][key], rtol=0, atol=1e-10)
-        seen |= set(rank["experts"])
-    assert seen == set(reference["experts"])

@@ -11,6 +11,20 @@ from typing import NoReturn
 from toolkit.errors import UserError
 
 
+def count(text: str) -> int:
+    """Returns a whole number of at least one, as the `type` of an argument."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: take one or more")
+    return value
+
+
+def positive(text: str) -> float:
+    """Returns a number above zero, as the `type` of an argument."""
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: take a number above 0")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     """An `argparse` parser that raises UserError instead of printing its usage and leaving."""
 

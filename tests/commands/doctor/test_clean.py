@@ -70,7 +70,6 @@ def watched(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
         (1, []),
         (2, ["--gradient-accumulation-steps", "2"]),
         (2, ["--parallel-strategy", "data_parallel"]),
-        (2, ["--experts", "0", "--top-k", "1"]),
         (4, ["--ep-size", "2"]),
         (4, ["--balance", "bias"]),
     ],

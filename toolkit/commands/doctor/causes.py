@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from toolkit.commands.doctor.compare import GRADIENT_FLOOR, SEEN, Check, Comparison, Key, apart
+from toolkit.commands.doctor.compare import GRADIENT_FLOOR, Check, Comparison, Key, apart
+from toolkit.commands.doctor.record import SEEN
 
 Facts = dict[str, Any]
 """What a rule saw, for the words in braces of its symptom and cause."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import Parser
+from toolkit.commands.arguments import Parser, count, positive
 from toolkit.errors import EXIT_BUG, EXIT_DONE, UserError
 from toolkit.run.console import log_line
 
@@ -16,20 +16,16 @@ from toolkit.run.console import log_line
 def main(argv: Sequence[str]) -> int:
     """0 where all is equal, 1 where something differs, 2 for bad input."""
     parser = Parser("toolkit doctor", __doc__)
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="how many are compared with one (2)")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each run (3)")
+    parser.add_argument("--processes", type=count, default=2, metavar="N", help="how many are compared with one (2)")
+    parser.add_argument("--steps", type=count, default=3, metavar="N", help="optimizer steps of each run (3)")
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="relative difference that is taken for rounding (by precision)"
+        "--tolerance", type=positive, metavar="X", help="relative difference that is taken for rounding (by precision)"
     )
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for each run (600)")
+    parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for each run (600)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON, too")
     parser.add_argument("script", type=Path, help="a recipe, or a script that trains with Accelerate")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
     args = parser.parse_args(argv)
-    for name in ("processes", "steps", "tolerance", "timeout"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name} {value}: take a positive number.")
 
     from toolkit.commands.doctor.examine import examine
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from toolkit.commands.doctor.record import Record
+from toolkit.commands.doctor.record import SEEN, Record
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 Key = tuple[str, int]
@@ -32,17 +32,6 @@ weights after a step: an optimizer that divides by the gradient's size makes who
 ROUNDING_MARGIN = 10.0
 """How much further apart two runs may be than two that differ by rounding: kernels also round inside of a module, and
 add up in parts whose number depends on the size of a batch."""
-SEEN = {
-    "owned rows after prepare": "overwritten",
-    "one routing decision": "redecided",
-    "all micro-batches": "lost_micro_batches",
-    "buffers of ranks": "overwritten_buffers",
-    "parameters in an optimizer": "outside",
-    "adapters that learn": "frozen_adapters",
-    "balance loss in the backward": "unused_losses",
-    "order of epochs": "repeated_orders",
-}
-"""A quantity that a rank sees by itself -> the list in its `Record` that is to be empty."""
 
 
 @dataclass(frozen=True)
@@ -228,10 +217,6 @@ class Evidence:
                     found[f"{sample} {row[-1]:.0f}"] = row[:-1]
         return found
 
-    def gathered(self, attribute: str) -> list[str]:
-        """Returns the names in a list that each rank has, each once."""
-        return list(dict.fromkeys(name for record in self.records for name in getattr(record, attribute)))
-
 
 def _mean(values: list[float]) -> float:
     return sum(values) / max(1, len(values))
@@ -281,11 +266,12 @@ class Comparison:
         yield self._over("optimizer state", tolerance, self._state, range(1, self.phases), first=0)
         phases = range(self.phases)
         yield self._over("replicas on ranks", 0, lambda phase: _any(many.unequal_replicated(phase)), phases, first=0)
-        for quantity, attribute in SEEN.items():
-            yield _found(quantity, [*self.one.gathered(attribute), *many.gathered(attribute)])
+        records = [*self.one.records, *many.records]
+        for quantity in SEEN:
+            yield _found(quantity, [name for record in records for name in record.seen[quantity]])
         if any(record.saved_by for record in many.records):
             errors = [record.save_error for record in many.records if record.save_error]
-            yield _found("save and load", errors[:1] or many.gathered("lost"))
+            yield _found("save and load", errors[:1] or [name for record in many.records for name in record.lost])
 
     def _over(
         self, quantity: str, tolerance: float, at: Callable[[int], Distance], over: range | None = None, first: int = 1

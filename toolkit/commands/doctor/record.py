@@ -19,6 +19,17 @@ from toolkit.experts.placement.placement import EMPTY_ROW
 
 PADDING = (0, -1, -100)
 """What inputs and labels are padded with."""
+SEEN = {
+    "owned rows after prepare": "rows of this rank that `Accelerator.prepare` changed",
+    "one routing decision": "MoE layers whose second forward, during backward, chose other experts than the first",
+    "all micro-batches": "steps in which the gradients of a micro-batch were gone before those of the next were added",
+    "buffers of ranks": "buffers of this rank that DDP changed before a forward",
+    "parameters in an optimizer": "trainable parameters that no optimizer holds",
+    "adapters that learn": "matrices B of active low-rank adapters that are zero and frozen",
+    "balance loss in the backward": "losses of the router that the model returned and no backward reached",
+    "order of epochs": "samplers that shuffle and gave the same order twice",
+}
+"""The quantities that a rank sees by itself -> what it notes of them."""
 
 
 @dataclass
@@ -68,28 +79,18 @@ class Record:
     phases: list[Phase] = field(default_factory=list)
     modules: list[list[str]] = field(default_factory=list)
     """[name, type] of modules in the order in which their first forwards ended."""
-    overwritten: list[str] = field(default_factory=list)
-    """Rows owned by this rank that `Accelerator.prepare` changed."""
-    overwritten_buffers: list[str] = field(default_factory=list)
-    """Buffers of this rank that DDP changed before a forward."""
-    redecided: list[str] = field(default_factory=list)
-    """MoE layers whose second forward, during backward, chose other experts than the first."""
-    outside: list[str] = field(default_factory=list)
-    """Trainable parameters that no optimizer holds."""
-    frozen_adapters: list[str] = field(default_factory=list)
-    """Matrices B of active low-rank adapters that are zero and frozen."""
-    lost_micro_batches: list[str] = field(default_factory=list)
-    """Steps in which the gradients of a micro-batch were gone before those of the next were added."""
-    unused_losses: list[str] = field(default_factory=list)
-    """Losses of the router that the model returned and no backward reached."""
-    repeated_orders: list[str] = field(default_factory=list)
-    """Samplers that shuffle and gave the same order twice."""
+    seen: dict[str, list[str]] = field(default_factory=lambda: {quantity: [] for quantity in SEEN})
+    """What this rank found wrong by itself, by the quantity of `SEEN`."""
     saved_by: str = ""
     """What saved and loaded, or nothing where there was no way."""
     lost: list[str] = field(default_factory=list)
     """What was not as before after saving and loading."""
     save_error: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def see(self, quantity: str, *names: str) -> None:
+        """Notes what is wrong with a quantity of `SEEN`, each name once."""
+        self.seen[quantity] += [name for name in names if name not in self.seen[quantity]]
 
     def note_lost(self, key: str, before: Tensor, after: Tensor, ids: Sequence[int] | None) -> None:
         """Notes the tensor, or of its rows the experts `ids`, that saving and loading did not bring back."""

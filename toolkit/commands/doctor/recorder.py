@@ -105,7 +105,8 @@ class Recorder:
         finally:
             self.is_preparing = False
         after = dict(self.parameters())
-        self.record.overwritten += [name for name, bits in before.items() if digest(after[name]) != bits]
+        changed = [name for name, bits in before.items() if digest(after[name]) != bits]
+        self.record.see("owned rows after prepare", *changed)
         return result
 
     def _listen(self, number: int, model: nn.Module) -> None:
@@ -132,7 +133,7 @@ class Recorder:
         self._at("in a forward", len(self.record.steps) + 1)
         for name, buffer in model.named_buffers():
             if name in self._buffers and self._buffers[name] != digest(buffer):
-                self.record.overwritten_buffers.append(name)
+                self.record.see("buffers of ranks", name)
         self.step.samples.append(sample_digests(model, args, kwargs))
 
     def before_wrapped_forward(self) -> None:
@@ -185,12 +186,12 @@ class Recorder:
         known = self._choices.setdefault(name, [])
         if not self.in_backward:
             known.append(chosen)
-        elif chosen not in known and name not in self.record.redecided:
-            self.record.redecided.append(name)
+        elif chosen not in known:
+            self.record.see("one routing decision", name)
 
     def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
         if self._has_gradients and not any(p.grad is not None and p.grad.any() for _, p in self.parameters()):
-            self.record.lost_micro_batches.append(f"step {len(self.record.steps) + 1}")
+            self.record.see("all micro-batches", f"step {len(self.record.steps) + 1}")
         self.step.losses.append(float(loss.detach()))
         self._at("in a backward", len(self.record.steps) + 1)
         self.in_backward = True
@@ -247,8 +248,8 @@ class Recorder:
         for name, cursor in self._cursors.items():
             self.step.counts[name] = cursor.new_load_E().tolist()
             cursor.advance()
-        if self._unreached and "aux_loss" not in self.record.unused_losses:
-            self.record.unused_losses.append("aux_loss")
+        if self._unreached:
+            self.record.see("balance loss in the backward", "aux_loss")
         self._unreached = 0
         self.record.steps.append(self.step)
         self._at("after its update", len(self.record.steps))
@@ -308,8 +309,9 @@ class Recorder:
         self.done = True
         self._at("which was its last", len(self.record.steps))
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        self.record.outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
-        self.record.frozen_adapters = frozen_adapters(self.modules())
+        outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
+        self.record.see("parameters in an optimizer", *outside)
+        self.record.see("adapters that learn", *frozen_adapters(self.modules()))
         self._save_and_load()
         if self.accelerator is not None:
             self.record.write(self.out)

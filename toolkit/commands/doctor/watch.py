@@ -139,7 +139,7 @@ def _attach_sampler(recorder: Recorder) -> None:
         def iterate(self: Any) -> Iterator[int]:
             ended = vars(self).setdefault("_ended_epochs", set())
             if self.shuffle and self.epoch in ended:
-                recorder.record.repeated_orders.append(type(self).__name__)
+                recorder.record.see("order of epochs", type(self).__name__)
             yield from original(self)
             ended.add(self.epoch)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from toolkit.commands.arguments import Parser
+from toolkit.commands.arguments import Parser, count, positive
 from toolkit.commands.lab.report import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.commands.lab.simulate import read_machine
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes
@@ -26,18 +26,13 @@ USUAL = ["round_robin", "lpt", "swap", "few_swaps", "replicate"]
 DECIMALS = {"MB moved": 2, "replica MB": 2, "planner ms": 2, "all-to-all MB": 2}
 
 
-def _require(holds: bool, name: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise UserError(f"--{name.replace('_', '-')} {value}: {remedy}.")
-
-
 def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit lab", __doc__)
     parser.add_argument("trace", nargs="*", type=Path, help="files that --record-traces wrote; none: the workloads")
     parser.add_argument("--workloads", action="store_true", help="try W0 to W7, too")
     parser.add_argument("--planner", nargs="+", default=USUAL, help=f"out of {', '.join(PLANNERS)}")
-    parser.add_argument("--every", type=int, default=20, help="optimizer steps between plans")
-    parser.add_argument("--ranks", type=int, help="ranks to spread experts over; traces: as many as in the run, W: 8")
+    parser.add_argument("--every", type=count, default=20, help="optimizer steps between plans")
+    parser.add_argument("--ranks", type=count, help="ranks to spread experts over; traces: as many as in the run, W: 8")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank; replicate has at least one")
     parser.add_argument(
         "--initial-placement",
@@ -46,21 +41,14 @@ def main(argv: Sequence[str]) -> int:
         help="experts at the start: in blocks of consecutive ids, or round-robin",
     )
     parser.add_argument("--machine", type=Path, help="JSON file with rates of a machine, to predict the time of steps")
-    parser.add_argument("--ranks-per-node", type=int, help="ranks that share a node; all of them by default")
-    parser.add_argument("--top-k", type=int, help="experts of a token, to predict the hierarchical exchange")
-    parser.add_argument("--steps", type=int, default=400, help="of each workload")
+    parser.add_argument("--ranks-per-node", type=count, help="ranks that share a node; all of them by default")
+    parser.add_argument("--top-k", type=count, help="experts of a token, to predict the hierarchical exchange")
+    parser.add_argument("--steps", type=count, default=400, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
-    parser.add_argument("--seconds-per-row", type=float, help="forward and backward of one assignment")
-    parser.add_argument("--bytes-per-second", type=float, help="of one rank's link, each way")
+    parser.add_argument("--seconds-per-row", type=positive, help="forward and backward of one assignment")
+    parser.add_argument("--bytes-per-second", type=positive, help="of one rank's link, each way")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
-    for name in ("every", "ranks", "ranks_per_node", "top_k", "steps"):
-        value = getattr(args, name)
-        _require(value is None or value >= 1, name, value, "take one or more")
-    for name in ("seconds_per_row", "bytes_per_second"):
-        value = getattr(args, name)
-        _require(value is None or value > 0, name, value, "take a positive number")
-    _require(args.spare_slots >= 0, "spare_slots", args.spare_slots, "take zero or more")
     for name in args.planner:
         planner_named(name)
     machine = read_machine(args.machine) if args.machine else ASSUMED

@@ -6,7 +6,7 @@ Letters as in `toolkit.experts.routing.metrics`, and `T` optimizer steps, `R` ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,10 +53,6 @@ class Machine:
         names = {field.name for field in fields(CostModel)} & {field.name for field in fields(self)}
         rates = {name: getattr(self, name) for name in names}
         return CostModel(**rates, row_bytes=row_bytes, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
-        return asdict(self)
 
 
 def read_machine(path: Path) -> Machine:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.arguments import Parser
+from toolkit.commands.arguments import Parser, positive
 from toolkit.errors import UserError
 
 EXAMPLE = """
@@ -27,17 +27,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="after lost or failed processes (10)")
     parser.add_argument(
-        "--resize-every", type=float, default=60.0, metavar="S", help="seconds between looks at the cluster (60)"
+        "--resize-every", type=positive, default=60.0, metavar="S", help="seconds between looks at the cluster (60)"
     )
     parser.add_argument("recipe", type=Path, help="a script with presets, such as recipes/mnist_moe.py")
     parser.add_argument("arguments", nargs="*", metavar="...", help="a preset, and flags of the recipe")
     args, flags = parser.parse_known_args(argv)
     words = [*args.arguments, *flags]
     workers = parse_workers(args.workers)
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}: take zero or more.")
-    if not args.resize_every > 0:
-        raise UserError(f"--resize-every {args.resize_every:g}: take seconds above 0.")
 
     from toolkit.commands.ray.ray_train import RayJob, check_installed, run_on_ray
     from toolkit.run.folder import RUNS
