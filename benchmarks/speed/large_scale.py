@@ -24,7 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -277,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=TABLES, help="default: all")
     chosen = parser.parse_args().table
-    rates = {key: value for key, value in H800.to_dict().items() if value is not None}
+    rates = {key: value for key, value in asdict(H800).items() if value is not None}
     for name in [chosen] if chosen else TABLES:
         rows = TABLES[name]()
         write_report(f"large_scale_{name}", rows, rates=json.dumps(rates), sigmas=json.dumps(LOADS))
