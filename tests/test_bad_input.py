@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,6 @@ REFUSED_AFTER_THE_START = {
     "data folder without the set": ("--dataset mnist --data-dir {folder}/empty", "/empty"),
     "data folder without the set, auto": ("--dataset auto --data-dir {folder}/empty", "/empty"),
     "corrupt parquet": ("--dataset mnist --data-dir {folder}/corrupt", "train-00000-of-00001.parquet"),
-    "truncated idx": ("--dataset mnist --data-dir {folder}/truncated", "train-images-idx3-ubyte"),
     "unknown set": ("--dataset cifar", "--dataset cifar"),
     "run folder below a file": ("--run-dir {folder}/file/run", "--run-dir"),
     "run folder that is a file": ("--run-dir {folder}/file", "--run-dir"),
@@ -128,14 +126,10 @@ COMMON = ["debug", "--tracker", "none", "--cpu", "--max-steps", "2"]
 def prepare(folder: Path) -> None:
     """The files that the cases speak of, but for the runs."""
     (folder / "file").write_text("")
-    for name in ("empty", "corrupt", "truncated", "locked"):
+    for name in ("empty", "corrupt", "locked"):
         (folder / name).mkdir()
     for split in ("train", "test"):
         (folder / "corrupt" / f"{split}-00000-of-00001.parquet").write_bytes(b"PAR1 and then nothing of the kind")
-    for split, count in (("train", 60), ("t10k", 10)):
-        images, labels = struct.pack(">IIII", 2051, count, 28, 28), struct.pack(">II", 2049, count)
-        (folder / "truncated" / f"{split}-images-idx3-ubyte").write_bytes(images + bytes(100))
-        (folder / "truncated" / f"{split}-labels-idx1-ubyte").write_bytes(labels + bytes(count))
 
 
 def attempt(*flags: str) -> str | None:

@@ -21,9 +21,8 @@ from activity.activity_sources import (
     read_windows,
 )
 from toolkit.data.cache import cached_columns
-from toolkit.data.files import content_key
+from toolkit.data.files import NotFoundHere, content_key
 from toolkit.data.images import OnMain
-from toolkit.data.sources import NotFoundHere
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, require
 

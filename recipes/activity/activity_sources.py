@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from toolkit.data.files import damaged, read_columns
-from toolkit.data.sources import SPLITS, NotFoundHere, data_folder, find_on_hub
+from toolkit.data.files import SPLITS, NotFoundHere, damaged, data_folder, read_columns
+from toolkit.data.hub import find_on_hub
 from toolkit.errors import one_line
 
 Name = Literal["hmp", "uci_har", "generated"]
@@ -74,29 +74,23 @@ class ActivityFiles:
 # --- where sets lie ----------------------------------------------------------------------------------------------
 
 
-def locate(names: Iterable[Name], data_dir: Path | None) -> ActivityFiles:
+def locate(names: Sequence[Name], data_dir: Path | None) -> ActivityFiles:
     """The files of the first of `names` that is found: in `data_dir` and nowhere else, if given; else in
     $TOOLKIT_DATA_DIR; UCI-HAR also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
     """
+    looks: list[Callable[[], ActivityFiles]] = [
+        partial(lambda name: find_in_folder(data_folder(data_dir), name), name) for name in names
+    ]
+    if data_dir is None and "uci_har" in names:
+        hub = partial(find_on_hub, UCI_HAR_REPO, UCI_HAR_PATTERNS, _uci_har_files)
+        looks += [partial(hub, ask=False), partial(hub, ask=True)]
     reasons = []
-    for look in _places(tuple(names), data_dir):
+    for look in looks:
         try:
             return look()
         except NotFoundHere as reason:
             reasons.append(str(reason))
     raise NotFoundHere("; ".join(dict.fromkeys(reasons)))
-
-
-def _places(names: tuple[Name, ...], data_dir: Path | None) -> Iterator[Callable[[], ActivityFiles]]:
-    for name in names:
-        yield partial(_in_data_folder, data_dir, name)
-    if data_dir is None and "uci_har" in names:
-        for ask in (False, True):
-            yield partial(find_on_hub, UCI_HAR_REPO, UCI_HAR_PATTERNS, _uci_har_files, ask=ask)
-
-
-def _in_data_folder(data_dir: Path | None, name: Name) -> ActivityFiles:
-    return find_in_folder(data_folder(data_dir), name)
 
 
 def find_in_folder(folder: Path, name: Name) -> ActivityFiles:
@@ -158,9 +152,6 @@ def read_uci_har(folder: Path) -> Windows:
         for row in np.flatnonzero(~np.isin(label, range(1, len(UCI_HAR_CLASSES) + 1))):
             path = folder / split / f"y_{split}.txt"
             raise damaged(path, f"holds the label {label[row]:g} in row {row}, which is not from 1 to 6")
-        for row in np.flatnonzero(subject % 1):
-            path = folder / split / f"subject_{split}.txt"
-            raise damaged(path, f"holds the subject {subject[row]:g} in row {row}, which is not a whole number")
         signals.append(np.stack(tables, axis=1))
         labels.append(label.astype(np.int64) - 1)
         subjects.append(subject.astype(np.int64))

@@ -17,10 +17,9 @@ from speech.audio import LogMel, resample
 from speech.characters import Characters, min_frames
 from speech.speech_sources import Source, Utterance
 from toolkit.data.cache import cached_columns, mapped_columns
-from toolkit.data.files import unreadable
+from toolkit.data.files import NotFoundHere, data_folder, unreadable
 from toolkit.data.images import OnMain
 from toolkit.data.ragged import RaggedColumn, RaggedTable
-from toolkit.data.sources import NotFoundHere, data_folder
 from toolkit.errors import UserError
 
 CACHE_FORMAT = 1

@@ -20,9 +20,8 @@ import numpy as np
 
 from speech.audio import decode
 from speech.characters import without_tags
-from toolkit.data.files import content_key, damaged, read_columns
+from toolkit.data.files import NotFoundHere, content_key, damaged, parquet_splits, read_columns
 from toolkit.data.hub import why_out_of_reach
-from toolkit.data.sources import NotFoundHere
 from toolkit.errors import UserError, one_line
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -69,10 +68,8 @@ def find_digits(folder: Path) -> Source:
     `folder` has neither, and UserError for a file that cannot be read; reading raises it for one that is damaged.
     """
     for place in (folder / "fsdd", folder / "free-spoken-digit-dataset", folder):
-        train, test = (sorted(place.glob(f"{split}-*.parquet")) for split in ("train", "test"))
-        if train and test:
-            files = {"train": train, "test": test}
-            return Source("fsdd", content_key([*train, *test]), partial(_digits_in_parquet, files))
+        if files := parquet_splits(place):
+            return Source("fsdd", content_key([*files["train"], *files["test"]]), partial(_digits_in_parquet, files))
         if recordings := sorted((place / "recordings").glob("*_*_*.wav")):
             return Source("fsdd", content_key(recordings), partial(_digits_in_folder, recordings))
     raise NotFoundHere(f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav")
@@ -257,12 +254,9 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
 def on_hub(name: str, subset: str | None) -> Source:
     """LibriSpeech or GigaSpeech from the Hub, streamed; GigaSpeech asks for an account that agreed to its terms.
 
-    Raises UserError where the package datasets is missing; reading raises it where the Hub does not give the set.
+    Reading raises UserError where the Hub does not give the set.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"dataset={name!r}: the package datasets is missing: pip install datasets.") from None
+    import datasets
     from huggingface_hub import constants
 
     config = subset or {"librispeech": "clean", "gigaspeech": "xs"}[name]

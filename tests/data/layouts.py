@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ def make_split(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return random.integers(0, 256, (count, 28, 28), dtype=np.uint8), random.integers(0, 10, count)
 
 
+REVISION = "0123456789abcdef0123456789abcdef01234567"
 TRAIN, TEST = make_split(7, seed=0), make_split(3, seed=1)
 
 
@@ -47,16 +46,9 @@ def write_parquet_set(folder: Path) -> Path:
     return folder
 
 
-def idx(array: np.ndarray) -> bytes:
-    return struct.pack(f">HBB{array.ndim}i", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
-
-
-def write_idx_set(folder: Path, *, packed: bool = False) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for stem, (images, labels) in {"train": TRAIN, "t10k": TEST}.items():
-        for name, array in ((f"{stem}-images-idx3-ubyte", images), (f"{stem}-labels-idx1-ubyte", labels)):
-            if packed:
-                (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-            else:
-                (folder / name).write_bytes(idx(array))
-    return folder
+def fill_hub_cache(hub: Path, repo: str, inner: str) -> Path:
+    """A set of images as the Hub's client keeps the files of `repo`."""
+    store = hub / f"datasets--{repo.replace('/', '--')}"
+    (store / "refs").mkdir(parents=True)
+    (store / "refs" / "main").write_text(REVISION)
+    return write_parquet_set(store / "snapshots" / REVISION / inner)

@@ -22,7 +22,7 @@ class Builder:
 @pytest.fixture
 def entry(cache: Path) -> Path:
     """Where the entry "key" lies."""
-    return cache / "tensors" / "key"
+    return cache / "tensors" / "key.safetensors"
 
 
 def assert_right(columns: dict) -> None:
@@ -35,7 +35,10 @@ def test_columns_are_built_once_and_then_mapped(entry):
     for _ in range(3):
         assert_right(cached_columns("key", build))
     assert build.calls == 1
-    assert [path.name for path in entry.parent.iterdir() if path.is_dir()] == ["key"]
+    assert sorted(path.name for path in entry.parent.iterdir() if path.suffix != ".lock") == [
+        "key.safetensors",
+        "key.sha256",
+    ]
 
 
 def test_another_key_is_another_entry():
@@ -47,7 +50,8 @@ def test_another_key_is_another_entry():
 
 def test_an_entry_under_another_key_is_not_taken(entry):
     cached_columns("key", Builder())
-    entry.rename(entry.with_name("other"))
+    for path in (entry, entry.with_suffix(".sha256")):
+        path.rename(path.with_stem("other"))
     build = Builder()
     cached_columns("other", build)
     assert build.calls == 1
@@ -61,20 +65,16 @@ def test_writing_to_a_mapped_column_leaves_the_entry_alone():
 
 
 def flip_a_bit(entry: Path) -> None:
-    content = bytearray((entry / "input.npy").read_bytes())
+    content = bytearray(entry.read_bytes())
     content[-1] ^= 1
-    (entry / "input.npy").write_bytes(content)
+    entry.write_bytes(content)
 
 
 DAMAGES = {
     "a flipped bit": flip_a_bit,
-    "a short file": lambda entry: (entry / "input.npy").write_bytes((entry / "input.npy").read_bytes()[:500]),
-    "an empty file": lambda entry: (entry / "label.npy").write_bytes(b""),
-    "a missing file": lambda entry: (entry / "input.npy").unlink(),
-    "a missing list of digests": lambda entry: (entry / "sha256.json").unlink(),
-    "a broken list of digests": lambda entry: (entry / "sha256.json").write_text("{"),
-    "a list of another kind": lambda entry: (entry / "sha256.json").write_text("[]"),
-    "an empty list": lambda entry: (entry / "sha256.json").write_text("{}"),
+    "a short file": lambda entry: entry.write_bytes(entry.read_bytes()[:500]),
+    "a missing file": lambda entry: entry.unlink(),
+    "a missing digest": lambda entry: entry.with_suffix(".sha256").unlink(),
 }
 
 
@@ -98,7 +98,7 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(entry, monkeypatch):
     def no_space(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", no_space)
+    monkeypatch.setattr("toolkit.data.cache.save_file", no_space)
     build = Builder()
     assert_right(cached_columns("key", build))
     assert build.calls == 1

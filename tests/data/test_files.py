@@ -4,12 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 import toolkit.data.files
-from tests.data.layouts import TRAIN, idx, write_idx_set
 from toolkit.data.files import content_key, read_columns
-from toolkit.data.images import load_images
 from toolkit.errors import UserError
 
 SMALL = {"everything is read": 2**27, "a part is read": 100}
@@ -61,16 +58,6 @@ def test_of_very_many_files_some_are_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda self, *how: opened.append(self.name) or really_open(self, *how))
     content_key(files)
     assert 3 <= len(opened) <= 5
-
-
-def test_sets_that_look_alike_from_outside_train_on_their_own_data(tmp_path):
-    first, second = (write_idx_set(tmp_path / name / "mnist") for name in ("first", "second"))
-    labels = second / "train-labels-idx1-ubyte"
-    labels.write_bytes(idx((TRAIN[1] + 1) % 10))
-    for path in first.iterdir():
-        os.utime(second / path.name, ns=(0, path.stat().st_mtime_ns))
-    loaded = [load_images("mnist", folder, on_main=lambda decide: decide()).train for folder in (first, second)]
-    assert torch.equal((loaded[0].columns["label"] + 1) % 10, loaded[1].columns["label"])
 
 
 def test_a_flipped_bit_in_a_parquet_file_with_checksums_is_refused(tmp_path):

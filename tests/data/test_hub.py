@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -10,8 +11,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from tests.data.test_sources import REVISION
+from tests.data.layouts import REVISION
 from tests.support.helpers import free_port
+from toolkit.data import hub
 from toolkit.data.hub import model_folder, pretrained_folder, why_out_of_reach
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -60,6 +62,25 @@ def test_one_question_is_asked_and_none_that_is_repeated(unreachable, monkeypatc
     assert why_out_of_reach() == f"{unreachable} does not answer"
     with pytest.raises(UserError, match="does not answer: give a folder"):
         load_tokenizer("gpt2")
+
+
+def test_a_hub_that_connects_and_then_says_nothing_is_given_up_on(monkeypatch):
+    monkeypatch.setattr(hub, "ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the system connects, nobody answers
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert why_out_of_reach() == f"{constants.ENDPOINT} does not answer"
+
+
+def test_a_name_that_is_never_looked_up_is_given_up_on(monkeypatch):
+    gave_up = threading.Event()
+
+    def stuck(*_args: object) -> socket.socket:
+        gave_up.wait(20)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", stuck)
+    assert (why_out_of_reach() or "").endswith("does not answer")
+    gave_up.set()
 
 
 def test_an_error_of_any_http_library_is_one_line(monkeypatch):

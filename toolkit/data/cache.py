@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,15 +11,13 @@ from pathlib import Path
 import filelock
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-DIGESTS = "sha256.json"
 BUILD_TIMEOUT_S = 600
 """How long a process waits for another one that is decoding the same data."""
-
-
-class _Damaged(Exception):
-    """An entry is missing or damaged."""
 
 
 def cache_dir() -> Path:
@@ -36,69 +32,56 @@ def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> d
     """
     if (columns := mapped_columns(key)) is not None:
         return columns
-    folder = cache_dir() / key
-    lock = filelock.FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S)
+    path = _entry(key)
+    lock = filelock.FileLock(f"{path}.lock", timeout=BUILD_TIMEOUT_S)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except (OSError, NotImplementedError):  # NotImplementedError: a file system without locks
         return _in_memory(build())
     try:
-        return _map(folder)  # another process was first
-    except _Damaged:
+        if (columns := mapped_columns(key)) is not None:  # another process was first
+            return columns
         arrays = build()
         try:
-            _write(folder, arrays)
-            return _map(folder)
-        except (OSError, _Damaged):
+            _write(path, arrays)
+        except (OSError, SafetensorError):
             return _in_memory(arrays)
+        return mapped_columns(key) or _in_memory(arrays)
     finally:
         lock.release()
 
 
 def mapped_columns(key: str) -> dict[str, Tensor] | None:
-    """The arrays of cache entry `key`; None where it is missing or damaged."""
+    """The arrays of cache entry `key`, copied where they are written to; None where it is missing or damaged."""
+    path = _entry(key)
     try:
-        return _map(cache_dir() / key)
-    except _Damaged:
-        return None
+        if path.with_suffix(".sha256").read_text() == _digest(path):
+            return load_file(path)
+    except (OSError, SafetensorError):
+        pass
+    return None
+
+
+def _entry(key: str) -> Path:
+    return cache_dir() / f"{key}.safetensors"
 
 
 def _in_memory(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _map(folder: Path) -> dict[str, Tensor]:
-    """The columns of the entry `folder`, which must be whole, and written under this key."""
-    try:
-        about = json.loads((folder / DIGESTS).read_text())
-        if about["key"] != folder.name:
-            raise _Damaged(folder)
-        columns = {}
-        for name, digest in about["columns"].items():
-            path = folder / f"{name}.npy"
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise _Damaged(path)
-            # Copy-on-write costs nothing without writes, and avoids torch's warning about read-only memory.
-            columns[name] = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
-        return columns
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _Damaged(folder) from error
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an entry under a temporary name and rename it, so that readers see all of it or nothing."""
+    with tempfile.TemporaryDirectory(prefix=path.stem, dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial)
+        digest = _digest(partial)
+        partial.rename(path)
+        path.with_suffix(".sha256").write_text(digest)
 
 
-def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an entry under a temporary name and rename it, so that an entry is whole or absent."""
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
-    try:
-        digests = {}
-        for name, array in arrays.items():
-            with (partial / f"{name}.npy").open("w+b") as file:
-                np.save(file, array, allow_pickle=False)
-                file.seek(0)
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        (partial / DIGESTS).write_text(json.dumps({"key": folder.name, "columns": digests}))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _digest(path: Path) -> str:
+    """The SHA-256 of name and content, so that an entry is known by its key."""
+    with path.open("rb") as file:
+        return hashlib.sha256(path.name.encode() + hashlib.file_digest(file, "sha256").digest()).hexdigest()

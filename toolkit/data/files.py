@@ -1,19 +1,39 @@
-"""The files of a data set: a key that changes with their content, and Parquet columns."""
+"""The files of a data set: where they lie, a key that changes with their content, and Parquet columns."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, one_line
 
+SPLITS = ("train", "test")
 MOST_BYTES = 2**27
 """Files of together at most 128 MiB are read whole for their key."""
 PART_BYTES = 2**16
 PARTS = 1000
 """The key of larger sets takes the first and last 64 KiB of at most so many files, spread evenly over the list."""
+
+
+class NotFoundHere(Exception):
+    """A place does not have the set; the message names the place and the reason, as part of a sentence."""
+
+
+def data_folder(data_dir: Path | None) -> Path:
+    """`data_dir`, else the folder that $TOOLKIT_DATA_DIR names. Raises NotFoundHere where there is neither."""
+    folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
+    if not folder:
+        raise NotFoundHere("there is no data_dir and no $TOOLKIT_DATA_DIR")
+    return Path(folder).expanduser()
+
+
+def parquet_splits(folder: Path) -> dict[str, list[Path]] | None:
+    """The Parquet files of "train" and "test", named as on the Hub; None where `folder` lacks those of either."""
+    files = {split: sorted(folder.glob(f"{split}-*.parquet")) for split in SPLITS}
+    return files if all(files.values()) else None
 
 
 def content_key(paths: Iterable[Path]) -> str:
@@ -53,12 +73,10 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
         The values by column; images and audio are dicts with their encoded `bytes`.
 
     Raises:
-        UserError: The package is missing, the file is damaged or has no rows, or a column is not there.
+        UserError: The file is damaged or has no rows, or a column is not there.
     """
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UserError(f"{path} is read by the package pyarrow, which is missing: pip install datasets.") from None
+    import pyarrow.parquet as pq
+
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         missing = set(names) - set(file.schema_arrow.names)

@@ -1,13 +1,17 @@
-"""The Hugging Face Hub: whether it can be asked, and folders of models and tokenizers from it."""
+"""The Hugging Face Hub: whether it can be asked, and folders of data sets, models and tokenizers from it."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from toolkit.data.files import NotFoundHere
 from toolkit.errors import UserError
+
+T = TypeVar("T")
 
 ANSWER_S = 2.0
 """How long the Hub may take to connect, and then to answer, in seconds."""
@@ -41,6 +45,33 @@ def why_out_of_reach() -> str | None:
     if code == 0:
         return f"{constants.ENDPOINT} does not answer"
     return f"{constants.ENDPOINT} answers {code}" if code >= 500 else None
+
+
+def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *, ask: bool) -> T:
+    """Returns what `find` makes of the folder with the files of data set `repo` that match `patterns`: as the Hub's
+    cache has them, or, with `ask`, as the Hub has them now. Raises NotFoundHere, within seconds, downloads aside.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    reason = f"{constants.ENDPOINT} does not give {repo}" if ask else f"{repo} is not in the Hub's cache"
+    if ask and (unreachable := why_out_of_reach()):
+        raise NotFoundHere(unreachable)
+    try:
+        if ask:  # a download itself waits long for a host that connects and then sends nothing
+            huggingface_hub.HfApi().dataset_info(repo, timeout=ANSWER_S)
+        folder = huggingface_hub.snapshot_download(
+            repo,
+            repo_type="dataset",
+            allow_patterns=list(patterns),
+            local_files_only=not ask,
+            etag_timeout=ANSWER_S,
+        )
+        return find(Path(folder))
+    # Whatever its client raises (errors of three HTTP libraries, of the disk, of a half-filled cache), the Hub is
+    # one place among several.
+    except Exception as error:
+        raise NotFoundHere(f"{reason} ({type(error).__name__})") from error
 
 
 def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Sequence[str]) -> str:

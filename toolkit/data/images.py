@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import math
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +14,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import cached_columns
-from toolkit.data.files import content_key, damaged, read_columns
-from toolkit.data.sources import HUB_REPOS, SPLITS, TITLES, ImageFiles, NotFoundHere, locate
+from toolkit.data.files import (
+    SPLITS,
+    NotFoundHere,
+    content_key,
+    damaged,
+    data_folder,
+    parquet_splits,
+    read_columns,
+    unreadable,
+)
+from toolkit.data.hub import find_on_hub
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, one_line
 
+HUB_REPOS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
+TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
+HUB_PATTERNS = ("*train-*.parquet", "*test-*.parquet")
 SIZE = 28
 NUM_CLASSES = 10
 CACHE_FORMAT = 1
@@ -56,7 +65,7 @@ class _Choice:
     """What the main process chose."""
 
     name: str
-    files: ImageFiles | None
+    files: dict[str, list[Path]] | None
     key: str
     notice: str | None = None
 
@@ -66,10 +75,10 @@ class _Choice:
     def _decode(self, data_dir: Path | None) -> dict[str, np.ndarray]:
         if self.files is None:
             columns = read_digits()
-        elif all(path.exists() for path in (*self.files.train, *self.files.test)):
+        elif all(path.exists() for path in [*self.files["train"], *self.files["test"]]):
             columns = read_files(self.files)
         else:  # another machine than the main process's: find or download the set there
-            columns = read_files(_locate(self.name, data_dir))
+            columns = read_files(locate(self.name, data_dir))
         columns["pixel_mean_std"] = _mean_std(columns["train_input"])
         return columns
 
@@ -129,131 +138,116 @@ def _choose(dataset: str, data_dir: Path | None) -> _Choice:
     if dataset not in ("auto", "digits", *HUB_REPOS):
         names = ", ".join(("auto", *HUB_REPOS, "digits"))
         raise UserError(f"dataset={dataset!r}: there is no such set; choose one of {names}.")
+    digits = f"digits-v{CACHE_FORMAT}"
     if dataset == "digits":
         if data_dir is not None:
             raise UserError(f"data_dir={str(data_dir)!r}: the digits come with scikit-learn; leave data_dir out.")
-        return _digits()
+        return _Choice("digits", None, digits)
     name = "mnist" if dataset == "auto" else dataset
     try:
-        files = locate(name, data_dir) if dataset == "auto" and data_dir is None else _locate(name, data_dir)
-    except NotFoundHere as reason:
-        return _digits(
-            f"{TITLES[name]} could not be reached ({reason}); "
-            "training on scikit-learn's 1,797 handwritten digits, scaled to 28x28."
-        )
-    return _Choice(name, files, f"{name}-{content_key((*files.train, *files.test))}-v{CACHE_FORMAT}")
-
-
-def _digits(notice: str | None = None) -> _Choice:
-    return _Choice("digits", None, f"digits-v{CACHE_FORMAT}", notice)
-
-
-def _locate(name: str, data_dir: Path | None) -> ImageFiles:
-    """`locate`, with a UserError for a set that is not found."""
-    try:
-        return locate(name, data_dir)
+        files = locate(name, data_dir)
     except NotFoundHere as reason:
         if data_dir is not None:
             raise UserError(
                 f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or the one that holds {name}/."
             ) from None
-        raise UserError(
-            f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet or idx files."
-        ) from None
+        if dataset != "auto":
+            raise UserError(f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet files.") from None
+        notice = (
+            f"MNIST could not be reached ({reason}); "
+            "training on scikit-learn's 1,797 handwritten digits, scaled to 28x28."
+        )
+        return _Choice("digits", None, digits, notice)
+    return _Choice(name, files, f"{name}-{content_key([*files['train'], *files['test']])}-v{CACHE_FORMAT}")
 
 
-def read_files(files: ImageFiles) -> dict[str, np.ndarray]:
-    """Columns train_input, train_label, test_input and test_label. Raises UserError naming an invalid file."""
-    columns = {}
-    for split, paths in (("train", files.train), ("test", files.test)):
-        if files.kind == "idx":
-            images, labels = _checked(paths[0], read_idx(paths[0]), read_idx(paths[1]), labels_path=paths[1])
-        else:
-            parts = [_checked(path, *read_parquet(path)) for path in paths]
-            images, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
-        columns[f"{split}_input"], columns[f"{split}_label"] = images, labels
+def locate(name: str, data_dir: Path | None) -> dict[str, list[Path]]:
+    """Find the files of set `name` in the first place that has them.
+
+    Args:
+        name: The set, one of `HUB_REPOS`.
+        data_dir: The only place where it is looked for; None means $TOOLKIT_DATA_DIR, the Hub's cache and the Hub.
+
+    Returns:
+        The files of each split.
+
+    Raises:
+        NotFoundHere: No place has them; every place that was searched is named, within seconds, downloads aside.
+    """
+    if data_dir is not None:
+        return _in_folder(data_dir.expanduser(), name)
+    reasons = []
+    for place in ("environment", "cache", "hub"):
+        try:
+            if place == "environment":
+                return _in_folder(data_folder(None), name)
+            return find_on_hub(HUB_REPOS[name], HUB_PATTERNS, lambda at: _in_folder(at, name), ask=place == "hub")
+        except NotFoundHere as reason:
+            reasons.append(str(reason))
+    raise NotFoundHere("; ".join(reasons))
+
+
+def _in_folder(folder: Path, name: str) -> dict[str, list[Path]]:
+    """The files of `name` in `folder/name`, or in `folder` itself, unless it is called after another set."""
+    own = [] if folder.name in HUB_REPOS and folder.name != name else [folder]
+    try:
+        for place in (folder / name, *own):
+            if files := parquet_splits(place):
+                return files
+    except OSError as error:
+        raise unreadable(error) from None
+    raise NotFoundHere(f"{folder} does not hold train-*.parquet and test-*.parquet of {TITLES[name]}")
+
+
+def read_files(files: dict[str, list[Path]]) -> dict[str, np.ndarray]:
+    """Read the columns "image" (encoded, such as PNG) and "label" of Parquet files.
+
+    Args:
+        files: The files of each split.
+
+    Returns:
+        The columns train_input (N, 28, 28) uint8, train_label (N,) int64, test_input and test_label.
+
+    Raises:
+        UserError: A file is damaged, or holds what cannot be right.
+    """
+    columns: dict[str, np.ndarray] = {}
+    for split, paths in files.items():
+        parts = [(path, read_columns(path, ("image", "label"))) for path in paths]
+        images = [image for path, part in parts for image in _decoded(path, part["image"])]
+        labels = [label for path, part in parts for label in _labels(path, part["label"])]
+        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(labels, dtype=np.int64)}
     return columns
 
 
-def _checked(
-    path: Path, images: np.ndarray, labels: np.ndarray, labels_path: Path | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    labels_path = labels_path or path
-    if images.ndim != 3 or images.shape[1:] != (SIZE, SIZE) or not len(images):
-        raise damaged(path, f"holds images of shape {images.shape} where (N, {SIZE}, {SIZE}) is needed")
-    if labels.shape != images.shape[:1]:
-        raise damaged(labels_path, f"holds labels of shape {labels.shape} for {len(images)} images")
-    for row in np.flatnonzero((labels < 0) | (labels >= NUM_CLASSES)):
-        fault = f"holds the label {labels[row]} in row {row}, which is not between 0 and {NUM_CLASSES - 1}"
-        raise damaged(labels_path, fault)
-    for row in np.flatnonzero(~images.any((1, 2))):
-        raise damaged(path, f"has an image that is all black in row {row}")
-    return images, labels.astype(np.int64)
+def _labels(path: Path, labels: list[Any]) -> list[int]:
+    for row, label in enumerate(labels):
+        if label not in range(NUM_CLASSES):
+            raise damaged(path, f"has the label {label} in row {row}, which is not from 0 to {NUM_CLASSES - 1}")
+    return labels
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """The uint8 array in a file of the MNIST publishers' format, packed or not.
-
-    Two zero bytes, the element type (8 is uint8), the number of dimensions, their sizes as big-endian int32, the data.
-    Raises UserError for a file that is damaged or cannot be read.
-    """
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
-    except (OSError, EOFError, zlib.error) as error:
-        raise damaged(path, f"cannot be read ({error})") from None
-    ndim = content[3] if len(content) > 3 else 0
-    if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * ndim:
-        raise damaged(path, "is not an idx file of bytes")
-    shape = tuple(np.frombuffer(content, ">i4", count=ndim, offset=4).tolist())
-    data = np.frombuffer(content, np.uint8, offset=4 + 4 * ndim)
-    if data.size != math.prod(shape):
-        raise damaged(path, f"holds {data.size} bytes of data where its header says {math.prod(shape)}")
-    return data.reshape(shape).copy()
-
-
-def read_parquet(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The columns "image" (encoded, such as PNG) and "label" of a Parquet file: uint8 (N, 28, 28) and int64 (N).
-
-    Raises UserError for a file that is damaged or cannot be read.
-    """
-    columns = read_columns(path, ("image", "label"))
-    for row, label in enumerate(columns["label"]):
-        if not isinstance(label, int):
-            raise damaged(path, f"has the label {label} in row {row}, which is not a whole number")
-    return decode_images(path, columns["image"]), np.array(columns["label"], dtype=np.int64)
-
-
-def decode_images(path: Path, encoded: Iterable[Any]) -> np.ndarray:
-    """Grey images (N, 28, 28) uint8 from structs with the encoded `bytes`, which are from the file `path`.
-
-    Raises UserError for one that cannot be decoded, or has another size.
-    """
+def _decoded(path: Path, images: list[Any]) -> Iterator[np.ndarray]:
+    """Grey images (28, 28) uint8 from structs with the encoded `bytes`."""
     from PIL import Image
 
-    def decode(row: int, image: Any) -> np.ndarray:
+    for row, image in enumerate(images):
         try:
             pixels = np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("L"))
         except Exception as error:
             raise damaged(path, f"has an image that cannot be decoded in row {row} ({one_line(error)})") from None
         if pixels.shape != (SIZE, SIZE):
             raise damaged(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
-        return pixels
-
-    images = [decode(row, image) for row, image in enumerate(encoded)]
-    return np.stack(images) if images else np.empty((0, SIZE, SIZE), np.uint8)
+        yield pixels
 
 
 def read_digits() -> dict[str, np.ndarray]:
     """scikit-learn's 1,797 handwritten digits (8x8, 17 grey levels), as columns like those of `read_files`.
 
-    Every fifth image of each class is held out, in the order of the file, so that both splits have all writers. Raises
-    UserError where scikit-learn is missing.
+    Every fifth image of each class is held out, in the order of the file, so that both splits have all writers.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UserError("The digits come with scikit-learn, which is missing: pip install scikit-learn.") from None
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     small = torch.from_numpy(digits.images).to(torch.float32)[:, None] * (255 / 16)
     scaled = F.interpolate(small, size=(SIZE, SIZE), mode="bilinear")[:, 0]

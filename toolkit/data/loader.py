@@ -8,7 +8,6 @@ CPU, or from its own, is a function of the step.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -59,20 +58,10 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
 
 def refuse_columns(name: str, data: Any) -> None:
     """Raise UserError where the `name` data are columns, several sets or one value, and not samples."""
-    remedy = COLUMNS_AS_TABLE
-    if isinstance(data, Mapping):
-        if 0 in data:  # samples by their number
-            return
-        if not all(map(_is_column, data.values())):
-            remedy = f"pass one of its values ({', '.join(map(repr, data))})"
-    elif isinstance(data, tuple):
-        if not (data and all(map(_is_column, data))):
-            return
-    elif isinstance(data, (str, bytes)) or _is_column(data):
-        pass
-    elif isinstance(data, Iterable) or hasattr(data, "__getitem__"):
-        return
-    raise UserError(f"the {name} data are of type {type(data).__name__}: {remedy}.")
+    samples = (isinstance(data, Iterable) or hasattr(data, "__getitem__")) and not isinstance(data, (str, bytes))
+    by_name = isinstance(data, Mapping) and 0 not in data  # and not samples by their number
+    if not samples or by_name or _is_column(data) or (isinstance(data, tuple) and data and all(map(_is_column, data))):
+        raise UserError(f"the {name} data are of type {type(data).__name__}: {COLUMNS_AS_TABLE}.")
 
 
 def _is_column(value: Any) -> bool:
@@ -239,23 +228,10 @@ def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -
     for step in count(first_step):
         with _seeded(seed, "loader", step):
             batches = new_iterator(loader) if batches is None else batches
-            batch = _next(batches)
+            batch = next(batches, None)
         if batch is None:
             return
         yield batch
-
-
-def _next(batches: Iterator[Any]) -> Any:
-    """Returns None at the end. Raises UserError for samples that torch cannot put into a batch."""
-    try:
-        return next(batches, None)
-    except TypeError as error:  # in a worker, its message has the traceback before it
-        if (found := re.search(r"default_collate: batch must contain .*; found <class '(.*?)'>", str(error))) is None:
-            raise
-        raise UserError(
-            f"the samples hold a {found[1]}, which torch cannot put into a batch: let each be a dict of tensors or "
-            "numbers, or pass a DataLoader with a collate_fn."
-        ) from error
 
 
 @contextmanager
@@ -275,22 +251,15 @@ def size_of(batch: Any) -> int:
             f"a batch is a {type(batch).__name__}: let samples be dicts, such as "
             '{"input": ..., "label": ...}, or the collate_fn of the DataLoader return a dict of tensors.'
         )
-    sizes = {name: len(value) if _has_rows(value) else None for name, value in batch.items()}
-    if len(set(sizes.values())) > 1 or None in sizes.values():
-        for name, value in batch.items():
-            if isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
-                raise UserError(
-                    f"the DataLoader gives a list of {len(value)} tensors in the column `{name}`: let samples hold "
-                    'tensors, as .with_format("torch") has a data set of Hugging Face do.'
-                )
-            if not isinstance(value, (Tensor, list, tuple)):
-                raise UserError(
-                    f"the DataLoader gives a {type(value).__name__} in the column `{name}`: let its collate_fn return "
-                    "tensors, as torch.from_numpy makes of arrays."
-                )
+    sizes = {name: len(value) if _has_rows(value) else type(value).__name__ for name, value in batch.items()}
+    size = next(iter(sizes.values()))
+    if not isinstance(size, int) or len(set(sizes.values())) > 1:
         told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise UserError(f"the DataLoader gives columns of unequal rows ({told}): one row per sample in each.")
-    return next(iter(sizes.values())) or 0
+        raise UserError(
+            f"the DataLoader gives columns of unequal rows ({told}): let its collate_fn return tensors with one row "
+            'per sample, or samples hold tensors, as .with_format("torch") has a data set of Hugging Face do.'
+        )
+    return size
 
 
 def _has_rows(value: Any) -> bool:

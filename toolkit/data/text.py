@@ -18,10 +18,9 @@ from torch import Tensor
 
 from toolkit.compat import fingerprint
 from toolkit.data.cache import cache_dir, cached_columns
-from toolkit.data.files import content_key, unreadable
+from toolkit.data.files import NotFoundHere, content_key, data_folder, unreadable
 from toolkit.data.hub import why_out_of_reach
 from toolkit.data.images import VALIDATION, OnMain
-from toolkit.data.sources import NotFoundHere, data_folder
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
 from toolkit.errors import UserError, one_line
@@ -259,10 +258,7 @@ def _read_dataset(
 ) -> tuple[Sequence[bytes], Sequence[bytes], str]:
     """Training and held-out documents of a data set of the Hub, or in a file or folder, and what changes when they
     do."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"dataset={name!r}: it needs the package datasets: pip install datasets.") from None
+    import datasets
     from huggingface_hub import constants
 
     if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.commands.report.comparison import metric_cell
 from toolkit.commands.report.records import RunRecord
 from toolkit.data.identity import describe
-from toolkit.data.sources import HUB_REPOS
+from toolkit.data.images import HUB_REPOS
 from toolkit.run.folder import DATA
 from toolkit.run.markdown import markdown_table
 from toolkit.run.runs_table import is_number
