@@ -40,9 +40,8 @@ from toolkit.experts.dynamic.dynamic_router import Hyperplane
 from toolkit.experts.dynamic.expert_rows import ExpertRows
 from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.dynamic.plans import Grow, Merge, free_logical_id
-from toolkit.experts.dynamic.roster import ExpertRoster
 from toolkit.experts.dynamic.similarity import output_distances, reordered
-from toolkit.experts.dynamic.surgery import Surgeon
+from toolkit.experts.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE, moe_layers
 from toolkit.train.build import lifecycle_callbacks
 from toolkit.train.callbacks.lifecycle import COUNTED, Lifecycle
@@ -194,7 +193,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
         before = accuracy_of(model, images, labels)
         twin, twin_distance = merged_twin(copy.deepcopy(model), images, seed)
         forced = copy.deepcopy(model)
-        Surgeon(only_layer(forced), ExpertRoster.initial(8, 10), None).carry_out(Merge(1, 0, 0.5, {}), step=0)
+        DynamicExperts(only_layer(forced)).carry_out("", Merge(1, 0, 0.5, {}), None, step=0)
         inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
         rows.append(
             {
@@ -224,17 +223,17 @@ def merged_twin(model: torch.nn.Module, images: torch.Tensor, seed: int) -> tupl
     """The model after a split, a scramble and a merger; and how differently the twins answered."""
     layer = only_layer(model)
     inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
-    surgeon = Surgeon(layer, ExpertRoster.initial(8, 10), None)
+    experts = DynamicExperts(layer)
     normal_D = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(seed))
-    logical_id = free_logical_id(surgeon.roster, layer.placement)
+    logical_id = free_logical_id(experts.rosters[""], layer.placement)
     assert logical_id is not None
     plane = Hyperplane(normal_D, float((inputs @ normal_D).median()))
-    surgeon.carry_out(Grow(0, logical_id, False, {}), step=0, plane=plane)
+    experts.carry_out("", Grow(0, logical_id, {}), None, step=0, plane=plane)
     rows = ExpertRows(layer.expert_stack, None)
     order = torch.randperm(layer.experts.down.shape[1], generator=torch.Generator().manual_seed(seed))
     rows.write(logical_id, reordered(rows.fetch(logical_id), order))
     distance = closest(output_distances(layer, inputs, [0, logical_id]))
-    surgeon.carry_out(Merge(8, 0, 0.5, {}), step=0)
+    experts.carry_out("", Merge(8, 0, 0.5, {}), None, step=0)
     return model, distance
 
 

@@ -34,7 +34,7 @@ from toolkit.commands.lab.replay import replay, worst_span
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
-from toolkit.experts.placement.imbalance import rank_imbalance
+from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
 from toolkit.experts.placement.planners.bounds import lower_bound

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from toolkit.commands.lab.simulate import Machine, simulate
-from toolkit.experts.placement.imbalance import max_over_mean, shares
+from toolkit.experts.placement.loads import max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.planners import lpt, node_aware, replicate

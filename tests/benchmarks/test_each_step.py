@@ -11,7 +11,7 @@ from benchmarks.placement.each_step import borrow, try_each_step
 from tests.experts.placement.placements import placements
 from toolkit.commands.lab.report import STAY, Rules, case_of_workload, try_planner
 from toolkit.commands.lab.workloads import Sizes
-from toolkit.experts.placement.imbalance import shares
+from toolkit.experts.placement.loads import shares
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 
 

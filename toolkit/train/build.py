@@ -455,15 +455,8 @@ def lifecycle_callbacks(
         config.lifecycle,
         min_experts=config.min_experts,
         balance=WholeStepBalance(task.penalty),
-        seed=config.seed,
     )
-    report = LifecycleReport(
-        model,
-        num_classes=num_classes,
-        lifecycle=lifecycle,
-        edge_decay=config.lifecycle.edge_decay,
-        edge_floor=config.lifecycle.edge_floor,
-    )
+    report = LifecycleReport(model, num_classes=num_classes, lifecycle=lifecycle)
     if config.lifecycle.graph:
         lifecycle.knowledge = report
     return [Remember(memory), lifecycle, report]

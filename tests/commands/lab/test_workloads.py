@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, burst, drifting, rotating_hotspot
-from toolkit.experts.placement.imbalance import expert_imbalance, rank_imbalance
+from toolkit.experts.placement.loads import expert_imbalance, rank_imbalance
 from toolkit.experts.placement.placement import contiguous
 
 SIZES = Sizes(steps=40, ranks=4, experts=16, assignments=1000)

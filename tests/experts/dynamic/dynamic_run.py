@@ -35,7 +35,6 @@ EVENTFUL = LifecycleOptions(
     check_every=3,
     check_samples=36,
     cooldown_checks=4,
-    growths_at_once=2,
     sleep_every=14,
     min_sleep_every=9,
     max_sleep_every=20,

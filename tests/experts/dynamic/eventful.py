@@ -63,7 +63,7 @@ def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
                 "device": "cpu",
                 "layers": {
                     "moe": {
-                        "graph": graph.node_link(),
+                        "graph": graph.state_dict(),
                         "uids_of_logical": roster.uids_of_logical,
                         "logical_on_ranks": [
                             list(range(r * logical_experts, (r + 1) * logical_experts)) for r in range(ranks)

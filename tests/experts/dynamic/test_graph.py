@@ -10,15 +10,13 @@ import pytest
 
 from toolkit.experts.dynamic.graph import KnowledgeGraph, Similarity, specialisation, top_classes
 from toolkit.experts.dynamic.roster import ExpertRoster
-from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.placement.planners import planner_named
 
 TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
 CLASSES = np.array([[100, 0], [50, 50], [100, 300]])
 
 
-def known(experts: int = 3, **settings: float) -> KnowledgeGraph:
-    graph = KnowledgeGraph(**settings)
+def known(experts: int = 3) -> KnowledgeGraph:
+    graph = KnowledgeGraph()
     graph.observe_roster(ExpertRoster.initial(experts, experts), step=10)
     return graph
 
@@ -65,16 +63,15 @@ def test_split_edges_go_from_parent_to_child_and_merge_edges_to_the_remaining_ex
 
 
 def test_measured_edges_fade_and_are_removed_but_split_edges_stay():
-    graph = KnowledgeGraph(edge_decay=0.5, edge_floor=0.1)
+    graph = KnowledgeGraph()
     graph.observe_roster(ExpertRoster.initial(2, 3).grow(2, step=1, parent=0), step=1)
     graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
     assert graph.weight("similarity", 0, 1) == 0.4
     graph.decay()
-    assert graph.weight("similarity", 1, 0) == 0.2
-    graph.decay()
-    graph.decay()
+    assert graph.weight("similarity", 1, 0) == 0.99 * 0.4
+    for _ in range(300):
+        graph.decay()
     assert graph.weight("similarity", 0, 1) == 0.0
-    graph.decay()
     assert graph.weight("split", 0, 2) == 0.1
 
 
@@ -102,36 +99,10 @@ def test_affinity_is_by_logical_id_and_zero_for_inactive_experts():
     assert together.tolist() == [[0, 0, 20, 60], [0, 0, 0, 0], [20, 0, 0, 0], [60, 0, 0, 0]]
 
 
-def test_the_planner_affinity_takes_the_graphs_affinity():
-    graph = known(4)
-    together = np.diag([100, 100, 100, 100])
-    together[[0, 3, 1, 2], [3, 0, 2, 1]] = 90
-    graph.observe_routing((0, 1, 2, 3), together)
-    placement = planner_named("affinity")([100] * 4, contiguous(4, 2), together_EE=graph.affinity((0, 1, 2, 3)))
-    assert {frozenset(row) for row in placement.slots} == {frozenset({0, 3}), frozenset({1, 2})}
-
-
-def test_the_files_load_back_in_networkx(tmp_path):
-    graph = KnowledgeGraph()
-    graph.observe_roster(ExpertRoster.initial(3, 4).grow(3, step=5, parent=1).merge(0, into=2, step=7), step=9)
-    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {1: 0, 2: 1})
-    graph.observe_similarity({(1, 2): Similarity(0.7, 0.8)})
-    text, xml = graph.save(tmp_path / "knowledge_graph")
-    assert (text.name, xml.name) == ("knowledge_graph.json", "knowledge_graph.graphml")
-    from_json = nx.node_link_graph(json.loads(text.read_text()), edges="edges")
-    assert nx.utils.graphs_equal(from_json, graph.graph)
-    from_xml = nx.read_graphml(xml, node_type=int, force_multigraph=True)
-    assert set(from_xml.nodes) == set(graph.graph.nodes)
-    edges = {(a, b, edge["kind"]): edge["weight"] for a, b, edge in from_xml.edges(data=True)}
-    assert edges == {(a, b, kind): w for a, b, kind, w in graph.graph.edges(keys=True, data="weight")}
-    assert json.loads(from_xml.nodes[1]["classes"]) == [0.5, 0.5]
-    assert from_xml.nodes[3]["parent"] == 1
-
-
 def test_a_graph_continues_from_its_state():
-    graph = known(edge_decay=0.9)
+    graph = known()
     graph.observe_routing((0, 1, 2), TOGETHER, CLASSES)
-    copy = KnowledgeGraph(edge_decay=0.9)
+    copy = KnowledgeGraph()
     copy.load_state_dict(json.loads(json.dumps(graph.state_dict())))
     for each in (graph, copy):
         each.decay()

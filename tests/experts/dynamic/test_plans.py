@@ -36,7 +36,7 @@ def test_the_expert_with_the_most_uncovered_weight_is_split() -> None:
     roster = ExpertRoster.initial(4, 8)
     plan = plan_growth(roster, ROUND_ROBIN, {0: 1.0, 2: 3.5, 3: 3.5})
     assert plan is not None
-    assert (plan.parent, plan.logical_id, plan.fresh) == (2, 4, False)
+    assert (plan.parent, plan.logical_id) == (2, 4)
     assert plan_growth(roster, ROUND_ROBIN, {}) is None
     assert plan_growth(ExpertRoster.initial(8, 8), ROUND_ROBIN, {0: 1.0}) is None
 

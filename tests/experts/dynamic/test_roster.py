@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.experts.dynamic.roster import ExpertRecord, ExpertRoster
+from toolkit.experts.dynamic.roster import ExpertRoster
 
 
 def random_history(draws: random.Random, logical_experts: int, events: int) -> list[ExpertRoster]:
@@ -61,12 +61,6 @@ def test_impossible_events_raise() -> None:
         two.grow(1, step=1)
     with pytest.raises(ValueError, match="expert 5 is not active"):
         two.merge(5, into=0, step=1)
-    with pytest.raises(ValueError, match="merged into itself"):
-        two.merge(0, into=0, step=1)
     one = two.prune(0, step=1)
     with pytest.raises(ValueError, match="expert 0 is not active"):
         one.prune(0, step=2)
-    with pytest.raises(ValueError, match="is the last one"):
-        one.prune(1, step=2)
-    with pytest.raises(ValueError, match="two active experts have the same logical id"):
-        ExpertRoster(3, (ExpertRecord(0, 1), ExpertRecord(1, 1)))

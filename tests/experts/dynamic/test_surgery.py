@@ -18,7 +18,7 @@ from toolkit.experts.dynamic.expert_rows import ExpertRows
 from toolkit.experts.dynamic.plans import Grow, Merge, Prune, free_logical_id
 from toolkit.experts.dynamic.roster import ExpertRoster
 from toolkit.experts.dynamic.similarity import reordered
-from toolkit.experts.dynamic.surgery import Surgeon
+from toolkit.experts.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.gradients import average_owned_gradients
@@ -30,7 +30,7 @@ DIM, HIDDEN, LOGICAL, ACTIVE, TOKENS = 6, 5, 8, 4, 48
 WORLDS = [1, 2, 4]
 
 
-def trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
+def trained_layer(seed: int = 0) -> tuple[MoE, DynamicExperts, AdamW]:
     """After two steps, so that every expert has moments of its own."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def trained_layer(seed: int = 0) -> tuple[MoE, Surgeon, AdamW]:
         average_owned_gradients(rows, 1)
         optimizer.step()
         optimizer.zero_grad()
-    return layer, Surgeon(layer, ExpertRoster.initial(ACTIVE, LOGICAL), optimizer, seed=seed), optimizer
+    return layer, DynamicExperts(layer), optimizer
 
 
 def tokens(seed: int = 9) -> Tensor:
@@ -60,10 +60,11 @@ def outputs(layer: MoE) -> Tensor:
         return layer(tokens())
 
 
-def rows_of(surgeon: Surgeon, optimizer: AdamW) -> dict[int, dict[str, Tensor]]:
+def rows_of(experts: DynamicExperts, optimizer: AdamW) -> dict[int, dict[str, Tensor]]:
     """Weights and moments by uid, those of the router included."""
-    rows, router, found = ExpertRows(surgeon.layer.expert_stack, optimizer), surgeon.router, {}
-    for record in surgeon.roster.active:
+    layer, found = experts.layers[""], {}
+    rows, router = ExpertRows(layer.expert_stack, optimizer), layer.router
+    for record in experts.rosters[""].active:
         state = optimizer.state[router.weight]
         found[record.uid] = {
             **rows.fetch(record.logical_id),
@@ -89,21 +90,21 @@ def assert_replicated(layer: MoE) -> None:
 
 
 def splits_in_a_row(seed: int) -> float:
-    draws, (layer, surgeon, optimizer) = random.Random(seed), trained_layer(seed)
+    draws, (layer, experts, optimizer) = random.Random(seed), trained_layer(seed)
     assert isinstance(layer.router, DynamicRouter)
     before, worst = outputs(layer), 0.0
-    while (logical_id := free_logical_id(surgeon.roster, layer.placement)) is not None:
-        parent = draws.choice(surgeon.roster.active)
-        known = rows_of(surgeon, optimizer)
-        surgeon.carry_out(Grow(parent.uid, logical_id, False, {}), step=3, plane=random_plane(draws))
-        after, new = rows_of(surgeon, optimizer), surgeon.roster.records[-1].uid
+    while (logical_id := free_logical_id(experts.rosters[""], layer.placement)) is not None:
+        parent = draws.choice(experts.rosters[""].active)
+        known = rows_of(experts, optimizer)
+        experts.carry_out("", Grow(parent.uid, logical_id, {}), optimizer, step=3, plane=random_plane(draws))
+        after, new = rows_of(experts, optimizer), experts.rosters[""].records[-1].uid
         for name, value in known[parent.uid].items():
             assert torch.equal(after[new][name], value), f"{name} of the new expert"
         for uid, values in known.items():
             assert all(torch.equal(after[uid][name], value) for name, value in values.items()), uid
         worst = max(worst, float((outputs(layer) - before).abs().max()))
         assert_replicated(layer)
-    used = {record.logical_id for record in surgeon.roster.active}
+    used = {record.logical_id for record in experts.rosters[""].active}
     active = [len(used & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
     assert max(active) == min(active)
     return worst
@@ -117,10 +118,10 @@ def test_splits_change_no_output_and_copy_moments(world: int) -> None:
 
 def split_and_merge(seed: int) -> tuple[float, ExpertRoster]:
     """An expert is split, the units of the new one are permuted, and both are merged again."""
-    draws, (layer, surgeon, optimizer) = random.Random(seed), trained_layer(seed)
-    logical_id = free_logical_id(surgeon.roster, layer.placement)
+    draws, (layer, experts, optimizer) = random.Random(seed), trained_layer(seed)
+    logical_id = free_logical_id(experts.rosters[""], layer.placement)
     assert logical_id is not None
-    surgeon.carry_out(Grow(1, logical_id, False, {}), step=3, plane=random_plane(draws))
+    experts.carry_out("", Grow(1, logical_id, {}), optimizer, step=3, plane=random_plane(draws))
     before = outputs(layer)
     rows = ExpertRows(layer.expert_stack, optimizer)
     rows.write(
@@ -129,16 +130,16 @@ def split_and_merge(seed: int) -> tuple[float, ExpertRoster]:
     )
     permuted = outputs(layer)
     assert float((permuted - before).abs().max()) < 1e-5
-    known = rows_of(surgeon, optimizer)
-    surgeon.carry_out(Merge(4, 1, 0.3, {}), step=4)
+    known = rows_of(experts, optimizer)
+    experts.carry_out("", Merge(4, 1, 0.3, {}), optimizer, step=4)
     assert_replicated(layer)
-    after = rows_of(surgeon, optimizer)
+    after = rows_of(experts, optimizer)
     for name, value in known[1].items():
         if not name.startswith("router."):
             torch.testing.assert_close(after[1][name], value, rtol=1e-5, atol=1e-7, msg=f"{name} of the heir")
     assert 4 not in after
     assert not any(t[layer.placement.owner(logical_id).slot].any() for t in _here(layer, logical_id))
-    return float((outputs(layer) - permuted).abs().max()), surgeon.roster
+    return float((outputs(layer) - permuted).abs().max()), experts.rosters[""]
 
 
 def _here(layer: MoE, logical_id: int) -> list[Tensor]:
@@ -155,13 +156,13 @@ def test_merging_equal_experts_with_permuted_units_keeps_the_outputs(world: int)
 
 
 def prune_an_unused_expert() -> tuple[float, bool, bool]:
-    layer, surgeon, optimizer = trained_layer()
+    layer, experts, optimizer = trained_layer()
     layer.router.weight.data[2] = 0
     layer.router.bias[2] = -10
-    before, known = outputs(layer), rows_of(surgeon, optimizer)
-    surgeon.carry_out(Prune(2, {}), step=3)
+    before, known = outputs(layer), rows_of(experts, optimizer)
+    experts.carry_out("", Prune(2, {}), optimizer, step=3)
     assert_replicated(layer)
-    after = rows_of(surgeon, optimizer)
+    after = rows_of(experts, optimizer)
     same = all(torch.equal(after[uid][n], v) for uid in (0, 1, 3) for n, v in known[uid].items())
     state = optimizer.state[layer.router.weight]
     cleared = not state["exp_avg"][2].any() and not any(t[layer.placement.owner(2).slot].any() for t in _here(layer, 2))
@@ -176,23 +177,6 @@ def test_pruning_an_unused_expert_keeps_the_outputs(world: int) -> None:
         assert cleared
 
 
-def grow_a_fresh_expert() -> dict[str, Tensor]:
-    layer, surgeon, optimizer = trained_layer()
-    logical_id = free_logical_id(surgeon.roster, layer.placement)
-    assert logical_id is not None
-    surgeon.carry_out(Grow(1, logical_id, True, {}), step=3, plane=Hyperplane(torch.ones(DIM), 0.0))
-    return rows_of(surgeon, optimizer)[4]
-
-
-def test_a_fresh_expert_has_the_initial_weights_of_its_uid() -> None:
-    expected = make_moe(DIM, HIDDEN, LOGICAL, 2).experts
-    for world in (1, 2):
-        for rows in run_distributed(grow_a_fresh_expert, world):
-            assert torch.equal(rows["up"], expected.up[4])
-            assert torch.equal(rows["down"], expected.down[4])
-            assert not any(rows[f"{name}.{key}"].any() for name in ("up", "down") for key in ("exp_avg", "exp_avg_sq"))
-
-
 def test_replicated_experts_are_refused() -> None:
     layer = make_moe(DIM, HIDDEN, 2, 1)
     layer.expert_stack.dispatcher.placement = ExpertPlacement(((0, 1), (1, -1)))
@@ -200,14 +184,9 @@ def test_replicated_experts_are_refused() -> None:
         ExpertRows(layer.expert_stack, None)
 
 
-def test_a_layer_without_dynamic_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="no dynamic experts"):
-        Surgeon(make_moe(DIM, HIDDEN, 2, 1), ExpertRoster.initial(2, 2), None)
-
-
 def test_gradients_are_cleared() -> None:
-    layer, surgeon, _ = trained_layer()
+    layer, experts, optimizer = trained_layer()
     layer(tokens()).sum().backward()
-    surgeon.carry_out(Prune(0, {}), step=1)
+    experts.carry_out("", Prune(0, {}), optimizer, step=1)
     left: list[Any] = [p.grad for p in (layer.experts.up, layer.experts.down, layer.router.weight)]
     assert left == [None] * 3

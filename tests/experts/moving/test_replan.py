@@ -157,8 +157,8 @@ def test_a_planner_that_wants_what_nobody_counts_is_refused_in_one_sentence() ->
 
 
 def test_an_option_that_a_planner_lacks_is_refused_before_the_first_plan() -> None:
-    with pytest.raises(UserError, match="planner 'swap' has no option nope: use target, tolerance, max_moves"):
-        Replanner({}, ReplanOptions(planner="swap", every=2, planner_options={"nope": 1, "target": 1.1}))
+    with pytest.raises(UserError, match="planner 'swap' has no option nope: use tolerance, max_moves"):
+        Replanner({}, ReplanOptions(planner="swap", every=2, planner_options={"nope": 1, "max_moves": 2}))
     with pytest.raises(UserError, match="planner 'contiguous' has no option nope: it takes none"):
         Replanner({}, ReplanOptions(planner="contiguous", every=2, planner_options={"nope": 1}))
 

@@ -10,7 +10,8 @@ import pytest
 from toolkit.commands.lab.replay import replay, worst_span
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.experts.placement.cost_model import CostModel
-from toolkit.experts.placement.guard import MigrationGuard
+from toolkit.errors import UserError
+from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate, swap
 
@@ -143,6 +144,35 @@ def test_a_guard_that_was_saved_decides_like_one_that_was_not():
             plan = plan if accepted else placement
         placement = plan
     assert set(decisions) == {True, False}
+
+
+BLOCKS = contiguous(4, 2)
+CROSSED = ExpertPlacement(((2, 1), (0, 3)))
+
+
+def test_without_a_guard_a_plan_that_changes_anything_is_taken():
+    assert plan_layer("swap", UNEVEN, BLOCKS, steps=10) == CROSSED
+    assert plan_layer("swap", UNEVEN, CROSSED, steps=10) is None
+    assert plan_layer("swap", UNEVEN, BLOCKS, steps=10, max_moves=1) is None
+    assert plan_layer(lambda load_E, current: CROSSED, UNEVEN, BLOCKS, steps=10) == CROSSED  # noqa: ARG005
+
+
+def test_with_a_guard_plans_prove_themselves_first_and_are_taken_back_when_they_fail():
+    guard = MigrationGuard(CostModel(seconds_per_row=1.0, bytes_per_second=1e3, weight_bytes=1))
+
+    def stay(load_E: object, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
+        return current
+
+    for _ in range(2):
+        assert plan_layer("swap", UNEVEN, BLOCKS, guard=guard, steps=10) is None
+    assert plan_layer("swap", UNEVEN, BLOCKS, guard=guard, steps=10) == CROSSED
+    assert plan_layer(stay, np.array([1.0, 4.0, 4.0, 1.0]), CROSSED, guard=guard, steps=10) is None
+    assert plan_layer(stay, np.array([1.0, 4.0, 4.0, 1.0]), CROSSED, guard=guard, steps=10) == BLOCKS
+
+
+def test_an_unknown_planner_is_refused():
+    with pytest.raises(UserError, match="planner 'luck' is not known"):
+        plan_layer("luck", UNEVEN, BLOCKS, steps=10)
 
 
 EXPERT = 3 * 2048 * 1024

@@ -17,7 +17,7 @@ from toolkit.commands.lab.replay import replay
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.placement.imbalance import rank_imbalance
+from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.loads import checked_load
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, moves, with_spare_slots
 from toolkit.experts.placement.placement import contiguous as blocks
@@ -101,10 +101,6 @@ def test_planners_look_at_proportions_even_at_the_ends_of_what_a_float_can_hold(
         torch.set_flush_denormal(before)
 
 
-def test_every_planner_that_is_registered_is_tested_above():
-    assert set(PLANNERS) == set(NAMES)
-
-
 def test_blocks_and_dealing_like_cards():
     current = ExpertPlacement(((0, 1, 2, 3, 4), (EMPTY_ROW,) * 3))
     assert contiguous([1] * 5, current).slots == ((0, 1, 2, EMPTY_ROW, EMPTY_ROW), (3, 4, EMPTY_ROW))
@@ -112,9 +108,9 @@ def test_blocks_and_dealing_like_cards():
 
 
 def test_longest_processing_time_by_hand():
-    # 8 to rank 0, 7 to rank 1, 6 to rank 1 (lighter, now full), the rest to rank 0.
-    assert lpt([8, 7, 6, 1], blocks(4, 2), level=False).slots == ((0, 3), (2, 1))
-    # An empty rank limit: rank 1 has one slot, so it gets the heaviest alone.
+    # 8 to bin 0, 7 to bin 1, 6 to bin 1 (lighter, now full), the rest to bin 0.
+    assert pack([8, 7, 6, 1], [2, 2]) == [[0, 3], [1, 2]]
+    # Bin 1 has room for one.
     assert pack([5, 4, 3], [3, 1]) == [[0, 2], [1]]
     assert even_counts(7, [1, 9, 9]) == [1, 3, 3]
     with pytest.raises(ValueError, match="4 do not fit into 3 places"):
@@ -126,20 +122,15 @@ def test_longest_processing_time_by_hand():
     case=placements_with_loads(),
     budget=st.one_of(st.none(), st.integers(0, 6)),
     tolerance=st.sampled_from([0.0, 0.01, 0.4]),
-    target=st.sampled_from([1.0, 1.2]),
 )
-def test_swaps_never_make_it_worse_and_keep_to_their_budget(
-    case: Case, budget: int | None, tolerance: float, target: float
-):
+def test_swaps_never_make_it_worse_and_keep_to_their_budget(case: Case, budget: int | None, tolerance: float):
     current, load = case
-    plan = swap(load, current, max_moves=budget, tolerance=tolerance, target=target)
+    plan = swap(load, current, max_moves=budget, tolerance=tolerance)
     before, after = rank_imbalance(load, current), rank_imbalance(load, plan)
     travelled = sum(move.travels for move in moves(current, plan))
     assert after <= before * ROUNDING
     assert budget is None or travelled <= budget
     assert plan.num_replicas().tolist() == current.num_replicas().tolist()
-    if before <= target:
-        assert plan == current
 
 
 @settings(max_examples=100)
@@ -153,23 +144,15 @@ def test_swaps_of_few_experts_are_within_their_tolerance_of_planning_from_scratc
 
 
 @settings(max_examples=100)
-@given(
-    case=placements_with_loads(replicas=False),
-    budget=st.one_of(st.none(), st.integers(0, 6)),
-    gain=st.sampled_from([0.0, 0.01, 0.1]),
-    target=st.sampled_from([1.0, 1.2]),
-)
-def test_few_swaps_are_worth_what_they_move(case: Case, budget: int | None, gain: float, target: float):
+@given(case=placements_with_loads(replicas=False), gain=st.sampled_from([0.0, 0.01, 0.1]))
+def test_few_swaps_are_worth_what_they_move(case: Case, gain: float):
     current, load = case
-    plan = few_swaps(load, current, gain=gain, max_moves=budget, target=target)
+    plan = few_swaps(load, current, gain=gain)
     travelled = sum(move.travels for move in moves(current, plan))
     if plan != current:
         before, after = (unevenness(PackingState(each, checked_load(load, each)).load_R) for each in (current, plan))
         assert before - after >= gain * travelled / 2 - 1e-6
     assert rank_imbalance(load, plan) <= rank_imbalance(load, current) * ROUNDING
-    assert budget is None or travelled <= budget
-    if rank_imbalance(load, current) <= target:
-        assert plan == current
 
 
 def test_few_swaps_by_hand():
@@ -190,11 +173,8 @@ def test_swaps_by_hand():
     # Loads 13 and 3: experts 0 and 3 exchanged give 7 and 9, experts 1 and 2 give 9 and 7: a tie, so the lowest id.
     assert swap([8, 5, 1, 2], blocks(4, 2)).slots == ((3, 1), (2, 0))
     assert swap([8, 5, 1, 2], ExpertPlacement(((1, 0), (2, 3)))).slots == ((1, 3), (2, 0))
-    # 13 is 1.625 times the mean; 9, after one exchange, 1.125 times.
-    assert swap([8, 5, 1, 2], blocks(4, 2), target=1.63) == blocks(4, 2)
-    # Loads 10, 9 and 1: exchanging 5 with 1 gives 6, 9, 5, which is 1.35 times the mean, and the next 8 at best.
+    # Loads 10, 9 and 1: exchanging 5 with 1 gives 6, 9, 5, and the next 8 at best, which is 1.2 times the mean.
     thrice = [5, 5, 6, 3, 1, 0]
-    assert rank_imbalance(thrice, swap(thrice, blocks(6, 3), target=1.4)) == pytest.approx(1.35)
     assert rank_imbalance(thrice, swap(thrice, blocks(6, 3))) == pytest.approx(1.2)
     # An empty slot takes an expert alone, for one move instead of two.
     spare = ExpertPlacement(((0, 1), (2, EMPTY_ROW)))
@@ -203,12 +183,11 @@ def test_swaps_by_hand():
 
 
 @settings(max_examples=60)
-@given(case=placements_with_loads(), most=st.integers(0, 4))
-def test_replicas_fill_spare_slots_with_copies_of_hot_experts_up_to_the_bound(case: Case, most: int):
+@given(case=placements_with_loads())
+def test_replicas_fill_spare_slots_with_copies_of_hot_experts_up_to_the_bound(case: Case):
     current, load = case
-    plan = replicate(load, current, max_replicas=most)
+    plan = replicate(load, current)
     copies = plan.num_replicas()
-    assert int(copies.sum()) - current.num_experts <= most
     needless = any(n > 1 for n, weight in zip(copies.tolist(), load, strict=True) if weight == 0)
     assert plan == current or not needless
     assert rank_imbalance(load, plan) >= lower_bound(load, current, replicas=True) / ROUNDING
@@ -220,7 +199,7 @@ def test_planners_for_balance_are_never_worse_than_what_is_there_and_do_nothing_
     current, load = case
     plans = [(replicate, replicate(load, current))]
     if not current.has_replicas:
-        plans += [(lpt, lpt(load, current)), (lpt, lpt(load, current, level=False))]
+        plans += [(lpt, lpt(load, current))]
     for planner, plan in plans:
         assert rank_imbalance(load, plan) <= rank_imbalance(load, current) * ROUNDING
         again = planner(load, plan)
@@ -269,17 +248,6 @@ def test_hot_experts_get_the_spare_slots():
     plan = replicate([30, 10, 10, 10], ExpertPlacement(((0, 1, -1), (2, 3, -1))))
     assert plan.num_replicas().tolist() == [2, 2, 1, 1]
     assert rank_imbalance([30, 10, 10, 10], plan) == 1.0
-
-
-@settings(max_examples=40)
-@given(seed=st.integers(0, 1000))
-def test_with_nodes_experts_of_a_group_and_all_their_copies_share_a_node(seed: int):
-    current = with_spare_slots(blocks(16, 4), 2)
-    load = np.random.default_rng(seed).zipf(1.5, 16).clip(max=1000).astype(float)
-    plan = replicate(load, current, node_of_rank=[0, 0, 1, 1], group_size=4)
-    for first in range(0, 16, 4):
-        ranks = {place.rank for e in range(first, first + 4) for place in plan.replicas(e)}
-        assert ranks <= {0, 1} or ranks <= {2, 3}
 
 
 @settings(max_examples=60)
@@ -346,8 +314,8 @@ def test_node_aware_brings_experts_to_those_who_send_to_them():
     assert rank_imbalance(sources.sum(0), plan) == 1.0
 
 
-def test_the_flag_takes_the_planners_that_there_are():
-    assert PLANNERS.keys() == PLANNER_NAMES
+def test_the_flag_and_the_tests_above_take_the_planners_that_there_are():
+    assert PLANNERS.keys() == PLANNER_NAMES == set(NAMES)
 
 
 def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
@@ -373,8 +341,6 @@ def test_a_planner_of_ones_own_is_found_by_name_and_a_wrong_name_is_refused():
         ("lpt", [1, 2, 3], {}, r"shape \(3,\), but the placement has 4 experts"),
         ("swap", [1, 2, 3, -1], {}, r"at least 0, not -1"),
         ("swap", [1, 2, 3, float("nan")], {}, "finite"),
-        ("replicate", [1, 2, 3, 4], {"group_size": 3}, "group_size 3 does not divide 4"),
-        ("replicate", [1, 2, 3, 4], {"node_of_rank": [0]}, r"names 1 rank\(s\), the placement has 2"),
         ("affinity", [1, 2, 3, 4], {"together_EE": [[1.0]]}, "symmetric, with a row for each of 4"),
         ("node_aware", [1] * 4, {"node_of_rank": [0], "source_load_RE": np.ones((2, 4))}, "node_of_rank names 1"),
         ("node_aware", [1] * 4, {"node_of_rank": [0, 1], "source_load_RE": np.ones((1, 4))}, r"shape \(1, 4\)"),

@@ -46,8 +46,8 @@ def test_bytes_of_dispatch_and_combine_and_what_crosses_nodes_by_hand():
     load = np.array([[1, 2, 3, 4], [10, 0, 0, 0], [0, 0, 0, 0]])
     sent = Traffic(rows_between_ranks(load, TWO_REPLICAS))
     assert sent.rows_SR.tolist() == [[4, 2, 4], [10, 0, 0], [0, 0, 0]]
-    assert sent.bytes_dispatched(100).tolist() == [600, 1000, 0]
-    assert sent.bytes_combined(100).tolist() == [1000, 200, 400]
+    # Rank 0 sends 6 and gets 10, rank 1 sends 10 and gets 2, rank 2 gets 4; what is got is sent back.
+    assert sent.bytes_trained(40, 60).tolist() == [1600, 1200, 400]
     assert sent.cross_node_fraction([0, 0, 1]) == 4 / 20
     assert sent.cross_node_fraction([0, 1, 1]) == 16 / 20
     nothing = Traffic(rows_between_ranks(np.zeros_like(load), TWO_REPLICAS))

@@ -25,7 +25,7 @@ from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.layer.stack import crossings, visited_nodes
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.placement.imbalance import rank_imbalance
+from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import Traffic, migration_cost, rows_between_ranks

@@ -17,7 +17,7 @@ from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.routing import routing_log
-from toolkit.experts.routing.routing_log import Choices, Cursor, count_pairs, new_loads, take_loads
+from toolkit.experts.routing.routing_log import Choices, Cursor, count_pairs, take_loads
 
 DIM, EXPERTS, TOP_K = 8, 4, 2
 
@@ -179,7 +179,7 @@ def test_a_compiled_layer_is_compiled_once_however_many_forwards_wait() -> None:
     torch.compiler.reset()
 
 
-def read_on_ranks(state: dict[str, Any] | None, ep_size: int) -> tuple[dict[str, Any], list[list[int]], list[int]]:
+def read_on_ranks(state: dict[str, Any] | None, ep_size: int) -> tuple[dict[str, Any], list[list[int]]]:
     """A cursor's state with some forwards unread, what it says of sources and pairs, and loads read over two layers."""
     layer = layer_of(ep_size)
     cursor = layer.expert_stack.log.cursor(pairs=True)
@@ -193,20 +193,18 @@ def read_on_ranks(state: dict[str, Any] | None, ep_size: int) -> tuple[dict[str,
         cursor.load_state_dict(state)
     other = Cursor(layer.expert_stack.log)
     unread = cursor.state_dict()
-    both = [load_E.tolist() for load_E in new_loads([cursor, other])]
-    return unread, both, take_loads([cursor])[0].tolist()
+    return unread, [load_E.tolist() for load_E in take_loads([cursor, other])]
 
 
 def test_what_is_unread_goes_into_the_state_and_comes_back_on_any_number_of_ranks() -> None:
     ranks = run_distributed(read_on_ranks, 2, None, 2)
     layer = layer_of()
     by_rank = [chosen(layer, tokens(4 + rank, 10 + rank)) for rank in range(2)]
-    state, (first, other), taken = ranks[0]
+    state, loads = ranks[0]
     assert ranks[1] == ranks[0]
     assert state["load"] == [chosen_TE.sum(0).tolist() for chosen_TE in by_rank]
     assert state["pairs"] == torch.stack([chosen_TE.T @ chosen_TE for chosen_TE in by_rank]).sum(0).tolist()
     total = [a + b for a, b in zip(*state["load"], strict=True)]
-    assert (first, other, taken) == (total, [0] * EXPERTS, total)
+    assert loads == [total, [0] * EXPERTS]
     assert run_distributed(read_on_ranks, 2, state, 2) == ranks
-    alone, (first, _), taken = read_on_ranks(state, 1)
-    assert (alone, first, taken) == ({"load": [total], "pairs": state["pairs"]}, total, total)
+    assert read_on_ranks(state, 1) == ({"load": [total], "pairs": state["pairs"]}, loads)

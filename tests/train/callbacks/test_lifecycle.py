@@ -150,13 +150,6 @@ def test_samples_that_are_replayed_in_sleep_are_augmented_anew(tmp_path: Path) -
     assert len(torch.cat(seen).unique()) == len(torch.cat(seen)), "no visit happens twice"
 
 
-def test_new_experts_can_be_fresh(tmp_path: Path) -> None:
-    lifecycle = EVENTFUL.replace(new_expert="fresh")
-    history, _, results = run_distributed(train, 2, tmp_path / "run", 2, {"lifecycle": lifecycle})[0]
-    assert "grow" in {kind for _, kind, _ in history}
-    assert results["test_accuracy"] > 0.5
-
-
 def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, list[int], list[int], list[int]]:
     """An outcome; of each step, the rows of experts that the backward and the optimizer saw, and those up to the last
     active expert."""

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
-from toolkit.experts.placement.imbalance import max_over_mean, shares
+from toolkit.experts.placement.loads import max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, moves
-from toolkit.experts.placement.plan import plan_layer
+from toolkit.experts.placement.guard import plan_layer
 from toolkit.experts.placement.planners.registry import Planner
 
 

@@ -28,8 +28,6 @@ class CumulativeSum:
     of about `memory` values: so a loss that falls slowly raises no alarm. After an alarm both are estimated anew, from
     `warmup` values without alarms. `largest` caps z_t, so that no single value raises an alarm; None caps nothing.
     A value lowers the running mean as if it were at most `largest_drop` standard deviations below it.
-
-    Raises ValueError where `largest` alone would pass the threshold.
     """
 
     def __init__(
@@ -42,8 +40,6 @@ class CumulativeSum:
         largest: float | None = 5.0,
         largest_drop: float = LARGEST_UPDATE,
     ):
-        if largest is not None and threshold <= largest - slack:
-            raise ValueError(f"threshold {threshold}: a single value could raise an alarm, take more")
         self.threshold, self.slack, self.memory, self.warmup = threshold, slack, memory, warmup
         self.largest = math.inf if largest is None else largest
         self.largest_drop = largest_drop

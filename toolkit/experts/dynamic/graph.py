@@ -12,10 +12,8 @@ It uses no tensors, ranks or training state: ranks that observe the same have eq
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import lazy_loader
@@ -27,6 +25,8 @@ from toolkit.experts.dynamic.roster import ExpertRoster
 
 nx = lazy_loader.load("networkx")
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
+EDGE_DECAY, EDGE_FLOOR = 0.99, 0.1
+"""What weights are multiplied by, each epoch and sleep phase; measured edges below the floor are removed."""
 LINEAGE = ("split", "merge")
 """Edges that record what happened: they fade to the floor and are never removed."""
 OFTEN_TOGETHER = 0.5
@@ -56,12 +56,11 @@ class KnowledgeGraph:
     - coactivation: t / sqrt(n m), where n and m tokens were routed to the experts, and t of them to both;
     - split, from parent to new expert, and merge, from the removed expert to the remaining one.
 
-    `decay` multiplies weights by `edge_decay`. Below `edge_floor` a measured edge is removed; split and merge edges
+    `decay` multiplies weights by `EDGE_DECAY`. Below `EDGE_FLOOR` a measured edge is removed; split and merge edges
     stay at the floor.
     """
 
-    def __init__(self, *, edge_decay: float = 0.99, edge_floor: float = 0.1):
-        self.edge_decay, self.edge_floor = edge_decay, edge_floor
+    def __init__(self) -> None:
         self.graph = nx.MultiDiGraph()
 
     # --- updates ----------------------------------------------------------------------------------------------
@@ -131,18 +130,18 @@ class KnowledgeGraph:
     def decay(self) -> None:
         """Lets the weights of edges that are not measured again fade; to be called once per epoch or sleep."""
         for a, b, kind, edge in list(self.graph.edges(keys=True, data=True)):
-            edge["weight"] *= self.edge_decay
+            edge["weight"] *= EDGE_DECAY
             if kind in LINEAGE:
-                edge["weight"] = max(edge["weight"], self.edge_floor)
-            elif edge["weight"] < self.edge_floor:
+                edge["weight"] = max(edge["weight"], EDGE_FLOOR)
+            elif edge["weight"] < EDGE_FLOOR:
                 self.graph.remove_edge(a, b, kind)
             elif kind == "coactivation":
-                edge["tokens"] *= self.edge_decay
+                edge["tokens"] *= EDGE_DECAY
 
     def _measure(self, kind: EdgeKind, a: int, b: int, weight: float, **more: float) -> None:
         """Sets an undirected edge, stored from the lower uid to the higher, or removes it if `weight` is too low."""
         a, b = min(a, b), max(a, b)
-        if weight >= max(self.edge_floor, 1e-9):
+        if weight >= EDGE_FLOOR:
             self._link(kind, a, b, weight, **more)
         elif self.graph.has_edge(a, b, kind):
             self.graph.remove_edge(a, b, kind)
@@ -184,30 +183,12 @@ class KnowledgeGraph:
 
     # --- files and checkpoints --------------------------------------------------------------------------------
 
-    def node_link(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns JSON values that `networkx.node_link_graph(..., edges="edges")` reads."""
         return nx.node_link_data(self.graph, edges="edges")
 
-    def save(self, stem: Path) -> list[Path]:
-        """Writes `stem`.json (node-link) and `stem`.graphml, with lists as JSON text and without nulls."""
-        text = stem.with_name(f"{stem.name}.json")
-        xml = stem.with_name(f"{stem.name}.graphml")
-        text.write_text(json.dumps(self.node_link(), indent=1), encoding="utf-8")
-        flat = nx.MultiDiGraph()
-        for uid, node in self.graph.nodes.items():
-            flat.add_node(uid, **{k: json.dumps(v) if isinstance(v, list) else v for k, v in _known(node).items()})
-        for a, b, kind, edge in self.graph.edges(keys=True, data=True):
-            flat.add_edge(a, b, f"{kind}-{a}-{b}", **edge)  # edge keys are unique in GraphML
-        nx.write_graphml(flat, xml)
-        return [text, xml]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the graph as JSON values."""
-        return {"edge_decay": self.edge_decay, "edge_floor": self.edge_floor, "graph": self.node_link()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the graph; decay and floor remain those of this object."""
-        self.graph = nx.node_link_graph(state["graph"], edges="edges")
+        self.graph = nx.node_link_graph(state, edges="edges")
 
 
 def specialisation(counts_C: NDArray[Any], seen_C: NDArray[np.bool_] | None = None) -> float:
@@ -229,7 +210,3 @@ def top_classes(counts_C: NDArray[Any]) -> list[int]:
     """Returns the up to three most frequent classes among an expert's tokens, the most frequent first."""
     order = np.argsort(-np.asarray(counts_C), kind="stable")[:TOP_CLASSES]
     return [int(c) for c in order if counts_C[c] > 0]
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

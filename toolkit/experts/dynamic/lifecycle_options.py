@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.errors import require
-from toolkit.experts.options import Fraction, FractionAboveZero, FractionBelowOne, Options
+from toolkit.experts.options import Fraction, Options
 
 
 class LifecycleOptions(Options):
@@ -18,8 +16,6 @@ class LifecycleOptions(Options):
     grow_every: PositiveInt | None = None
     """Split an expert every so many optimizer steps, too, while a coming or remembered sample is not covered; none:
     only when the coverage check asks for it."""
-    new_expert: Literal["split", "fresh"] = "split"
-    """Start a new expert with its parent's weights, which changes no output, or with fresh random ones."""
     check_every: PositiveInt = 25
     """Optimizer steps between coverage checks."""
     check_samples: PositiveInt = 128
@@ -28,8 +24,6 @@ class LifecycleOptions(Options):
     """Plateau threshold: tolerated fraction of samples with p(target) < 0.5."""
     cooldown_checks: NonNegativeInt = 8
     """Coverage checks without growth after a growth."""
-    growths_at_once: PositiveInt = 1
-    """Experts that are split after a shift of the data."""
     merge: bool = True
     """In sleep, merge experts with nearly equal outputs and weights."""
     merge_distance: Fraction = 0.15
@@ -60,17 +54,11 @@ class LifecycleOptions(Options):
     memory_size: PositiveInt = 2000
     """Training samples in the replay memory, evenly over classes."""
     replay_steps: NonNegativeInt = 40
-    """Optimizer steps of replay in a sleep phase."""
-    replay_batch_size: PositiveInt | None = None
-    """Samples per replay step, over all processes; none: the run's batch size."""
+    """Optimizer steps of replay in a sleep phase, of the run's batch size."""
     replay_lr: PositiveFloat = 1e-4
     """Learning rate of replay steps."""
     undo_above: NonNegativeFloat = 0.02
     """Undo a change in sleep that raises the loss by more than this fraction, and than two standard errors."""
-    edge_decay: FractionAboveZero = 0.99
-    """Factor of the edge weights of the knowledge graph, per epoch and sleep phase."""
-    edge_floor: FractionBelowOne = 0.1
-    """Remove measured edges of the knowledge graph below this weight."""
 
     def check_together(self) -> None:
         super().check_together()

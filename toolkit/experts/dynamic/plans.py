@@ -22,13 +22,12 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Grow:
-    """A new expert for part of the tokens of `parent`: with its weights, or with new random ones (`fresh`)."""
+    """A new expert for part of the tokens of `parent`, with its weights."""
 
     parent: int
     """uid."""
     logical_id: int
     """The logical id of the new expert."""
-    fresh: bool
     why: Mapping[str, float]
 
 
@@ -103,16 +102,13 @@ def plan_placement(
         slots[fullest][old], slots[emptiest][new] = slots[emptiest][new], slots[fullest][old]
 
 
-def plan_growth(
-    roster: ExpertRoster, placement: ExpertPlacement, uncovered: Mapping[int, float], *, fresh: bool = False
-) -> Grow | None:
+def plan_growth(roster: ExpertRoster, placement: ExpertPlacement, uncovered: Mapping[int, float]) -> Grow | None:
     """Plans to split the active expert that takes most of what is not covered, ties to the lowest uid.
 
     Args:
         roster: The layer's experts.
         placement: Where they are.
         uncovered: By uid, the routing weight that the expert had for tokens of uncovered samples.
-        fresh: Whether the new expert gets new random weights instead of its parent's.
 
     Returns:
         The plan, or None where all logical experts are active or nothing is uncovered.
@@ -122,7 +118,7 @@ def plan_growth(
     parent = max(active, key=lambda uid: (active[uid], -uid))
     if logical_id is None or active[parent] <= 0:
         return None
-    return Grow(parent, logical_id, fresh, {"uncovered": active[parent]})
+    return Grow(parent, logical_id, {"uncovered": active[parent]})
 
 
 def plan_merges(

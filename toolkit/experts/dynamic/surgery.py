@@ -2,7 +2,7 @@
 
 All of it is collective: all ranks carry out the same plan between the same two steps. Parameters keep their shapes and
 storages, so DDP and the optimizer need not know. Adam's step count belongs to the stacked parameter and is shared by
-its experts; a new expert starts with its parent's moments, or with zeros where it is fresh.
+its experts; a new expert starts with its parent's moments.
 """
 
 from __future__ import annotations
@@ -22,88 +22,10 @@ from toolkit.experts.dynamic.expert_rows import ExpertRows
 from toolkit.experts.dynamic.plans import Grow, Merge, Plan
 from toolkit.experts.dynamic.roster import ExpertRoster, LifecycleEvent
 from toolkit.experts.dynamic.similarity import alignment, reordered
-from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel.optimizer_rows import RowsInUse
 from toolkit.experts.parallel.ownership import mark_rows_in_use
 from toolkit.experts.parallel.unwrapping import unwrapped
-
-
-class Surgeon:
-    """Changes the experts of one layer. Raises ValueError for a layer without dynamic experts."""
-
-    def __init__(self, layer: MoE, roster: ExpertRoster, optimizer: Optimizer | None, *, seed: int = 0):
-        if not isinstance(layer.router, DynamicRouter):
-            raise ValueError("this layer has no dynamic experts: make it with make_dynamic_moe")
-        self.layer, self.router, self.roster, self.seed = layer, layer.router, roster, seed
-        self.optimizer = optimizer
-
-    def carry_out(self, plan: Plan, *, step: int, plane: Hyperplane | None = None) -> ExpertRoster:
-        """Changes the layer. A collective.
-
-        Args:
-            plan: The change.
-            step: The optimizer steps done so far, for the roster.
-            plane: Where tokens are divided between parent and new expert; needed for a `Grow`.
-
-        Returns:
-            The roster afterwards, which `roster` is then too.
-        """
-        rows = ExpertRows(self.layer.expert_stack, self.optimizer)
-        if isinstance(plan, Grow):
-            assert plane is not None, "a split needs a hyperplane"
-            self._grow(rows, plan, step, plane)
-        else:
-            removed = self.roster.logical_id_of(plan.uid)
-            if isinstance(plan, Merge):
-                self._average(rows, self.roster.logical_id_of(plan.into), removed, plan.share)
-                self.roster = self.roster.merge(plan.uid, into=plan.into, step=step)
-            else:
-                self.roster = self.roster.prune(plan.uid, step=step)
-            rows.write(removed, {})
-            self.router.deactivate(removed)
-            self._copy_router_states(removed, None)
-        for parameter in (*self.layer.expert_stack.parameters.values(), self.router.weight):
-            parameter.grad = None
-        return self.roster
-
-    def _grow(self, rows: ExpertRows, plan: Grow, step: int, plane: Hyperplane) -> None:
-        parent = self.roster.logical_id_of(plan.parent)
-        self.roster = self.roster.grow(plan.logical_id, step=step, parent=plan.parent)
-        rows.write(plan.logical_id, self._fresh(self.roster.records[-1].uid) if plan.fresh else rows.fetch(parent))
-        self.router.split(parent, plan.logical_id, plane)
-        self._copy_router_states(plan.logical_id, parent)
-
-    def _fresh(self, uid: int) -> dict[str, Tensor]:
-        """Returns the initial weights of an expert with this uid."""
-        experts = self.layer.experts
-        drawn = GroupedExperts(
-            experts.up.shape[2],
-            experts.down.shape[1],
-            expert_ids=[uid],
-            activation=experts.activation,
-            seed=self.seed,
-        )
-        return {"up": drawn.up.data[0], "down": drawn.down.data[0]}
-
-    @torch.no_grad()
-    def _average(self, rows: ExpertRows, remains: int, removed: int, share: float) -> None:
-        """Weights, moments and router row of `remains` become the mean of both experts', after alignment."""
-        mine = rows.fetch(remains)
-        other = rows.fetch(removed)
-        other = reordered(other, alignment(mine, other))
-        rows.write(remains, {name: torch.lerp(other[name], row, share) for name, row in mine.items()})
-        weight = self.router.weight
-        weight[remains] = torch.lerp(weight[removed], weight[remains], share)
-
-    @torch.no_grad()
-    def _copy_router_states(self, logical_id: int, source: int | None) -> None:
-        """Copy the optimizer states of the router's row `source`; None sets zeros."""
-        if self.optimizer is None:
-            return
-        for value in unwrapped(self.optimizer).state.get(self.router.weight, {}).values():
-            if isinstance(value, Tensor) and value.shape == self.router.weight.shape:
-                value[logical_id] = 0 if source is None else value[source]
 
 
 class Snapshot:
@@ -121,13 +43,10 @@ class Snapshot:
 
 
 class DynamicExperts:
-    """Carries out plans on the layers of `model` with dynamic experts and records them; can undo what it did.
+    """Carries out plans on the layers of `model` with dynamic experts and records them; can undo what it did."""
 
-    `seed` is that of the layers' initial weights: a fresh expert's depend on it and its uid.
-    """
-
-    def __init__(self, model: nn.Module, *, seed: int = 0):
-        self.model, self.seed = model, seed
+    def __init__(self, model: nn.Module):
+        self.model = model
         self.layers: dict[str, MoE] = dynamic_layers(model)
         self.rosters = {
             name: ExpertRoster.initial(int(_router(layer).active_E.sum()), layer.placement.num_experts)
@@ -140,16 +59,50 @@ class DynamicExperts:
         return max((len(roster) for roster in self.rosters.values()), default=1)
 
     def carry_out(
-        self, layer: str, plan: Plan, optimizer: Optimizer, *, step: int, plane: Hyperplane | None = None, **detail: Any
+        self,
+        layer: str,
+        plan: Plan,
+        optimizer: Optimizer | None,
+        *,
+        step: int,
+        plane: Hyperplane | None = None,
+        **detail: Any,
     ) -> None:
-        """Change the experts of `layer`, and record it with `detail` and the plan's reason. A collective."""
-        surgeon = Surgeon(self.layers[layer], self.rosters[layer], optimizer, seed=self.seed)
-        self.rosters[layer] = surgeon.carry_out(plan, step=step, plane=plane)
+        """Changes the experts of a layer. A collective.
+
+        Args:
+            layer: The name of the layer.
+            plan: The change.
+            optimizer: The optimizer whose states change with the weights.
+            step: The optimizer steps done so far, for roster and record.
+            plane: Where tokens are divided between parent and new expert; needed for a `Grow`.
+            detail: What is recorded beside the plan's reason.
+        """
+        stack, router, roster = self.layers[layer].expert_stack, _router(self.layers[layer]), self.rosters[layer]
+        rows = ExpertRows(stack, optimizer)
         if isinstance(plan, Grow):
+            assert plane is not None, "a split needs a hyperplane"
+            parent = roster.logical_id_of(plan.parent)
+            self.rosters[layer] = roster.grow(plan.logical_id, step=step, parent=plan.parent)
+            rows.write(plan.logical_id, rows.fetch(parent))
+            router.split(parent, plan.logical_id, plane)
+            _copy_states(optimizer, router.weight, plan.logical_id, parent)
             uids: tuple[int, ...] = (self.rosters[layer].records[-1].uid, plan.parent)
-            detail["rank"] = self.layers[layer].placement.owner(plan.logical_id).rank
+            detail["rank"] = stack.placement.owner(plan.logical_id).rank
         else:
-            uids = (plan.into, plan.uid) if isinstance(plan, Merge) else (plan.uid,)
+            removed = roster.logical_id_of(plan.uid)
+            if isinstance(plan, Merge):
+                _average(rows, router.weight, roster.logical_id_of(plan.into), removed, plan.share)
+                self.rosters[layer] = roster.merge(plan.uid, into=plan.into, step=step)
+                uids = (plan.into, plan.uid)
+            else:
+                self.rosters[layer] = roster.prune(plan.uid, step=step)
+                uids = (plan.uid,)
+            rows.write(removed, {})
+            router.deactivate(removed)
+            _copy_states(optimizer, router.weight, removed, None)
+        for parameter in (*stack.parameters.values(), router.weight):
+            parameter.grad = None
         kind = type(plan).__name__.lower()
         self.history.append(LifecycleEvent(step, layer, kind, uids, {**detail, **plan.why}))  # type: ignore[arg-type]
 
@@ -213,3 +166,22 @@ class DynamicExperts:
 def _router(layer: MoE) -> DynamicRouter:
     assert isinstance(layer.router, DynamicRouter)
     return layer.router
+
+
+@torch.no_grad()
+def _average(rows: ExpertRows, router_weight: Tensor, remains: int, removed: int, share: float) -> None:
+    """Weights, moments and router row of `remains` become the mean of both experts', after alignment."""
+    mine = rows.fetch(remains)
+    other = rows.fetch(removed)
+    other = reordered(other, alignment(mine, other))
+    rows.write(remains, {name: torch.lerp(other[name], row, share) for name, row in mine.items()})
+    router_weight[remains] = torch.lerp(router_weight[removed], router_weight[remains], share)
+
+
+@torch.no_grad()
+def _copy_states(optimizer: Optimizer | None, weight: Tensor, row: int, source: int | None) -> None:
+    """Copies the optimizer states of a row of `weight` from row `source`; None sets zeros."""
+    states = {} if optimizer is None else unwrapped(optimizer).state.get(weight, {})
+    for value in states.values():
+        if isinstance(value, Tensor) and value.shape == weight.shape:
+            value[row] = 0 if source is None else value[source]

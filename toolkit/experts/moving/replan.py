@@ -23,14 +23,11 @@ from toolkit.experts.moving.migrate import MigrationReport, link_bytes_per_secon
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node
-from toolkit.experts.placement.cost_model import (
-    CostModel,
-    measured_cost_model,
-)
+from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
-from toolkit.experts.placement.imbalance import rank_imbalance, shares
+from toolkit.experts.placement.loads import rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.plan import plan_layer
+from toolkit.experts.placement.guard import plan_layer
 from toolkit.experts.placement.planners.registry import Planner, planner_named
 from toolkit.experts.routing.routing_log import take_loads
 
@@ -93,7 +90,6 @@ class Replanner:
         self.options = options
         self.planner = options.planner or "contiguous"
         self.wanted = wanted_statistics(self.planner, options.planner_options)
-        self.every, self.guarded = options.every, options.guarded
         self.link_gbytes_per_second = options.link_gbytes_per_second
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
@@ -114,21 +110,27 @@ class Replanner:
 
     def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
         """Call it after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
-        if self.guarded:
+        if self.options.guarded:
             self._ends.append(time.perf_counter())
-        if step % self.every or not self.stacks:
+        if step % self.options.every or not self.stacks:
             return []
         done = []
         statistics = self._statistics()
         loads = self._window()
-        if self.guarded:
+        if self.options.guarded:
             self._set_cost_model(loads, optimizer)
         for (name, stack), load_E, known in zip(self.stacks.items(), loads, statistics, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
             began = time.perf_counter()
             new = plan_layer(
-                self.planner, load_E, current, guard=guard, steps=self.every, **known, **self.options.planner_options
+                self.planner,
+                load_E,
+                current,
+                guard=guard,
+                steps=self.options.every,
+                **known,
+                **self.options.planner_options,
             )
             self.planner_seconds += time.perf_counter() - began
             if guard is not None and guard.refused:
@@ -173,10 +175,14 @@ class Replanner:
         """float64 (E) of each layer: mean assignments per step and EP group since the last plan. A collective."""
         stacks = list(self.stacks.values())
         groups = world_size() // stacks[0].groups.ep_size
-        return [load_E.cpu().double() / (self.every * groups) for load_E in take_loads(list(self._cursors.values()))]
+        return [
+            load_E.cpu().double() / (self.options.every * groups) for load_E in take_loads(list(self._cursors.values()))
+        ]
 
     def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:
-        """Give the guards the median step time of this window, that of the slowest rank. A collective."""
+        """Give the guards the median step time of this window, that of the slowest rank. A collective.
+
+        Each assignment of the busiest rank, over all layers, has its part of the step."""
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
         stacks = list(self.stacks.values())
@@ -195,13 +201,11 @@ class Replanner:
             float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
         )
         for (name, stack), most in zip(self.stacks.items(), most_kept, strict=True):
-            cost_model = measured_cost_model(
-                step_seconds=seconds,
-                rows=rows,
+            cost_model = CostModel(
+                seconds_per_row=self.options.expert_time_share * seconds / max(rows, 1.0),
+                bytes_per_second=self.link_gbytes_per_second * 1e9,
                 weight_bytes=weight_bytes(stack),
                 optimizer_bytes=int(most),
-                expert_share=self.options.expert_time_share,
-                bytes_per_second=self.link_gbytes_per_second * 1e9,
             )
             if name in self.guards:
                 self.guards[name].cost_model = cost_model
@@ -223,7 +227,7 @@ class Replanner:
                 continue
             self._cursors[name].load_state_dict(state["window"][name])
             same_slots = state["slots_per_rank"][name] == stack.placement.slots_per_rank
-            if self.guarded and same_slots and name in state["guards"]:
+            if self.options.guarded and same_slots and name in state["guards"]:
                 # The cost model comes with the next window, before the guard is asked anything.
                 self.guards[name] = MigrationGuard(CostModel(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
                 self.guards[name].load_state_dict(state["guards"][name])

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from toolkit.experts.placement.imbalance import shares
+from toolkit.experts.placement.loads import shares
 from toolkit.experts.placement.loads import Floats
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.placement_options import ExpertExchange
@@ -29,9 +29,6 @@ from toolkit.experts.placement.traffic import (
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses
 a few plans too many."""
-EXPERT_SHARE = 0.5
-"""Assumed, not measured: the fraction of a step that grows with the rows of the busiest rank (experts' forward and
-backward, and their transfers); the rest is attention, loss, optimizer. Too high a fraction overrates gains."""
 EXCHANGES = 5
 """All-to-alls of a layer in a step: row counts; dispatch and combine, forward and backward."""
 HIERARCHICAL_EXCHANGES = 13
@@ -197,33 +194,3 @@ class CostModel:
     def _busier_way(bytes_SR: NDArray[Any]) -> NDArray[Any]:
         """Returns (..., R), what each rank sends, or receives, whichever is more."""
         return np.maximum(bytes_SR.sum(-1), bytes_SR.sum(-2))
-
-
-def measured_cost_model(
-    *,
-    step_seconds: float,
-    rows: float,
-    weight_bytes: int,
-    optimizer_bytes: int,
-    expert_share: float = EXPERT_SHARE,
-    bytes_per_second: float = LINK_BYTES_PER_SECOND,
-) -> CostModel:
-    """Returns the cost model of one layer from the measured time of steps.
-
-    Pass equal numbers on all ranks, so that all ranks decide alike.
-
-    Args:
-        step_seconds: The mean of steps that planned nothing.
-        rows: Assignments in a step at the busiest rank, summed over all MoE layers, so that each row of this layer has
-            its part of the step.
-        weight_bytes: The weights of one expert.
-        optimizer_bytes: The optimizer state of one expert.
-        expert_share: The fraction of a step that grows with the rows of the busiest rank.
-        bytes_per_second: The speed of one rank's link.
-    """
-    return CostModel(
-        seconds_per_row=expert_share * step_seconds / max(rows, 1.0),
-        bytes_per_second=bytes_per_second,
-        weight_bytes=weight_bytes,
-        optimizer_bytes=optimizer_bytes,
-    )

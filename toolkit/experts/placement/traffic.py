@@ -53,18 +53,11 @@ class Traffic:
     rows_SR: Ints
     """What each rank sends to each; the diagonal stays on its rank."""
 
-    def bytes_dispatched(self, bytes_per_row: int) -> Ints:
-        """Returns (R), sent by each rank to others in dispatch."""
-        return (self.rows_SR.sum(1) - self.rows_SR.diagonal()) * bytes_per_row
-
-    def bytes_combined(self, bytes_per_row: int) -> Ints:
-        """Returns (R), sent by each rank to others in combine."""
-        return (self.rows_SR.sum(0) - self.rows_SR.diagonal()) * bytes_per_row
-
     def bytes_trained(self, dispatched: int, combined: int) -> Ints:
         """Returns (R), sent by each rank to others in a forward and its backward, given bytes per row of the two
         exchanges."""
-        return self.bytes_dispatched(dispatched + combined) + self.bytes_combined(dispatched + combined)
+        sent_and_returned_R = self.rows_SR.sum(1) + self.rows_SR.sum(0) - 2 * self.rows_SR.diagonal()
+        return np.asarray(sent_and_returned_R * (dispatched + combined))
 
     def cross_node_rows(self, node_of_rank: Sequence[int]) -> int:
         """Returns the rows that go to another node, one for each assignment: two for a token with two experts on
@@ -103,13 +96,6 @@ def hierarchical_rows(rows_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[N
     places = np.eye(size, dtype=visits_SM.dtype)
     between = np.einsum("...aib,ij->...aibj", visits_SM.reshape(*lead, nodes, size, nodes), places)
     return between.reshape(rows_SR.shape), inside.reshape(rows_SR.shape)
-
-
-def hierarchical_traffic(rows_SR: Ints, crossings_SM: Ints) -> tuple[Traffic, Traffic]:
-    """Returns the traffic between nodes, and inside them: see `hierarchical_rows`. `crossings_SM`: visits to other
-    nodes."""
-    between, inside = hierarchical_rows(rows_SR, crossings_SM)
-    return Traffic(between), Traffic(inside)
 
 
 def expected_visits(

@@ -15,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.experts.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance
+from toolkit.experts.placement.loads import expert_imbalance, max_over_mean, rank_imbalance
 from toolkit.experts.placement.loads import Floats, Ints
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.bounds import lower_bound
-from toolkit.experts.placement.traffic import Traffic, hierarchical_traffic, rows_between_ranks
+from toolkit.experts.placement.traffic import Traffic, hierarchical_rows, rows_between_ranks
 from toolkit.experts.routing.routing_log import RowBytes
 
 PER_FORWARD = {"received_FLW", "imbalance_FL"}
@@ -205,7 +205,7 @@ def traffic_metrics(
             exchanges = [part]
             if hierarchical:
                 crossings_RM = window.crossings_LWR[layer, ranks, : len(set(nodes))]
-                exchanges = list(hierarchical_traffic(part.rows_SR, crossings_RM))
+                exchanges = [Traffic(rows_RR) for rows_RR in hierarchical_rows(part.rows_SR, crossings_RM)]
             for exchange in exchanges:
                 sent_W[ranks] += exchange.bytes_trained(size.dispatched, size.combined)
                 between += exchange.cross_node_rows(nodes) * 2 * (size.dispatched + size.combined)

@@ -63,20 +63,13 @@ class Routes:
             attention_mask: (B, S), nonzero at the tokens of each sequence, padded at either side.
 
         Raises:
-            UserError: If arrays have other shapes.
+            UserError: If arrays have another number of rows than tokens, or other types.
+            ValueError: If there is not one array for each sequence.
+            RuntimeError: If arrays have different shapes.
         """
         mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
         arrays = [_signed(array, index) for index, array in enumerate(routed_experts)]
-        if mask_BS.ndim != 2 or len(arrays) != len(mask_BS):
-            raise UserError(
-                f"routed_experts of {len(arrays)} sequences, but attention_mask has the shape {tuple(mask_BS.shape)}: "
-                "give one array for each of its rows."
-            )
-        shapes = {array.shape[1:] for array in arrays}
-        if len(shapes) != 1:
-            found = " and ".join(str(tuple(shape)) for shape in sorted(shapes)) or "nothing"
-            raise UserError(f"routed_experts have (layers, K) of {found}: take those of one model.")
-        ids_BSLK = torch.full((*mask_BS.shape, *shapes.pop()), NO_ROUTE, dtype=torch.int64)
+        ids_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), NO_ROUTE, dtype=torch.int64)
         for index, (array, mask_S) in enumerate(zip(arrays, mask_BS, strict=True)):
             tokens = int(mask_S.sum())
             if not tokens - 1 <= len(array) <= tokens:

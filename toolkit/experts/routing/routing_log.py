@@ -231,17 +231,12 @@ def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E 
     return pairs.view(num_experts, num_experts)
 
 
-def new_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
-    """Returns int64 (E) of each layer, new assignments per expert over all ranks, in one reduction. A collective."""
+def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
+    """Returns int64 (E) of each layer, new assignments per expert over all ranks, in one reduction, and marks them as
+    read. A collective."""
     if not cursors:
         return []
     counts = sum_over_ranks(torch.cat([cursor.new_load_E() for cursor in cursors]))
-    return list(counts.split([cursor.log.num_experts for cursor in cursors]))
-
-
-def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
-    """Returns `new_loads`, and marks them as read. A collective."""
-    loads = new_loads(cursors)
     for cursor in cursors:
         cursor.advance()
-    return loads
+    return list(counts.split([cursor.log.num_experts for cursor in cursors]))

@@ -198,28 +198,17 @@ def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str
 
     last = epochs[-1]
     most = max(len(last.layers[layer].nodes) for layer in layers)
-    figure.set_size_inches(13, (2.6 + min(11.0, 0.24 * most)) * len(layers))
-    grid = figure.subplots(
-        2 * len(layers), 1, squeeze=False, height_ratios=[1, max(1.5, min(8.0, 0.2 * most))] * len(layers)
-    )[:, 0]
-    for index, layer in enumerate(layers):
-        count = grid[2 * index]
-        spans = grid[2 * index + 1]
-        nodes = last.layers[layer].nodes
-        _draw_active_count(count, nodes, last.step)
-        count.set_title(_title("Active experts", layer, layers))
-        _draw_spans(spans, nodes, last.step)
+    figure.set_size_inches(13, (1.6 + min(11.0, 0.24 * most)) * len(layers))
+    for axes, layer in zip(figure.subplots(len(layers), 1, squeeze=False)[:, 0], layers, strict=True):
+        _draw_spans(axes, last.layers[layer].nodes, last.step)
+        axes.set_title(_title("Experts, from creation to removal", layer, layers))
         for event in (event for epoch in epochs for event in epoch.events_of(layer)):
             if event["kind"] in ("sleep", "undone"):
-                for axes in (count, spans):
-                    axes.axvline(
-                        event["step"], color=SLEEP, lw=1.2, ls="-" if event["kind"] == "sleep" else ":", zorder=0
-                    )
-        for axes in (count, spans):
-            step_axis(axes)
-            axes.set_xlim(0, last.step)
-            axes.set_axisbelow(True)
-        count.set_xlabel("")
+                dashes = "-" if event["kind"] == "sleep" else ":"
+                axes.axvline(event["step"], color=SLEEP, lw=1.2, ls=dashes, zorder=0)
+        step_axis(axes)
+        axes.set_xlim(0, last.step)
+        axes.set_axisbelow(True)
     handles = [
         Line2D([], [], color=TRAIN, lw=6, label="active"),
         Line2D([], [], color=GREY, lw=6, label="removed"),
@@ -230,22 +219,6 @@ def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str
         Line2D([], [], color=SLEEP, lw=1.2, ls=":", label="undone"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-
-
-def _draw_active_count(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: int) -> None:
-    """How many experts are active, over the steps."""
-    from matplotlib.ticker import MaxNLocator
-
-    changes = {node[key] for node in nodes.values() for key in ("created_at", "removed_at")} - {None}
-    steps = sorted({0, last_step, *changes})
-    active = [
-        sum(n["created_at"] <= step and (n["removed_at"] is None or step < n["removed_at"]) for n in nodes.values())
-        for step in steps
-    ]
-    axes.step(steps, active, where="post", color=INK, lw=1.6)
-    axes.fill_between(steps, active, step="post", color=TRAIN, alpha=0.15, lw=0)
-    axes.set_ylim(0, max(active) + 1)
-    axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
 
 
 def _draw_spans(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: int) -> None:
@@ -266,7 +239,6 @@ def _draw_spans(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: i
             _arrow(axes, removed_at[uid], rows[uid], rows[node["merged_into"]], MERGE)
         elif not node["active"]:
             axes.plot(removed_at[uid], rows[uid], marker="x", color=INK, ms=7, mew=2)
-    axes.set_title("Experts, from creation to removal")
     axes.set_ylabel("expert")
     if len(rows) <= 60:
         axes.set_yticks(list(rows.values()), [str(uid) for uid in rows], fontsize=8 if len(rows) <= 30 else 6)

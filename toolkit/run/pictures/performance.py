@@ -132,5 +132,5 @@ def _held(state: LayerState, rank: int) -> str:
 
 
 def _files(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".json", ".jsonl", ".graphml"))
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".json", ".jsonl"))
     return "".join(f"{name}\n" for name in names)

@@ -115,6 +115,6 @@ def describe(event: Mapping[str, Any], layer: LayerState) -> str:
     return f"sleep at step {event['step']:,}"
 
 
-def graph_stem(layer: str, layers: Sequence[str]) -> str:
-    """The file name, without extension, of the last knowledge graph of `layer`."""
-    return "knowledge_graph" if len(layers) == 1 else f"knowledge_graph_{layer or 'moe'}"
+def graph_file(layer: str, layers: Sequence[str]) -> str:
+    """The name of the file with the last knowledge graph of `layer`."""
+    return "knowledge_graph.json" if len(layers) == 1 else f"knowledge_graph_{layer or 'moe'}.json"

@@ -40,6 +40,7 @@ from toolkit.train.callbacks.expert_balance import WholeStepBalance
 
 if TYPE_CHECKING:
     from toolkit.data.replay_memory import ReplayMemory
+    from toolkit.train.callbacks.lifecycle_report import LifecycleReport
     from toolkit.train.task import Batch
     from toolkit.train.trainer import Trainer
 
@@ -53,19 +54,6 @@ class ScoresSamples(Protocol):
 
     def sample_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """(N): the loss of each sample, in nats."""
-        ...
-
-
-class Knowledge(Protocol):
-    """Knowledge graphs that are equal on all ranks: `LifecycleReport` has them."""
-
-    @property
-    def graphs(self) -> Mapping[str, KnowledgeGraph]:
-        """The graphs by layer."""
-        ...
-
-    def observe(self, step: int) -> None:
-        """Update the graphs with what was routed up to `step`. A collective."""
         ...
 
 
@@ -90,7 +78,6 @@ class Lifecycle(Callback):
         config: When to grow and to sleep, and which changes to make.
         min_experts: So many experts remain active in each layer.
         balance: Gives replay the balance loss of the global batch, as other steps have; None: no balance loss.
-        seed: That of the layers' initial weights.
     """
 
     def __init__(
@@ -102,13 +89,13 @@ class Lifecycle(Callback):
         *,
         min_experts: int,
         balance: WholeStepBalance | None = None,
-        seed: int = 0,
     ):
-        self.experts = DynamicExperts(model, seed=seed)
+        self.experts = DynamicExperts(model)
         self.layers = self.experts.layers
         self.task, self.memory, self.config, self.min_experts = task, memory, config, min_experts
         self.balance = balance
-        self.knowledge: Knowledge | None = None
+        self.knowledge: LifecycleReport | None = None
+        """Its graphs are equal on all ranks."""
         self.similarities: dict[str, dict[Pair, Similarity]] = {}
         """The similarity of the pairs with similar outputs in the last sleep, by layer."""
         self.alarm = CoverageAlarm(tolerated=config.plateau_threshold, cooldown=config.cooldown_checks)
@@ -187,19 +174,17 @@ class Lifecycle(Callback):
             self.grow(trainer, lack)
 
     def grow(self, trainer: Trainer, lack: Lack) -> None:
-        """Splits in each layer the experts with the most routing weight of uncovered tokens."""
+        """Splits in each layer the expert with the most routing weight of uncovered tokens."""
         rows = self._with_remembered(trainer, next_rows(trainer, PROBE_SAMPLES), "grow")
-        fresh = self.config.new_expert == "fresh"
-        for _ in range(self.config.growths_at_once if lack == "shift" else 1):
-            probe = self._probe(trainer, rows, list(self.layers.values()))
-            for index, (name, layer) in enumerate(self.layers.items()):
-                roster = self.rosters[name]
-                weight_E = probe.uncovered_weight(index, roster.logical_experts).tolist()
-                uncovered = {record.uid: weight_E[record.logical_id] for record in roster.active}
-                plan = plan_growth(roster, layer.placement, uncovered, fresh=fresh)
-                if plan is not None:
-                    plane = probe.hyperplane(index, roster.logical_id_of(plan.parent))
-                    self._carry_out(trainer, name, plan, plane=plane, lack=lack)
+        probe = self._probe(trainer, rows, list(self.layers.values()))
+        for index, (name, layer) in enumerate(self.layers.items()):
+            roster = self.rosters[name]
+            weight_E = probe.uncovered_weight(index, roster.logical_experts).tolist()
+            uncovered = {record.uid: weight_E[record.logical_id] for record in roster.active}
+            plan = plan_growth(roster, layer.placement, uncovered)
+            if plan is not None:
+                plane = probe.hyperplane(index, roster.logical_id_of(plan.parent))
+                self._carry_out(trainer, name, plan, plane=plane, lack=lack)
 
     # --- sleep --------------------------------------------------------------------------------------------------
 
@@ -276,10 +261,9 @@ class Lifecycle(Callback):
 
     def _replay(self, trainer: Trainer) -> None:
         """Makes optimizer steps on remembered samples, augmented as others are, at the learning rate `replay_lr`."""
-        size = self.config.replay_batch_size or trainer.run.config.batch_size
         multiplier = self.config.replay_lr / trainer.base_rates[0]
         for turn in range(self.config.replay_steps):
-            visits = self.memory.draw_visits(size, "sleep", trainer.state.step, turn)
+            visits = self.memory.draw_visits(trainer.run.config.batch_size, "sleep", trainer.state.step, turn)
             micro_batches = trainer.batches.micro_batches_of(visits)
             if self.balance is not None:
                 self.balance.on_step_start(trainer, micro_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from toolkit.experts.dynamic.graph import KnowledgeGraph
 from toolkit.experts.dynamic.routing_statistics import Ids, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.run.tracking.jsonl import MetricsFile
-from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, graph_stem
+from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, graph_file
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.lifecycle import Lifecycle
 
@@ -33,26 +34,15 @@ class LifecycleReport(Callback):
         lifecycle: The callback that changes its experts.
         num_classes: The number of classes of samples.
         label: The key under which a batch has the class of each sample.
-        edge_decay: What the weight of an edge that is not measured again is multiplied by, each epoch.
-        edge_floor: The weight below which a measured edge is removed.
     """
 
     runs_after = (Lifecycle,)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        lifecycle: Lifecycle,
-        num_classes: int,
-        label: str = "label",
-        edge_decay: float = 0.99,
-        edge_floor: float = 0.1,
-    ):
+    def __init__(self, model: nn.Module, *, lifecycle: Lifecycle, num_classes: int, label: str = "label"):
         self.layers = moe_layers(model)
         self.label = label
         self.lifecycle = lifecycle
-        self.graphs = {name: KnowledgeGraph(edge_decay=edge_decay, edge_floor=edge_floor) for name in self.layers}
+        self.graphs = {name: KnowledgeGraph() for name in self.layers}
         self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
         self._events_observed = self._events_written = 0
         self._last_step = 0
@@ -122,11 +112,12 @@ class LifecycleReport(Callback):
         for name, graph in self.graphs.items():
             placement = self.layers[name].placement
             layers[name] = {
-                "graph": graph.node_link(),
+                "graph": graph.state_dict(),
                 "uids_of_logical": self._uids_of_logical(name),
                 "logical_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
             }
-            graph.save(folder / graph_stem(name, list(self.graphs)))
+            text = json.dumps(graph.state_dict(), indent=1)
+            (folder / graph_file(name, list(self.graphs))).write_text(text, encoding="utf-8")
         self._file.append(
             step,
             {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Replan(Callback):
-    """Moves experts between ranks while training, as `options` say; without a planner they stay where they are.
+    """Moves experts between ranks while training, as `options` say.
 
     Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, and
     `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
@@ -29,11 +29,10 @@ class Replan(Callback):
     """
 
     def __init__(self, model: nn.Module, options: ReplanOptions):
-        stacks = expert_stacks(model) if options.planner else {}
         self._model = model
         self._placements: dict[str, list[list[int]]] = {}
         """Those on the last lines of metrics that had one, by layer."""
-        self.replanner = Replanner(stacks, options)
+        self.replanner = Replanner(expert_stacks(model), options)
         self._experts = self._bytes = self._optimizer_bytes = 0
         self._refused = self._refused_before = 0
         """Plans refused since the last line, and those of this process up to the last step."""
@@ -42,8 +41,6 @@ class Replan(Callback):
         """Of planning and of migrating up to the last line, in this process."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if not self.replanner.stacks:
-            return
         moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
         self._refused += self.replanner.plans_refused - self._refused_before
         self._refused_before = self.replanner.plans_refused
@@ -77,8 +74,6 @@ class Replan(Callback):
             self._experts = self._bytes = self._optimizer_bytes = self._refused = 0
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.replanner.stacks:
-            return {}
         return {
             "replanner": self.replanner.state_dict(),
             "experts": self._experts,
@@ -96,4 +91,4 @@ class Replan(Callback):
         self._optimizer_bytes = state["optimizer_bytes"]
         self._predicted = dict(state["predicted"])
         self._refused = state["refused"]
-        self._placements = state.get("placements", {})  # which checkpoints of earlier versions lack
+        self._placements = state["placements"]

@@ -38,17 +38,14 @@ class TraceRecorder(Callback):
     Args:
         model: The model before it is prepared.
         path: The file to write; None is `traces.npz` in the run's folder, under a Trainer.
-        enabled: Whether to record at all.
         metadata: Facts that are stored in the trace, as JSON can hold them.
 
     Raises:
         UserError: If layers have different numbers of experts, or are called more often than others.
     """
 
-    def __init__(self, model: nn.Module, path: Path | None = None, *, enabled: bool = True, **metadata: Any):
-        self.enabled, self.path, self.metadata = enabled, path, metadata
-        if not enabled:
-            return
+    def __init__(self, model: nn.Module, path: Path | None = None, **metadata: Any):
+        self.path, self.metadata = path, metadata
         self.forwards = ModelForwards(model, choices=True)
         experts = [stack.num_experts for stack in self.forwards.stacks]
         if len(set(experts)) > 1:
@@ -120,7 +117,7 @@ class TraceRecorder(Callback):
     # --- under a Trainer ------------------------------------------------------------------------------------------
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        if self.enabled and self.path is None:
+        if self.path is None:
             # Not in `on_fit_start`: a checkpoint may be loaded after it. Forwards until now belong to no step.
             self.forwards.take()
             name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
@@ -130,13 +127,10 @@ class TraceRecorder(Callback):
             self.metadata = {**facts, **self.metadata}
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if self.enabled:
-            self.step_done(trainer.state.step - 1)
+        self.step_done(trainer.state.step - 1)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        if self.enabled:
-            self._seal(None)
+        self._seal(None)
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        if self.enabled:
-            self.close()
+        self.close()

@@ -36,7 +36,7 @@ class Level:
     """Experts that have moved: one into an empty slot, two by an exchange."""
 
 
-def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator[Level]:
+def even_placements(packing: PackingState, *, max_moves: int | None = None) -> Iterator[Level]:
     """Searches in a beam from the present placement: yields the placements after no exchange, one, two, and so on. Each
     level tries every exchange on every placement of the last, and keeps `WIDTH`. Ends when nothing becomes more even,
     or at `max_moves`.
@@ -86,18 +86,17 @@ def even_placements(packing: PackingState, *, max_moves: int | None) -> Iterator
 
 
 def fewest_exchanges(
-    packing: PackingState, like: PackingState, *, tolerance: float, target: float, max_moves: int | None
+    packing: PackingState, like: PackingState, *, tolerance: float, max_moves: int | None
 ) -> ExpertPlacement | None:
     """Returns the first placement of the search whose imbalance and unevenness are within `tolerance` of those of
-    `like`, or whose imbalance is `target`. Where there is none, the most even one within `max_moves`, if they are
-    limited; else None."""
+    `like`. Where there is none, the most even one within `max_moves`, if they are limited; else None."""
     wanted = float(unevenness(like.load_R)) + tolerance
-    enough = max(target, like.imbalance + tolerance)
+    enough = max(1.0, like.imbalance + tolerance)
     best, best_held_G = np.inf, None
     for level in even_placements(packing, max_moves=max_moves):
         score = float(unevenness(level.load_BR)[0])
         top = float(level.load_BR[0].max())
-        if top <= target or (top <= enough and score <= wanted):
+        if top <= enough and score <= wanted:
             return packing.placement(level.held_BG[0])
         if score < best - NO_GAIN:
             best = score
@@ -105,17 +104,12 @@ def fewest_exchanges(
     return None if max_moves is None else packing.placement(best_held_G)
 
 
-def worthwhile_exchanges(
-    packing: PackingState, *, gain: float, target: float, max_moves: int | None
-) -> ExpertPlacement:
-    """Returns the exchanges that together lower the unevenness most, less `gain` for every two experts that move; no
-    more once the imbalance is `target`."""
+def worthwhile_exchanges(packing: PackingState, *, gain: float) -> ExpertPlacement:
+    """Returns the exchanges that together lower the unevenness most, less `gain` for every two experts that move."""
     best, best_held_G = np.inf, None
-    for level in even_placements(packing, max_moves=max_moves):
+    for level in even_placements(packing):
         cost = float(unevenness(level.load_BR)[0]) + gain * int(level.moves_B[0]) / 2
         if cost < best - NO_GAIN:
             best = cost
             best_held_G = level.held_BG[0]
-        if level.load_BR[0].max() <= target:
-            break
     return packing.placement(best_held_G)

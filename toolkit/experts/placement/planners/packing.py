@@ -240,13 +240,6 @@ def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
     return ExpertPlacement(tuple(rows))
 
 
-def balanced(load_E: Floats, current: ExpertPlacement) -> PackingState:
-    """Packs by longest processing time first, then exchanges until none helps: from scratch, without replicas."""
-    packing = PackingState(settle(pack(load_E.tolist(), current.slots_per_rank), current), load_E)
-    packing.level(min_gain=LITTLE_GAIN)
-    return packing
-
-
 def as_even(current: ExpertPlacement, plan: PackingState, load_E: Floats) -> bool:
     """Returns whether `plan` is no more even than `current`, so that nothing needs to move."""
     return PackingState(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)

@@ -8,12 +8,10 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from toolkit.experts.placement.loads import Load, checked_load
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.exact import SearchTooLong, fit
-from toolkit.experts.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, even_counts, pack, settle
+from toolkit.experts.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, pack, settle
 from toolkit.experts.placement.planners.registry import register_planner
 
 CLOSE = 1.004
@@ -132,67 +130,16 @@ def _highest(bins: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
 
 
 @register_planner("replicate")
-def replicate(
-    load_E: Load,
-    current: ExpertPlacement,
-    *,
-    node_of_rank: Sequence[int] | None = None,
-    group_size: int = 1,
-    max_replicas: int | None = None,
-) -> ExpertPlacement:
+def replicate(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Plans from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
 
-    Args:
-        load_E: The load of each expert.
-        current: The placement now.
-        node_of_rank: The node of each rank. With it, first groups of `group_size` consecutive experts are packed on
-            nodes, then experts are replicated within their node, so that a router that is limited to a few groups
-            reaches few nodes.
-        group_size: The consecutive experts of a group.
-        max_replicas: The replicas beyond the first, over all experts; None: as many as spare slots.
-
     Returns:
-        The plan, or `current` where it keeps to `max_replicas`, is as even already, and no nodes are given.
+        The plan, or `current` where it is as even already.
     """
     load = checked_load(load_E, current)
     room = current.slots_per_rank
-    experts_R: list[list[int]] = [[] for _ in room]
     spare = sum(room) - current.num_experts
-    share = 1.0 if max_replicas is None or not spare else min(1.0, max_replicas / spare)
-    nodes = _by_node(node_of_rank, len(room))
-    for ranks, experts in zip(nodes, _experts_of_nodes(load.tolist(), nodes, room, group_size), strict=True):
-        weights = [float(load[e]) for e in experts]
-        room_here = [room[rank] for rank in ranks]
-        spare_here = int((sum(room_here) - len(experts)) * share)
-        for rank, items in zip(
-            ranks, _pack_with_replicas(weights, room_here, spare_here, search=sum(room) <= FEW_SLOTS), strict=True
-        ):
-            experts_R[rank] = [experts[item] for item in items]
+    experts_R = _pack_with_replicas(load.tolist(), room, spare, search=sum(room) <= FEW_SLOTS)
     packing = PackingState(settle(experts_R, current), load)
-    packing.level(min_gain=LITTLE_GAIN, node_of_rank=None if node_of_rank is None else np.asarray(node_of_rank))
-    extra = sum(room) - current.empty_slots - current.num_experts
-    allowed = node_of_rank is None and (max_replicas is None or extra <= max_replicas)
-    return current if allowed and as_even(current, packing, load) else packing.placement()
-
-
-def _by_node(node_of_rank: Sequence[int] | None, ranks: int) -> list[list[int]]:
-    """The ranks of each node; all of one node where no map is given."""
-    if node_of_rank is None:
-        return [list(range(ranks))]
-    if len(node_of_rank) != ranks:
-        raise ValueError(f"node_of_rank names {len(node_of_rank)} rank(s), the placement has {ranks}")
-    return [[r for r in range(ranks) if node_of_rank[r] == node] for node in sorted(set(node_of_rank))]
-
-
-def _experts_of_nodes(
-    weights: Sequence[float], nodes: list[list[int]], room: Sequence[int], group_size: int
-) -> list[list[int]]:
-    """The experts of each node, by id: groups of consecutive ones, packed by their load."""
-    if group_size < 1 or len(weights) % group_size:
-        raise ValueError(f"group_size {group_size} does not divide {len(weights)} experts")
-    groups = [sum(weights[first : first + group_size]) for first in range(0, len(weights), group_size)]
-    limits = even_counts(len(groups), [sum(room[rank] for rank in ranks) // group_size for ranks in nodes])
-    return [
-        [group * group_size + place for group in sorted(packed) for place in range(group_size)]
-        for packed in pack(groups, limits)
-    ]
+    packing.level(min_gain=LITTLE_GAIN)
+    return current if as_even(current, packing, load) else packing.placement()

@@ -10,7 +10,6 @@ from toolkit.experts.placement.planners.packing import (
     LITTLE_GAIN,
     PackingState,
     as_even,
-    balanced,
     even_counts,
     pack,
     settle,
@@ -47,27 +46,19 @@ def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 
 @register_planner("lpt")
-def lpt(load_E: Load, current: ExpertPlacement, *, level: bool = True) -> ExpertPlacement:
+def lpt(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Plans by longest processing time first (Graham 1969), which moves nearly every expert.
 
-    The heaviest remaining expert goes to the rank with the least load and a free slot.
-
-    Args:
-        load_E: The load of each expert.
-        current: The placement now.
-        level: Whether exchanges follow until none lowers the busiest rank; up to FEW experts are then placed by a
-            short search, where it finds a better placement.
+    The heaviest remaining expert goes to the rank with the least load and a free slot. Exchanges follow until none
+    lowers the busiest rank. Up to FEW experts are then placed by a short search, where it finds a better placement.
 
     Returns:
         The plan, or `current` where it is as even already and has no replicas.
     """
     load = checked_load(load_E, current)
-    packing = (
-        balanced(load, current)
-        if level
-        else PackingState(settle(pack(load.tolist(), current.slots_per_rank), current), load)
-    )
-    if level and len(load) <= FEW:
+    packing = PackingState(settle(pack(load.tolist(), current.slots_per_rank), current), load)
+    packing.level(min_gain=LITTLE_GAIN)
+    if len(load) <= FEW:
         packing = _searched(packing, load, current)
     return current if not current.has_replicas and as_even(current, packing, load) else packing.placement()
 
@@ -95,12 +86,7 @@ def _searched(packing: PackingState, load: Floats, current: ExpertPlacement) -> 
 
 @register_planner("swap")
 def swap(
-    load_E: Load,
-    current: ExpertPlacement,
-    *,
-    target: float = 1.0,
-    tolerance: float = 0.01,
-    max_moves: int | None = None,
+    load_E: Load, current: ExpertPlacement, *, tolerance: float = 0.01, max_moves: int | None = None
 ) -> ExpertPlacement:
     """Plans the few exchanges that gain most, starting from `current`: never worse than it, replicas are kept.
 
@@ -112,7 +98,6 @@ def swap(
     Args:
         load_E: The load of each expert.
         current: The placement now.
-        target: The imbalance at which it ends early.
         tolerance: See above; a larger one moves fewer experts.
         max_moves: The experts that may move; an exchange of two moves two, a move into a spare slot one. None: any.
     """
@@ -121,21 +106,14 @@ def swap(
     if len(load) <= FEW and not packing.has_replicas and load.any():
         scratch = lpt(load, current)
         like = PackingState(scratch, load)
-        return fewest_exchanges(packing, like, tolerance=tolerance, target=target, max_moves=max_moves) or scratch
+        return fewest_exchanges(packing, like, tolerance=tolerance, max_moves=max_moves) or scratch
     others_gain = OTHERS_GAIN * current.ranks / current.num_experts
-    packing.level(target=target, min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
+    packing.level(min_gain=tolerance / 2, others_gain=others_gain, max_moves=max_moves)
     return packing.placement()
 
 
 @register_planner("few_swaps")
-def few_swaps(
-    load_E: Load,
-    current: ExpertPlacement,
-    *,
-    target: float = 1.0,
-    gain: float = 0.01,
-    max_moves: int | None = None,
-) -> ExpertPlacement:
+def few_swaps(load_E: Load, current: ExpertPlacement, *, gain: float = 0.01) -> ExpertPlacement:
     """Does as `swap` does, but only exchanges that gain at least `gain`, a fraction of a rank's mean load.
 
     Less even than `lpt` on the window that it plans for. Where loads change from window to window, it matches `lpt` on
@@ -143,5 +121,5 @@ def few_swaps(
     """
     load = checked_load(load_E, current)
     if len(load) <= FEW and not current.has_replicas and load.any():
-        return worthwhile_exchanges(PackingState(current, load), gain=gain, target=target, max_moves=max_moves)
-    return swap(load, current, target=target, tolerance=2 * gain, max_moves=max_moves)
+        return worthwhile_exchanges(PackingState(current, load), gain=gain)
+    return swap(load, current, tolerance=2 * gain)

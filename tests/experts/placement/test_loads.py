@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.experts.placement.imbalance import expert_imbalance, max_over_mean, rank_imbalance, shares
+from toolkit.experts.placement.loads import expert_imbalance, max_over_mean, rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.placement import contiguous as blocks
 from toolkit.experts.placement.planners.bounds import lower_bound
