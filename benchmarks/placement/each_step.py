@@ -29,8 +29,7 @@ from benchmarks.report import write_report
 from toolkit.commands.lab.report import STAY, Case, Rules, case_of_trace, try_planner
 from toolkit.commands.lab.simulate import simulate
 from toolkit.experts.placement.cost_model import CostModel, LayerSeconds
-from toolkit.experts.placement.loads import max_over_mean, shares
-from toolkit.experts.placement.loads import Floats, Ints
+from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.planners import replicate
 from toolkit.experts.placement.traffic import rows_between_ranks

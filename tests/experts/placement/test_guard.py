@@ -9,8 +9,8 @@ import pytest
 
 from toolkit.commands.lab.replay import replay, worst_span
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
-from toolkit.experts.placement.cost_model import CostModel
 from toolkit.errors import UserError
+from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate, swap

@@ -17,8 +17,7 @@ from toolkit.commands.lab.replay import replay
 from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.placement.loads import rank_imbalance
-from toolkit.experts.placement.loads import checked_load
+from toolkit.experts.placement.loads import checked_load, rank_imbalance
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, moves, with_spare_slots
 from toolkit.experts.placement.placement import contiguous as blocks
 from toolkit.experts.placement.placement_options import PLANNER_NAMES

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.experts.placement.cost_model import CostModel
-from toolkit.experts.placement.guard import MigrationGuard
+from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, moves
-from toolkit.experts.placement.guard import plan_layer
 from toolkit.experts.placement.planners.registry import Planner
 
 

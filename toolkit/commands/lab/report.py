@@ -23,8 +23,7 @@ from toolkit.commands.lab.workloads import WORKLOADS, Sizes
 from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
-from toolkit.experts.placement.loads import rank_imbalance
-from toolkit.experts.placement.loads import Ints
+from toolkit.experts.placement.loads import Ints, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import planner_named

@@ -24,10 +24,9 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.placement.cost_model import CostModel
-from toolkit.experts.placement.guard import MigrationGuard
+from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.guard import plan_layer
 from toolkit.experts.placement.planners.registry import Planner, planner_named
 from toolkit.experts.routing.routing_log import take_loads
 

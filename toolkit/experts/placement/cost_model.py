@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from toolkit.experts.placement.loads import shares
-from toolkit.experts.placement.loads import Floats
+from toolkit.experts.placement.loads import Floats, shares
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import (
