@@ -58,6 +58,9 @@ class Config(tk.RunConfig):
         fits = not self.freeze_encoder or self.encoder_path is not None
         tk.require(fits, "freeze_encoder", True, "say which encoder with encoder_path, or train it")
 
+    def idle(self) -> dict[str, str]:
+        return super().idle() | ({"overlap": "with dataset='uci_har'"} if self.dataset == "uci_har" else {})
+
 
 def full() -> Config:
     """The published run: all channels at once."""

@@ -68,6 +68,12 @@ class Config(tk.RunConfig):
         tk.require(not self.lexicon or self.beam_size is not None, "lexicon", self.lexicon, "give beam_size, too")
         tk.require(self.encoder == "memory" or self.width % 64 == 0, "width", self.width, "take a multiple of 64")
 
+    def idle(self) -> dict[str, str]:
+        of_memory = ("channels", "stride") if self.encoder == "attention" else ()
+        of_characters = ("beam_size", "lexicon") if self.target == "digits" else ()
+        attention, digits = f"with encoder={self.encoder!r}", f"with target={self.target!r}"
+        return super().idle() | dict.fromkeys(of_memory, attention) | dict.fromkeys(of_characters, digits)
+
 
 def fsdd() -> Config:
     """Single spoken digits, written in letters."""
@@ -88,7 +94,7 @@ def debug() -> Config:
 def guide() -> Config:
     """The reference guide's encoder and sizes, 7.16 million parameters, on LibriSpeech at 16 kHz; not measured."""
     sizes: Any = {"encoder": "attention", "width": 512, "order": 256, "thetas": (1000.0,) * 4, "dropout": 0.1}
-    return fsdd().replace(dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, stride=1, **sizes)
+    return fsdd().replace(dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, **sizes)
 
 
 def build(config: Config, data: SpeechData, letters: Characters) -> tuple[tk.Task, nn.Module]:
@@ -120,7 +126,7 @@ def main(config: Config) -> dict[str, Any]:
             features=mel,
             characters=letters,
             tail_s=config.tail_s,
-            stride=config.stride,
+            stride=config.stride if config.encoder == "memory" else 1,
             held_out_speaker=config.held_out_speaker,
             on_main=run.on_main_and_share,
         )

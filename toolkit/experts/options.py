@@ -40,6 +40,11 @@ class Options(BaseModel):
     def check_together(self) -> None:
         """Raise UserError where fields that are fine alone do not go together. Overrides call `super()`'s first."""
 
+    def idle(self) -> dict[str, str]:
+        """Fields and groups that have no effect beside the values of the others, each with the reason, such as
+        "with method='vat'". Overrides add to `super()`'s. A command line refuses them where they are typed."""
+        return {}
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         self.check_together()
