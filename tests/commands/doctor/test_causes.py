@@ -23,6 +23,8 @@ FAULTS = {
     "stale": "stale optimizer row after a move",
     "balance": "rank-local balance loss",
     "permutation": "wrong inverse permutation",
+    "late_permutation": "wrong inverse permutation",
+    "late_norm": "forward depends on the rank",
     "recompute": "router decides otherwise under recomputation",
     "save": "expert lost on save",
     "order": "data order changed",
@@ -61,6 +63,8 @@ def test_a_fault_is_caught_and_called_by_its_name(fault: str, tmp_path: Path):
     first, *others = diagnose(comparison)
     assert first.name == FAULTS[fault], first
     assert fault == "batch_norm" or not others, "one fault has one finding; batch norm has statistics in buffers, too"
+    if fault.startswith("late"):
+        assert first.symptom.startswith("at step 2, with equal weights and samples, ")
 
 
 def test_what_is_right_is_not_reported(tmp_path: Path):

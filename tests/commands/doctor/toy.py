@@ -35,12 +35,19 @@ set_seed({"seed": world, "time": time.time_ns() % 2**32}.get(fault, 0))
 BEFORE, AFTER = ExpertPlacement(((0, 1, 2), (3, 0, -1))), ExpertPlacement(((3, 1, 2), (0, 3, -1)))
 
 
+class LateNorm(nn.LayerNorm):
+    """Is another one on each rank from the second step on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0.1 * rank * (step > 0))
+
+
 class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         groups = make_expert_groups(world)
         self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
-        self.norm = nn.BatchNorm1d(16) if fault == "batch_norm" else nn.LayerNorm(16)
+        self.norm = {"batch_norm": nn.BatchNorm1d, "late_norm": LateNorm}.get(fault, nn.LayerNorm)(16)
         self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else "contiguous")
         if fault == "buffer":
             self.register_buffer("seen", torch.zeros(()))
@@ -74,9 +81,13 @@ rows = owned(model.parameters())
 
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
-if fault == "permutation" and world > 1:
+if fault in ("permutation", "late_permutation") and world > 1:
     return_rows = stack.dispatcher.return_rows
-    stack.dispatcher.return_rows = lambda rows, *args, **options: return_rows(rows.flip(0), *args, **options)
+
+    def return_other_rows(rows: torch.Tensor, *args, **options):
+        return return_rows(rows.flip(0) if step or fault == "permutation" else rows, *args, **options)
+
+    stack.dispatcher.return_rows = return_other_rows
 if fault == "recompute":
     route, calls = model.moe.router.forward, [0]
 

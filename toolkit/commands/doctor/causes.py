@@ -120,14 +120,13 @@ def _equal_samples(c: Comparison, check: Check) -> Facts | None:
 
 
 def _in_module(applies: Callable[[Comparison, str, str], bool]) -> Callable[[Comparison, Check], Facts | None]:
-    """The first module whose output differs at the first step, if `applies` (comparison, name, type) to it."""
+    """The first module whose output differs at the step of the check, if `applies` (comparison, name, type) to it."""
 
     def when(c: Comparison, check: Check) -> Facts | None:
-        for name, kind in c.one.first.modules if check.step == 1 else []:
-            one = c.one.outputs(name)
-            many = c.many.outputs(name)
+        for name, kind in c.one.first.modules.items():
+            one, many = (run.outputs(check.step - 1, name) for run in (c.one, c.many))
             shared = one.keys() & many.keys()
-            if any(apart(many[s], one[s]) > max(c.tolerance, 1e-5) for s in shared):
+            if any(apart(many[s], one[s]) > max(c.tolerance, check.limit, 1e-5) for s in shared):
                 return {"module": name or "the model", "kind": kind} if applies(c, name, kind) else None
         return None
 
@@ -201,7 +200,7 @@ FORWARD = [
     Rule(
         "expert counts",
         "batch statistics of one rank",
-        "with equal weights and samples, {module} ({kind}) returns something else",
+        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
         "batch normalisation sees the samples of its own rank only",
         "use torch.nn.SyncBatchNorm, or a norm that works sample by sample",
         _in_module(lambda _, __, kind: "BatchNorm" in kind),
@@ -209,7 +208,7 @@ FORWARD = [
     Rule(
         "expert counts",
         "wrong inverse permutation",
-        "with equal weights and samples, {module} ({kind}) returns something else",
+        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
         "rows came back from the experts in another order than they were sent, or with others' weights",
         "undo every permutation of dispatch with its inverse, in reverse order",
         _in_module(lambda c, name, _: name in c.one.first.steps[0].counts),
@@ -217,13 +216,13 @@ FORWARD = [
     Rule(
         "expert counts",
         "forward depends on the rank",
-        "with equal weights and samples, {module} ({kind}) returns something else",
+        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
         "random draws, or an operation over the samples of one rank",
         "make the output for a sample depend on that sample alone",
         _in_module(lambda *_: True),
     ),
 ]
-"""What usually causes another output of a module, by its kind; for expert counts and for the loss."""
+"""What usually causes another output of a module, by its kind; for expert counts, the balance loss and the loss."""
 UNSYNCHRONISED = Rule(
     "replicas on ranks",
     "unsynchronised replica",
@@ -353,6 +352,7 @@ RULES = [
         "the router decides differently, tokens are dropped, or a forward was counted twice",
         "route by the token alone, and count each forward once",
     ),
+    *(replace(rule, quantity="balance loss") for rule in FORWARD),
     Rule(
         "balance loss",
         "rank-local balance loss",

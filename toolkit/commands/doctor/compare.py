@@ -207,14 +207,15 @@ class Evidence:
         """Returns what clipping returned, by rank."""
         return [norm for record in self.records if (norm := record.steps[step].norm) is not None]
 
-    def outputs(self, module: str) -> dict[str, Tensor]:
-        """Returns fingerprints of a module's first output, by sample and the size that it was padded to."""
+    def outputs(self, step: int, module: str) -> dict[str, Tensor]:
+        """Returns fingerprints of a module's outputs in a step, by sample and the size that it was padded to."""
         found: dict[str, Tensor] = {}
         for record in self.records:
-            tensor = record.tensors.get(f"0/output/{module}")
-            if tensor is not None and record.steps:
-                for sample, row in zip(record.steps[0].samples[0], tensor, strict=True):
-                    found[f"{sample} {row[-1]:.0f}"] = row[:-1]
+            for number, samples in enumerate(record.steps[step].samples):
+                tensor = record.tensors.get(f"{step}/output/{number}/{module}")
+                if tensor is not None:
+                    rows = zip(samples, tensor, strict=True)
+                    found |= {f"{sample} {row[-1]:.0f}": row[:-1] for sample, row in rows}
         return found
 
 

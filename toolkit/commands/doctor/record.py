@@ -68,7 +68,7 @@ class Phase:
 
 @dataclass
 class Record:
-    """All that one process saw. Tensors are named `phase/kind/parameter`."""
+    """All that one process saw. Tensors are named `phase/kind/parameter`; outputs `step/output/micro-batch/module`."""
 
     rank: int = 0
     world: int = 1
@@ -77,8 +77,8 @@ class Record:
     """What the recorder changed in the script, in words."""
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
-    modules: list[list[str]] = field(default_factory=list)
-    """[name, type] of modules in the order in which their first forwards ended."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """The type of each module, in the order in which their first forwards ended."""
     seen: dict[str, list[str]] = field(default_factory=lambda: {quantity: [] for quantity in SEEN})
     """What this rank found wrong by itself, by the quantity of `SEEN`."""
     saved_by: str = ""

@@ -153,13 +153,12 @@ class Recorder:
         self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        """Records, in the first forward, a fingerprint of each module's output for each sample."""
-        first = not self.record.steps and len(self.step.samples) == 1 and not self.in_backward
-        if not (first and module.training and torch.is_grad_enabled()):
+        """Records a fingerprint of each module's output for each sample, the first of a forward of the model."""
+        if not (self.step.samples and module.training and torch.is_grad_enabled()) or self.in_backward:
             return
         output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
-        samples = len(self.step.samples[0])
-        key = f"0/output/{name}"
+        samples = len(self.step.samples[-1])
+        key = f"{len(self.record.steps)}/output/{len(self.step.samples) - 1}/{name}"
         if not isinstance(output, Tensor) or key in self.record.tensors or not output.is_floating_point():
             return
         if not output.ndim or (output.shape[0] % samples if samples else output.shape[0]):
@@ -168,7 +167,7 @@ class Recorder:
         weights = torch.cos(torch.arange(rows.shape[1]).double())
         width = torch.full((len(rows),), rows.shape[1]).double()
         self.record.tensors[key] = torch.stack([rows @ weights, rows.norm(dim=1), width], 1)
-        self.record.modules.append([name, type(module).__name__])
+        self.record.modules.setdefault(name, type(module).__name__)
 
     def _listen_to_routing(self, name: str, module: nn.Module) -> None:
         """Hooks early in a layer's forward: recomputation in the backward may leave it before its end."""
