@@ -151,6 +151,7 @@ def test_an_adapter_names_its_base_but_not_the_folder_it_lay_in(tmp_path: Path):
 )
 def test_damaged_values_are_left_out_of_card_and_curves(run: Path, file: str, name: str, value: Any):
     (run / "loss.png").unlink(missing_ok=True)
+    (run / "digests.json").unlink()  # a run that another program wrote
     first, *others = (run / file).read_text().splitlines() if file == "metrics.jsonl" else [(run / file).read_text()]
     (run / file).write_text("\n".join([json.dumps(json.loads(first) | {name: value}), *others]) + "\n")
     assert main(["push", str(run), "me/small", "--dry-run"]) == EXIT_DONE
@@ -167,6 +168,9 @@ def test_what_cannot_be_pushed_is_one_line(run: Path, tmp_path: Path, capsys: py
     assert "holds no weights, neither a model/ nor a checkpoint" in refusal(capsys, empty, "me/x", "--dry-run")
     metrics = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    said = refusal(capsys, run, "me/x", "--dry-run")
+    assert said == f"{run}: metrics.jsonl was changed after the run was finished: restore it."
+    (run / "digests.json").unlink()
     assert "metrics.jsonl of the run is no text (" in refusal(capsys, run, "me/x", "--dry-run")
     (run / "metrics.jsonl").write_bytes(metrics)
     results = (run / "results.json").read_text()

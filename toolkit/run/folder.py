@@ -6,6 +6,7 @@ metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
 summary.txt     the same in words, and *.png
+digests.json    of the files above but checkpoints and pictures, when the run was finished
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
 .heartbeats/    what each process does; gone at the end, see toolkit.train.callbacks.watchdog
 hang/           Python stacks of a run that hung
@@ -15,6 +16,7 @@ micro_batch_size.json   after a step ran out of memory, see toolkit.train.batch_
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +36,7 @@ from toolkit.run.tracking.secrets import mask
 
 RUNS = Path("runs")
 FINISHING = ".finishing"
+DIGESTS = "digests.json"
 DATA = "data_identity"
 """The key of config.json that `toolkit.run.data` fills in."""
 
@@ -47,6 +50,31 @@ def results_of(folder: Path) -> dict[str, Any] | None:
     """The final numbers of the run in `folder`, or None while it is not finished. Raises UserError for damage."""
     remedy = "delete it, and run the same command again to have it written anew"
     return read_json(folder / "results.json", remedy) if is_finished(folder) else None
+
+
+def write_digests(folder: Path) -> None:
+    """Notes what is in the files of a run that is being finished."""
+    write_json(folder / DIGESTS, _digests(folder))
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Returns the files of a finished run that are not what they were when it was finished, by name."""
+    if not is_finished(folder) or not (folder / DIGESTS).exists():
+        return []
+    try:
+        noted = from_json((folder / DIGESTS).read_text(encoding="utf-8"))
+        return [name for name, digest in _digests(folder).items() if noted[name] != digest]
+    except (OSError, ValueError, LookupError, TypeError):
+        return [DIGESTS]
+
+
+def _digests(folder: Path) -> dict[str, str | None]:
+    """Returns the SHA-256 of each file that says what a run was and found; None where there is none."""
+    found: dict[str, str | None] = {}
+    for name in ("config.json", "code.txt", "metrics.jsonl", "results.json"):
+        path = folder / name
+        found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    return found
 
 
 def open_folder(

@@ -34,7 +34,16 @@ from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig, require_divisible
-from toolkit.run.folder import DATA, FINISHING, open_folder, recorded_config, write_json, write_text, writing
+from toolkit.run.folder import (
+    DATA,
+    FINISHING,
+    open_folder,
+    recorded_config,
+    write_digests,
+    write_json,
+    write_text,
+    writing,
+)
 from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
 from toolkit.run.launch.streams import print_nowhere
 from toolkit.run.machines import folder_of_machine
@@ -284,6 +293,7 @@ class Run:
             (self.folder / FINISHING).touch()
             write_json(self.folder / "results.json", numbers)
             write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
+            write_digests(self.folder)
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:

@@ -301,3 +301,12 @@ def test_a_run_as_the_trainer_leaves_it_can_be_read(tmp_path: Path):
     assert [row[2] for row in events[1:]] == ["start"]
     assert final[0][:2] == ["runs", "number"]
     assert page.data["viewer"][0]["layers"][0]["experts"] == 4
+
+    for name in ("config.json", "code.txt", "metrics.jsonl", "results.json"):
+        assert read_runs([tmp_path / "real"])[0].notices == []
+        file = tmp_path / "real" / name
+        written = file.read_bytes()
+        digit = next(place for place, byte in enumerate(written) if byte in b"12345678")
+        file.write_bytes(written[:digit] + bytes([written[digit] ^ 1]) + written[digit + 1 :])
+        assert f"{name}: was changed after the run was finished." in read_runs([tmp_path / "real"])[0].notices
+        file.write_bytes(written)

@@ -11,7 +11,7 @@ from toolkit.commands.report.model_card import model_card, without_paths
 from toolkit.commands.report.records import RunRecord
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
-from toolkit.run.folder import results_of
+from toolkit.run.folder import changed_files, results_of
 from toolkit.run.pictures.plots import draw_loss, points_of, save_figure
 from toolkit.run.runs_table import is_number
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
@@ -31,6 +31,8 @@ def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Pat
     """
     if results_of(run.folder) is None:
         raise UserError(f"{run.folder}: the run is not finished: type its command again to complete it.")
+    if changed := changed_files(run.folder):
+        raise UserError(f"{run.folder}: {', '.join(changed)} was changed after the run was finished: restore it.")
     target = run.folder / FOLDER
     writing = run.folder / f".{FOLDER}.partial"
     try:

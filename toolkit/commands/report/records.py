@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.run.folder import is_finished
+from toolkit.run.folder import changed_files, is_finished
 from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, Epoch, read_lifecycle
 
@@ -87,8 +87,9 @@ def _read(name: str, folder: Path) -> RunRecord:
     if lines and not finished:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
+    changed = [f"{name}: was changed after the run was finished." for name in changed_files(folder)]
     starts = _starts(folder / "code.txt")
-    return RunRecord(name, folder, config, results, lines, epochs, starts, finished, notices)
+    return RunRecord(name, folder, config, results, lines, epochs, starts, finished, notices + changed)
 
 
 def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
