@@ -187,6 +187,7 @@ IN_A_FINISHED_RUN = (
     "checkpoints/step-00000030/model.safetensors",
     "checkpoints/step-00000030/optimizer.safetensors",
 )
+READ_BY_COMPARE = ("config.json", "code.txt", "metrics.jsonl", "results.json")
 Change = Callable[[bytes], bytes]
 
 
@@ -224,6 +225,7 @@ def damages(seed: int) -> Iterator[Fault]:
                 f"{file} {change.__name__} {fraction}",
                 attempts,
                 "(refused|finished already), then (finished|refused)",
+                f"{file}: was changed after the run was finished" if file in READ_BY_COMPARE else "",
                 begins=30,
             )
 
@@ -334,7 +336,7 @@ def others(seed: int) -> Iterator[Fault]:
         # Before training nothing is to be saved, and the signal does what it does to any program.
         ended = f"|ended with -{number.value}" if phase == "start" else ""
         expected = f"(stopped|continued exactly{ended}){THEN_EXACTLY}"
-        yield Fault(kind, f"{number.name}, {phase} {fraction}", [attempt, CONTINUE], expected)
+        yield Fault(kind, f"{number.name}, {phase} {fraction}", [attempt, CONTINUE], expected, stops=True)
 
 
 def then(seconds: float, number: signal.Signals | None = None) -> Callable[[Process, Path], None]:

@@ -88,6 +88,8 @@ class Fault:
     """How many faults these are."""
     twice: bool = False
     """Whether the first attempt is started a second time while it runs."""
+    stops: bool = False
+    """Whether a planted fault has to end the first attempt, unless it comes in the last step or after it."""
     timeout_s: float | None = None
     """Of a process that hangs, which has to be named `NAMED_WITHIN_S` later."""
     quick: bool = False
@@ -232,6 +234,8 @@ class Lab:
             for seen in every[examined:]:
                 compared = None if attempt.command else reference
                 verdicts.append(found or (compared and lost(seen, kept)) or verdict(seen, folder, compared))
+        if fault.stops and went_on(every[0]):
+            verdicts[0] = "went on"
         if fault.twice:
             verdicts.sort()
         if left := server.left_behind(GRACE_S):
@@ -307,6 +311,12 @@ def verdict(seen: Seen, folder: Path, reference: Path | None) -> str:
     if "metrics.jsonl: line" in seen.out and not unlike(reference, folder, metrics=False):
         return "continued exactly but for metrics that it names"
     return f"continued otherwise ({found[0]})"
+
+
+def went_on(seen: Seen) -> bool:
+    """Whether an attempt ended as if no fault had come, which one did before its last step."""
+    came = FAULT.search(seen.err)
+    return seen.code == 0 and came is not None and int(came["step"]) < STEPS - 1
 
 
 def unlike(reference: Path, folder: Path, *, metrics: bool = True) -> list[str]:

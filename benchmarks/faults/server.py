@@ -218,6 +218,9 @@ def serve(link: socket.socket) -> None:
     """Answer orders, one line each, until the other side is closed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # A benchmark in the background, or under nohup, was told to ignore these, and scripts would be, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for name in PRELOADED:
         importlib.import_module(name)
     _read_a_command_line()

@@ -72,6 +72,15 @@ def test_a_fault_of_which_a_process_is_left_behind_is_not_as_expected(monkeypatc
     assert found == "finished, then left 1 process(es) behind (python x.py)"
 
 
+@pytest.mark.parametrize(("step", "found"), [(28, "went on"), (29, "finished")])
+def test_a_run_that_ignores_what_should_stop_it_is_not_as_expected(step, found, monkeypatch, tmp_path):
+    came = f"fault: SIGTERM in the phase step after step {step} at 3.5 s\n"
+    monkeypatch.setattr(Lab, "undisturbed", lambda *_, **__: None)
+    monkeypatch.setattr(Lab, "run", lambda *_: Seen(0, "", came))
+    fault = Fault("run stopped by a signal", "SIGTERM", [Attempt(command="x.py")], "stopped", stops=True)
+    assert Lab(tmp_path).examine(NoServer(), fault, tmp_path / "run")[1] == found
+
+
 def test_what_is_done_is_not_injected_again(monkeypatch, tmp_path, capsys):
     listed = [Fault("kind", f"fault {index}", [Attempt(command="x.py")], "finished") for index in range(4)]
     another = Fault("other kind", "another", [Attempt(command="x.py")], "finished")
