@@ -17,14 +17,20 @@ from toolkit.experts.parallel.ownership import mark_owned
 
 
 class ClippedByModel(torch.optim.SGD):
-    """Divides all gradients by their norm over all parameters that this process has."""
+    """Divides all gradients by their norm over all parameters that this process has, or by `least` if that is more."""
+
+    least = 0.0
 
     def step(self, closure: Any = None) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         norm = torch.stack([g.norm() for g in grads]).norm()
         for grad in grads:
-            grad.div_(norm)
+            grad.div_(norm.clamp(min=self.least))
         super().step(closure)
+
+
+class ClippedWhereLarge(ClippedByModel):
+    least = 1e4
 
 
 class LayerwiseRate(torch.optim.SGD):
@@ -93,6 +99,7 @@ COUPLED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "LBFGS": torch.optim.LBFGS,
     "LARS": lambda p: LayerwiseRate(p, lr=0.0),
     "clips by itself": lambda p: ClippedByModel(p, lr=1.0),
+    "clips what is large": lambda p: ClippedWhereLarge(p, lr=1.0),
     "clips each tensor": ClippedByTensor,
 }
 

@@ -271,8 +271,10 @@ def evaluated(forwards: list[int], exchange: ExpertExchange) -> list[Tensor]:
     with experts.join():
         for step in range(forwards[dist.get_rank()]):
             differences.append((wrapped(batch(step)) - alone(batch(step))).abs().max())
+    model.counter.fill_(dist.get_rank())
     wrapped(batch()).square().mean().backward()  # training goes on
     optimizer.step()
+    assert model.counter.tolist() == [0, 0], "DDP broadcasts buffers again"
     return differences
 
 

@@ -181,6 +181,7 @@ def chosen_adapters() -> dict[str, float]:
             torch.manual_seed(7)
             other = LoraConfig(
                 r=2,
+                lora_alpha=6,  # another scaling than the first one's
                 target_modules=settings.target_modules,
                 target_parameters=list(settings.target_parameters),
                 init_lora_weights=False,

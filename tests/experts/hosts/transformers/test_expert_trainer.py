@@ -273,6 +273,21 @@ def test_each_model_of_model_init_is_trained_as_on_one_process(tmp_path: Path):
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
 
 
+def curve_with_z_loss(folder: Path, micro_batches: int) -> list[tuple[float, float]]:
+    """Loss and norm of each step of eight samples, with a penalty that is a mean over tokens."""
+    with quiet_float64():
+        settings = {"gradient_accumulation_steps": micro_batches, "spread": {"z_weight": 1.0}}
+        trainer = make("Trainer", folder, base(FAMILY), **settings)
+        trainer.train()
+        return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+
+
+def test_a_penalty_is_the_mean_of_those_of_micro_batches(tmp_path: Path):
+    (whole,), (parts,) = (run_distributed(curve_with_z_loss, 1, tmp_path, micro_batches) for micro_batches in (1, 2))
+    assert len(whole) == STEPS
+    assert relative_difference(torch.tensor(parts), torch.tensor(whole)) < IN_FLOAT64
+
+
 def search(folder: Path) -> list[float]:
     """The evaluation losses of three trials with two learning rates."""
     import optuna
