@@ -19,7 +19,8 @@ that was computed: the formula has to give it, and its operands with a decimal p
 are settings, targets and figures that others published; `none` stands above a block of such numbers alone.
 
 Checked are: in a table, every number; in prose, numbers with a decimal point, a percent sign or a unit of
-measurement. Code, links and comments are not looked at. A block that is "measured once, without a record" says so in
+measurement. Where no record is named, prose may have versions, numbers of one decimal and of one digit. Code, links and
+comments are not looked at. A block that is "measured once, without a record" says so in
 these words, or its page does before its first heading.
 """
 
@@ -53,6 +54,10 @@ UNIT = re.compile(
     r" ?(%|ms\b|microseconds\b|points?\b|times (the|as|more|fewer|faster)|(samples|images|tokens) (per|a) "
     r"|bits per byte|nats\b|GB/s|MiB\b)"
 )
+VERSION = re.compile(
+    r"\b(python|torch|transformers|accelerate|deepspeed|peft|\w*trainer|arxiv)\W+([\d.]+ or )?$", re.IGNORECASE
+)
+"""What stands before a number that is a version."""
 CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -244,7 +249,7 @@ def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]
     block = CODE.sub(lambda code: re.sub(r"[^\n]", " ", code.group()), block)
     table = block.lstrip().startswith("|")
     if sources is None:
-        lines = block.split("\n")
+        lines = block.split("\n") if table else [" ".join(block.split())]
         if table or UNRECORDED not in " ".join(block.split()):
             shown = [number for line in lines for number in bare(line, table=table)]
             if shown:
@@ -266,14 +271,16 @@ def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]
 
 def bare(line: str, *, table: bool) -> Iterator[str]:
     """The numbers of a line for which no record is named, and which look measured: of two digits or more with a unit,
-    or with a decimal point in a cell of a table that has nothing but numbers.
+    of two decimals or more in prose unless it is a version, or with a decimal point in a cell of a table that has
+    nothing but numbers.
     """
     for cell in line.split("|") if table else [line]:
         only_numbers = table and not re.search("[A-Za-z]", re.sub(r"\b(sd|seeds|times|to|ms|e)\b", "", cell))
         for found in NUMBER.finditer(cell):
             number, unit = found.group(), UNIT.match(cell, found.end())
             by_unit = unit and unit[1] != "MiB" and len(number.strip("+-")) > 1  # sizes in MiB are mostly settings
-            if by_unit or (only_numbers and "." in number):
+            is_precise = not table and re.search(r"\.\d\d", number) and not VERSION.search(cell[: found.start()])
+            if by_unit or is_precise or (only_numbers and "." in number):
                 yield number
 
 

@@ -115,6 +115,7 @@ def test_numbers_that_are_accounted_for(comment: str, block: str, records: Path)
         ("<!-- figures: somewhere -->", TABLE, "cannot read 'somewhere'"),
         ("", "It reaches 97.36 %.", "no record is named for 97.36"),
         ("", "It takes 15 ms.", "no record is named for 15"),
+        ("", "With two processes it is 0.98 with\nthe loss, torch 2.13.", "no record is named for 0.98"),
         ("", TABLE, "no record is named for 97.36"),
     ],
 )
