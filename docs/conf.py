@@ -61,6 +61,7 @@ CONTENTS = {
     ],
     "Project": [
         "docs/project/results",
+        "docs/project/related_work",
         "benchmarks/README",
         *sorted(f"docs/project/notes/{page.stem}" for page in (ROOT / "docs" / "project" / "notes").glob("*.md")),
         "CHANGELOG",
