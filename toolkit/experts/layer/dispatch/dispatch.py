@@ -21,7 +21,7 @@ from torch import Tensor
 
 from toolkit.experts.layer.dispatch.exchange import Travelling, arrive, depart
 from toolkit.experts.layer.dispatch.movement import Permute, Spread, WeightedSum
-from toolkit.experts.layer.dispatch.order import SlotOrder, order_of_arrivals, sort_by_slot
+from toolkit.experts.layer.dispatch.order import SlotOrder, order_of_arrivals, place_within_slot, sort_by_slot
 from toolkit.experts.layer.recompute import decide
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.waits import waits
@@ -230,9 +230,8 @@ class AllToAllDispatcher(TokenDispatcher):
             return expert_ids_TK
         if self.slots_EC.shape[1] == 1:
             return rows_of_ids(self.slots_EC.squeeze(1), expert_ids_TK)
-        by_expert = sort_by_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
-        first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
-        turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
+        place_TK, _ = place_within_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
+        turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
     def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
