@@ -126,8 +126,6 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
     lora_B: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.pop("adapter_names", None) is not None:
-            raise UserError("adapter_names: experts take one choice of adapters for a whole batch, not one per sample.")
         if self.disable_adapters and self.merged:
             self.unmerge()
         if self.disable_adapters or self.merged:
