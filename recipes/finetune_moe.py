@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 import toolkit as tk
-from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
+from language.adapters import AdapterOptions, add_adapters
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,6 @@ CONTROLS: dict[str, dict[str, Any]] = {
 def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     """The base with its adapters."""
     from toolkit.data.hub import model_folder
-    from toolkit.experts.hosts.peft.lora_model import add_adapters
 
     kernel = tk.transformers.use_toolkit_kernel()
     plain = tk.transformers.causal_lm(model_folder(base), vocab_size=vocab_size, experts_implementation=kernel)
@@ -80,10 +79,12 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
-    from toolkit.train import fine_tuning
+    from language import fine_tuning
+    from toolkit.data.hub import model_folder
 
     with tk.start_run("finetune_moe", config) as run:
-        fine_tuning.find_model(run, config.model)
+        if config.model is not None:
+            run.on_main_and_share(partial(model_folder, config.model))
         tokenizer = config.tokenizer or config.model or "bytes"
         load = partial(
             tk.load_text,

@@ -7,11 +7,13 @@ python recipes/lm_moe.py --data-dir FOLDER --tokenizer gpt2    any text, any tok
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveInt
 
 import toolkit as tk
+from language.model_card import export_language_model
+from language.small_models import Architecture, describe_language_model, language_model_config, sample_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -22,20 +24,20 @@ if TYPE_CHECKING:
 class Config(tk.ExpertRunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
-    architecture: Literal["qwen3_moe", "mixtral"] = "qwen3_moe"
+    architecture: Architecture = "qwen3_moe"
     """Of a model from scratch; with --experts 0 its dense counterpart, Qwen3 or Mistral."""
     model: str | None = None
     """Start from the weights in this folder, or of this name on the Hub; they decide the model's sizes."""
     tokenizer: str = "bytes"
     """bytes, or a folder or Hub name."""
-    context: int = 128
+    context: PositiveInt = 128
     """Tokens in a block of text."""
-    dim: int = 32
+    dim: PositiveInt = 32
     """Width of the residual stream."""
-    layers: int = 2
+    layers: PositiveInt = 2
     """Blocks of attention and experts."""
-    heads: int = 2
-    """Attention heads; two share their keys and values."""
+    heads: PositiveInt = 2
+    """Attention heads; two of an even number share their keys and values."""
     sample_tokens: PositiveInt = 100
     """Length of the samples at the end, which continue held-out text."""
     export: bool = True
@@ -75,7 +77,7 @@ def dense(mixture: Config | None = None) -> Config:
 def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
     """From saved weights, or from scratch."""
     sizes = ("dim", "layers", "heads", "experts", "top_k", "expert_hidden_size", "context")
-    source = config.model or tk.transformers.language_model_config(
+    source = config.model or language_model_config(
         config.architecture, vocab_size=vocab_size, **{name: getattr(config, name) for name in sizes}
     )
     return tk.transformers.causal_lm(
@@ -99,7 +101,7 @@ def main(config: Config) -> dict[str, Any]:
             on_main=run.on_main_and_share,
         )
         model = build_model(config, data.tokenizer.vocab_size)
-        run.describe(dataset=data.name, dataset_notice=data.notice, **tk.transformers.describe_language_model(model))
+        run.describe(dataset=data.name, dataset_notice=data.notice, **describe_language_model(model))
         placement = config.initial_placement or "contiguous"
         tk.experts.spread_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
         optimizer = build_optimizer(config, model)
@@ -116,13 +118,13 @@ def main(config: Config) -> dict[str, Any]:
         )
         results = trainer.fit()
         prompts = data.prompts(3, config.context - config.sample_tokens)
-        ids = tk.transformers.sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
+        ids = sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
         samples = [data.tokenizer.decode(row) for row in ids.tolist()]
         run.print("\n\n".join(["", *samples]))
         if config.export:
             facts = config.model_dump() | run.facts | results
             folder = run.folder / "model"
-            tk.transformers.export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
+            export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
         return run.finish(results)
 
 

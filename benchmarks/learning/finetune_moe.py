@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.report import sd, write_report
 from recipes.finetune_moe import CONTROLS, Config, full, main

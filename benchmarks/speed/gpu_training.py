@@ -38,16 +38,17 @@ from torch import nn
 from torch.autograd import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.report import write_report
 from benchmarks.speed.gpu_layer import matrix_rate
 from benchmarks.speed.trainer_overhead import Tick
+from language.small_models import language_model_config
 from toolkit.compat import FlopCounter
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.data.text import STDLIB, load_text
-from toolkit.experts.hosts.transformers import causal_lm, language_model_config, use_toolkit_kernel
+from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback

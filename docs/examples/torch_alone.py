@@ -1,7 +1,4 @@
-"""Expert parallelism in a loop on torch alone: experts are spread, moved, saved and loaded.
-
-torchrun --standalone --nproc-per-node 2 docs/examples/torch_alone.py FOLDER
-"""
+"""Experts on torch alone: `torchrun --standalone --nproc-per-node 2 docs/examples/torch_alone.py FOLDER`."""
 
 import sys
 
@@ -24,10 +21,8 @@ replanner = experts.Replanner(stacks, experts.ReplanOptions(planner="swap", ever
 
 
 def train(first: int, last: int) -> float:
-    """Trains on a batch of its own on each rank; returns the last loss."""
     for step in range(first, last + 1):
-        draws = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        x = torch.randn(64, 16, generator=draws)
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
         loss = mse_loss(ddp(x), x.sum(-1, keepdim=True).sin())
         optimizer.zero_grad()
         loss.backward()

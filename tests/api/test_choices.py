@@ -19,15 +19,12 @@ from continual.streams import split_stream
 from speech.legendre import LegendreMemory
 from toolkit.data.images import ImageData
 from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
-from toolkit.experts.hosts.transformers.language_models import language_model_config
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
 
 TABLE = tk.TensorTable(input=torch.rand(20, 4), label=torch.arange(20) % 10)
 IMAGES = ImageData("rows", TABLE, TABLE, mean=0.0, std=1.0)
-SIZES: dict[str, int] = {"vocab_size": 9, "dim": 8, "layers": 1, "heads": 1, "experts": 2, "top_k": 1}
-WIDTHS: dict[str, int] = {"expert_hidden_size": 4, "context": 8}
 SIGNALS: dict[str, Any] = {"mean": torch.zeros(1), "std": torch.ones(1)}
 FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("placement", partial(tk.experts.make_moe, 8, 4, 4, 2)),
@@ -46,7 +43,6 @@ FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("scenario", partial(split_stream, IMAGES)),
     ("form", partial(LegendreMemory, 4, 8.0)),
     ("corruption", partial(FewLabels, TABLE, None, num_classes=10, seed=0)),
-    ("architecture", partial(language_model_config, **SIZES, **WIDTHS)),
 ]
 
 

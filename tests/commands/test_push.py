@@ -18,13 +18,13 @@ import yaml
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 
+from language.model_card import model_card
 from tests.commands.report.conftest import write_run
-from tests.experts.hosts.transformers.test_language_models import FACTS
+from tests.recipes.language.test_language_models import FACTS
 from tests.support.helpers import free_port
 from tests.support.small_run import SmallModel, small_config, small_trainer
 from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-from toolkit.experts.hosts.transformers.model_card import model_card
 from toolkit.experts.parallel.groups import make_expert_groups
 
 TOKEN = "hf_" + "t" * 34

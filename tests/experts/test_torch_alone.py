@@ -99,3 +99,4 @@ def test_the_example_saves_and_loads_on_two_processes(tmp_path: Path):
     losses = re.findall(r"loss ([\d.]+), again ([\d.]+)", done.stdout)
     assert len(losses) == 2
     assert all(after == again for after, again in losses)
+    assert len(EXAMPLE.read_text().splitlines()) <= 40

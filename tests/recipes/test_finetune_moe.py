@@ -18,14 +18,15 @@ from unittest import mock
 import pytest
 import torch
 
+from language.small_models import language_model_config
 from recipes import finetune_moe
 from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import run_distributed, run_recipe
+from tests.support.helpers import run_distributed
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.hosts.peft.verify import verify_adapter
-from toolkit.experts.hosts.transformers import causal_lm, language_model_config, use_toolkit_kernel
+from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_kernel
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
@@ -73,15 +74,13 @@ def main_in_float64(config: finetune_moe.Config) -> None:
 def train(folder: Path, alone: bool) -> None:
     """Runs that are left alone, one with everything on; and one that is stopped and continued."""
     os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
-    whole = {"lora_rank": 0, "freeze_router": False, "lr": 1e-3}
     if alone:
         main_in_float64(config(folder, "one", freeze_router=False))
-        main_in_float64(config(folder, "whole", **whole))
+        main_in_float64(config(folder, "whole", lora_rank=0, freeze_router=False, lr=1e-3))
         return
     moved = {"replan": ReplanOptions(planner="swap", every=3, guarded=False), "merge": True, "freeze_router": False}
     main_in_float64(config(folder, "two", **moved))
     main_in_float64(config(folder, "cut", dense_parallel="fsdp2", freeze_router=False, merge=True))
-    main_in_float64(config(folder, "whole on two", **whole))
     train_step = Trainer.train_step
 
     def stopping(self: Trainer, batches: Any) -> None:
@@ -108,8 +107,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(texts: Path) -> Path:
-    """The folder of "one" process; "two" that own and move experts; "cut", with FSDP2; "whole" and "whole on two"
-    processes, without adapters; and "stopped", which was continued."""
+    """The folder of "one" process; "two" that own and move experts; "cut", with FSDP2; "whole", without
+    adapters; and "stopped", which was continued."""
     run_distributed(train, 1, texts, True)
     run_distributed(train, 2, texts, False)
     return texts
@@ -123,14 +122,14 @@ def results(run: Path) -> dict[str, Any]:
     return json.loads((run / "results.json").read_text())
 
 
-@pytest.mark.parametrize(("two", "one"), [("two", "one"), ("cut", "one"), ("whole on two", "whole")])
-def test_two_processes_that_own_and_move_experts_do_what_one_does(two, one, runs):
-    for mine, theirs in zip(metrics(runs / two), metrics(runs / one), strict=True):
+@pytest.mark.parametrize("two", ["two", "cut"])
+def test_two_processes_that_own_and_move_experts_do_what_one_does(two, runs):
+    for mine, theirs in zip(metrics(runs / two), metrics(runs / "one"), strict=True):
         learned = {name for name in theirs if name.startswith(("train/", "eval", "old"))}
         assert "train/loss" in learned
         assert {k: mine[k] for k in learned} == pytest.approx({k: theirs[k] for k in learned}, rel=IN_FLOAT64)
     assert "train/grad_norm" in metrics(runs / two)[-1]
-    losses = [line["train/loss"] for line in metrics(runs / one)]
+    losses = [line["train/loss"] for line in metrics(runs / "one")]
     assert losses[-1] < losses[0] - 0.05
     assert results(runs / "two")["migrated_experts"] > 0
 
@@ -225,8 +224,6 @@ def test_settings_that_leave_nothing_to_train_or_to_merge_are_refused():
     for words, message in (
         ("--merge --lora-rank 0", "--merge: there are no adapters"),
         ("--no-lora-experts --no-lora-attention", "neither experts nor attention"),
-        ("--lora-rank -1", "--lora-rank -1: input should be greater"),
-        ("--lora-alpha 0", "--lora-alpha 0.0: input should be greater"),
     ):
         with pytest.raises(UserError, match=message):
             cli.parse(finetune_moe.PRESETS, ["debug", *words.split()])
@@ -247,16 +244,6 @@ def test_what_is_not_there_is_named_before_anything_is_trained(texts, tmp_path, 
     assert "no stacked experts" in refused(model=str(dense))
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "pip install 'moe-toolkit[adapters]'" in refused()
-
-
-def test_a_model_of_the_hub_is_refused_within_seconds_without_a_network(tmp_path):
-    began = time.monotonic()
-    words = ("own", "--model", "someone/mixture", "--dataset", "stdlib", "--cpu", "--run-dir", str(tmp_path))
-    done = run_recipe("finetune_moe", *words, env={"HF_HUB_CACHE": str(tmp_path / "hub")})
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert "--model someone/mixture is neither a folder nor in the Hub's cache" in line
-    assert time.monotonic() - began < 60  # a client that asks the Hub again and again takes minutes
 
 
 # --- chats -----------------------------------------------------------------------------------------------------------

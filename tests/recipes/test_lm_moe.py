@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from language.small_models import describe_language_model
 from recipes import lm_moe
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
@@ -153,8 +154,6 @@ def test_it_trains_on_from_exported_weights(runs):
 
 def test_the_dense_preset_has_as_many_active_parameters_as_the_mixture():
     import logging
-
-    from toolkit.experts.hosts.transformers import describe_language_model
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     mixture, dense = (describe_language_model(lm_moe.build_model(make(), 256)) for make in (lm_moe.full, lm_moe.dense))

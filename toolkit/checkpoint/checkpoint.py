@@ -16,15 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.checkpoint.background import Write
-from toolkit.checkpoint.copies import put_checkpoint
+from toolkit.checkpoint.finding import put_checkpoint
 from toolkit.checkpoint.retention import drop_older, prune
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state import manifest
 from toolkit.experts.state.checkpoint_files import begin_save, load_verified
-from toolkit.experts.state.tensor_files import (
-    ToCPU,
-    on_cpu,
-)
+from toolkit.experts.state.tensor_files import ToCPU, on_cpu
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned
 from toolkit.run.data import other_data

@@ -1,35 +1,84 @@
-"""Which checkpoint of a run is the newest that verifies."""
+"""Which checkpoint of a run is the newest that verifies, in its folder or in its `storage`.
+
+With a storage a run's folder may be another one on each machine: that of a checkpoint holds the files of the ranks of
+its machine, and the manifest of all. The storage gets all of them; a run that continues takes from it what its machine
+lacks.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.checkpoint.copies import find_with_copies
+import torch.distributed as dist
+
 from toolkit.checkpoint.retention import newest_first, step_of
+from toolkit.experts.parallel.collectives import on_main, together
 from toolkit.experts.state import manifest
 from toolkit.experts.state.checkpoint_files import STATE, read
+from toolkit.run.storage import CHECKPOINTS, Storage
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run
 
 
 def find_checkpoint(folder: Path, run: Run) -> Path | None:
-    """The newest checkpoint under `folder`, or in the run's storage, that verifies, or None. A collective.
+    """The newest checkpoint under `folder`, or in the run's storage, that is whole on every machine, or None.
 
-    Warns of those that do not.
+    A collective. Machines take from the storage what they lack. Warns of checkpoints that do not verify.
     """
-    if run.storage is not None:
-        return find_with_copies(folder, run, _strangeness)
+    for name in _known(folder, run):
+        path = folder / name
+        damage = next((line for line in together(partial(_fetch, path, run)) if line is not None), None)
+        damage = damage or on_main(partial(_strangeness, path))
+        if damage is None:
+            return path
+        run.print(f"warning: checkpoint {name} is passed over: {damage}.")
+    return None
 
-    def newest() -> Path | None:
-        for path in newest_first(folder):
-            if (damage := manifest.find_damage(path) or _strangeness(path)) is None:
-                return path
-            run.print(f"warning: checkpoint {path.name} is passed over: {damage}.")
-        return None
 
-    return run.on_main_and_share(newest)
+def _known(folder: Path, run: Run) -> list[str]:
+    """Names of checkpoints on the main process's machine or in the storage, newest first. A collective."""
+    copies: list[str] = []
+    if (storage := run.storage) is not None:
+        try:
+            copies = on_main(lambda: _copies(storage))
+        except OSError as error:
+            run.print(f"warning: {storage.uri} cannot be read ({error}): only {folder} is looked into.")
+    own = on_main(lambda: [path.name for path in newest_first(folder)])
+    return sorted({*own, *copies}, key=lambda name: step_of(Path(name)), reverse=True)
+
+
+def _fetch(path: Path, run: Run) -> str | None:
+    """Have the checkpoint `path` whole on this machine; returns what is wrong with it then, or None."""
+    damage = manifest.find_damage(path) if run.owns_folder else None
+    if damage is None or run.storage is None:
+        return damage
+    try:
+        _complete(path, run.storage)
+    except (OSError, ValueError, KeyError):
+        return damage
+    return manifest.find_damage(path)
+
+
+def _complete(path: Path, storage: Storage) -> None:
+    """Write the checkpoint of the storage as `path`, keeping files that are there and as they should be."""
+    there = f"{CHECKPOINTS}/{path.name}"
+    writing = path.with_name(manifest.WRITING + path.name)
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    (writing / manifest.NAME).write_bytes(storage.read(f"{there}/{manifest.NAME}"))
+    about = manifest.read_manifest(writing)
+    for name, wanted in about["files"].items():
+        own = path / name
+        if own.is_file() and not own.is_symlink() and manifest.seal(own) == wanted:
+            shutil.copy2(own, writing / name)
+        else:
+            storage.get(f"{there}/{name}", writing / name)
+    manifest.publish(writing, path, about)
 
 
 def _strangeness(path: Path) -> str | None:
@@ -44,3 +93,40 @@ def _strangeness(path: Path) -> str | None:
     except (LookupError, TypeError, AttributeError):
         is_state = False
     return None if is_state and isinstance(saved["config"], dict) else f"{STATE} lacks what a checkpoint holds"
+
+
+# --- copies -------------------------------------------------------------------------------------------------------
+
+
+def put_checkpoint(folder: Path, files: list[str], keep: int, run: Run, group: dist.ProcessGroup | None = None) -> None:
+    """Copy `files` of this machine, and the manifest after all others; delete all but the newest `keep` copies.
+
+    A collective of `group`, by default of all ranks. Where the storage does not answer a line says so, training goes
+    on, and older copies are as they were.
+    """
+    storage = run.storage
+    assert storage is not None
+    there = f"{CHECKPOINTS}/{folder.name}"
+
+    def put_files() -> None:
+        for name in files if run.owns_folder else ():
+            storage.put(folder / name, f"{there}/{name}")
+
+    def publish() -> None:
+        storage.put_run(run.folder)
+        storage.put(folder / manifest.NAME, f"{there}/{manifest.NAME}")
+        for old in _copies(storage)[keep:]:
+            storage.remove(f"{CHECKPOINTS}/{old}", first=manifest.NAME)
+
+    try:
+        together(put_files, group)
+        on_main(publish, group)
+    except OSError as error:
+        run.print(f"warning: {folder.name} is not in {storage.uri} ({error}); training goes on.")
+
+
+def _copies(storage: Storage) -> list[str]:
+    """The names of copies that have a manifest, and so are complete; newest first."""
+    names = [name for name in storage.names(CHECKPOINTS, "directory") if re.fullmatch(r"step-\d{8,}", name)]
+    whole = [name for name in names if manifest.NAME in storage.names(f"{CHECKPOINTS}/{name}")]
+    return sorted(whole, key=lambda name: step_of(Path(name)), reverse=True)

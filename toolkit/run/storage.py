@@ -1,7 +1,7 @@
 """Copies of a run's files on a bucket or another machine, at a URI that fsspec knows (`--storage`).
 
 A checkpoint's manifest is written last and removed first, so that a copy is complete or not there. Other files are
-replaced whole. `toolkit.checkpoint.copies` copies checkpoints, of which each machine may hold a part.
+replaced whole. `toolkit.checkpoint.finding` copies checkpoints, of which each machine may hold a part.
 """
 
 from __future__ import annotations

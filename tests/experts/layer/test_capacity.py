@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.helpers import run_distributed
-from toolkit.errors import UserError
 from toolkit.experts.layer.capacity import Capacity, DropPolicy
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router import ExpertChoiceRouter
@@ -190,13 +189,3 @@ def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
     torch.testing.assert_close(y_TD, expected)
     torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
     assert layer.load_E.tolist() == [5] * EXPERTS  # ceil(9 * 2 / 4)
-
-
-def test_expert_choice_takes_no_capacity() -> None:
-    with pytest.raises(ValueError, match="leave out the capacity"):
-        layer_on(1, router_type=ExpertChoiceRouter, capacity_factor=1.0)
-
-
-def test_a_capacity_for_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match=r"capacity_factor=0\.0: take a number above 0"):
-        Capacity(0.0)

@@ -67,21 +67,6 @@ def test_experts_are_one_network_per_slot_in_values_and_gradients(
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@both_paths
-@both_activations
-def test_gradients_pass_a_numerical_check(activation: Activation, stepwise: bool) -> None:
-    experts = make_experts(activation, 3, 4, slots=3).double()
-    x_ND = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-
-    def run(x_ND: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        own = {"up": up, "down": down}
-        if stepwise:
-            return experts.step_by_step(x_ND, up, down, torch.tensor([2, 0, 3]))
-        return torch.func.functional_call(experts, own, (x_ND, torch.tensor([2, 0, 3])))
-
-    assert torch.autograd.gradcheck(run, (x_ND, experts.up, experts.down))
-
-
 @both_activations
 def test_an_empty_expert_gets_a_gradient_of_zeros_whatever_lay_in_memory(activation: Activation) -> None:
     experts = make_experts(activation)

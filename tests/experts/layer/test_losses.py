@@ -13,7 +13,6 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import BalanceScope, RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
-from toolkit.experts.layer.router import ExpertChoiceRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 
@@ -151,10 +150,3 @@ def test_a_penalty_that_is_read_again_is_the_same() -> None:
     assert second.requires_grad
     second.backward()
     assert float(first.detach()) == float(second.detach()) == float(share_of(penalty))
-
-
-def test_expert_choice_takes_no_penalty() -> None:
-    layer = make_moe(DIM, 4, EXPERTS, TOP_K, router_type=ExpertChoiceRouter)
-    with pytest.raises(ValueError, match="balanced by construction"):
-        RouterPenalty(layer, balance_weight=0.01)
-    assert RouterPenalty(layer, balance_weight=0.0)() is None

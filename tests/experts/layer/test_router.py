@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.experts.layer.router_options import Balance, RouterOptions
 
@@ -33,21 +32,6 @@ def test_the_best_experts_are_kept_and_their_probabilities_add_up_to_one() -> No
     torch.testing.assert_close(routing.weights_TK, torch.tensor([[5 / 7, 2 / 7]]))
 
 
-def test_a_bias_chooses_experts_and_leaves_their_weights_alone() -> None:
-    weight = torch.tensor([[1.0], [2.0], [5.0]]).log().tolist()
-    routing = router_with(weight, top_k=2, bias=[10.0, 0.0, 0.0])(torch.ones(1, 1))
-    assert routing.expert_ids_TK.tolist() == [[0, 2]]
-    torch.testing.assert_close(routing.weights_TK, torch.tensor([[1 / 6, 5 / 6]]))
-
-
-def test_a_bias_of_zero_changes_nothing() -> None:
-    x_TD, plain = torch.randn(16, 4), TopKRouter(4, 6, 2)
-    biased = router_with(plain.weight.tolist(), top_k=2, bias=[0.0] * 6)
-    one, other = plain(x_TD), biased(x_TD)
-    assert torch.equal(one.expert_ids_TK, other.expert_ids_TK)
-    torch.testing.assert_close(one.weights_TK, other.weights_TK)
-
-
 @pytest.mark.parametrize("balance", ["loss", "bias"])
 def test_gradients_reach_the_tokens_and_the_router_through_the_weights(balance: Balance) -> None:
     router = TopKRouter(4, 6, 2, RouterOptions(balance=balance)).double()
@@ -66,17 +50,6 @@ def test_scores_are_float32_under_autocast_and_for_tokens_of_half_precision(dtyp
         routing = router(x_TD)
     assert {routing.logits_TE.dtype, routing.probs_TE.dtype, routing.weights_TK.dtype} == {torch.float32}
     torch.testing.assert_close(routing.logits_TE, expected)
-
-
-def test_no_tokens_are_routed_nowhere() -> None:
-    routing = TopKRouter(4, 6, 2)(torch.empty(0, 4))
-    assert routing.expert_ids_TK.shape == routing.weights_TK.shape == (0, 2)
-    assert routing.probs_TE.shape == (0, 6)
-
-
-def test_with_one_expert_per_token_the_weight_is_one() -> None:
-    routing = TopKRouter(4, 6, 1)(torch.randn(8, 4))
-    assert torch.equal(routing.weights_TK, torch.ones(8, 1))
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
@@ -246,13 +219,6 @@ def test_in_expert_choice_each_expert_takes_its_best_tokens(tokens: int, each: i
 def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TopKRouter(6, 12, 3, RouterOptions(**options))
-
-
-def test_a_misspelt_option_is_refused() -> None:
-    with pytest.raises(UserError, match="router_scor='sigmoid': there is no such option"):
-        RouterOptions(router_scor="sigmoid")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="score"):
-        make_moe(6, 8, 4, 2, score="sigmoid")  # type: ignore[call-arg]
 
 
 def test_expert_choice_refuses_options_that_it_would_ignore() -> None:

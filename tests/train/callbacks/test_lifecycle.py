@@ -13,7 +13,7 @@ from tests.experts.dynamic.dynamic_run import EVENTFUL, dynamic_config, dynamic_
 from tests.support.equality import relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.data.table import Batch
-from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.lifecycle import Lifecycle
 

@@ -23,9 +23,8 @@ from toolkit.experts.dynamic.plans import Grow, Merge, Plan
 from toolkit.experts.dynamic.roster import ExpertRoster, LifecycleEvent
 from toolkit.experts.dynamic.similarity import alignment, reordered
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel.optimizer_rows import RowsInUse
+from toolkit.experts.parallel.optimizer_rows import RowsInUse, unwrapped
 from toolkit.experts.parallel.ownership import mark_rows_in_use
-from toolkit.experts.parallel.unwrapping import unwrapped
 
 
 class Snapshot:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.order import sort_by_slot
+from toolkit.experts.layer.dispatch.order import place_within_slot
 
 DropPolicy = Literal["probs", "position"]
 
@@ -46,29 +46,20 @@ class Capacity:
     ) -> Bool[Tensor, "T K"]:
         """(T, K) bool. A collective where there are several ranks."""
         if self.policy == "position":
-            place_TK, load_E = place_within_expert(expert_ids_TK, num_experts)
+            place_TK, load_E = place_within_slot(expert_ids_TK, num_experts)
             load_RE, rank = _gather(load_E)
             place_TK = place_TK + load_RE[:rank].sum(0)[expert_ids_TK]
             return place_TK < self._limit(load_RE.sum(0))
         assignments = expert_ids_TK.numel()
         ids_N, weights_N, first = _concatenate(expert_ids_TK.flatten(), weights_TK.flatten(), num_experts)
         by_weight_N = weights_N.argsort(descending=True, stable=True)
-        place_N1, load_E = place_within_expert(ids_N[by_weight_N].unsqueeze(1), num_experts + 1)
+        place_N1, load_E = place_within_slot(ids_N[by_weight_N].unsqueeze(1), num_experts + 1)
         kept_N = torch.empty_like(ids_N, dtype=torch.bool)
         kept_N[by_weight_N] = place_N1[:, 0] < self._limit(load_E[:num_experts])
         return kept_N[first : first + assignments].view(expert_ids_TK.shape)
 
     def _limit(self, load_E: Int[Tensor, " E"]) -> Tensor:
         return (self.factor * load_E.sum().double() / len(load_E)).ceil()
-
-
-def place_within_expert(
-    expert_ids_TK: Int[Tensor, "T K"], num_experts: int
-) -> tuple[Int[Tensor, "T K"], Int[Tensor, " E"]]:
-    """(T, K): how many earlier assignments the same expert has; and (E): how many it has in all."""
-    order = sort_by_slot(expert_ids_TK, num_experts)
-    first_E = order.rows_per_slot.cumsum(0) - order.rows_per_slot
-    return order.place_TK - first_E[expert_ids_TK], order.rows_per_slot
 
 
 def _gather(values: Tensor) -> tuple[Tensor, int]:

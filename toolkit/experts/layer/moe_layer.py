@@ -18,8 +18,7 @@ from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.layer.stack_state import hook_state
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
@@ -94,7 +93,8 @@ class MoE(nn.Module):
         routing = self.router(x_TD)
         kept_TK = routing.kept_TK
         if self.capacity is not None and self.training:
-            kept_TK = self._within(self.capacity, routing)
+            capacity, router = self.capacity, self.router
+            kept_TK = decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, router.num_experts))
         shared_TD: Tensor | None = None
         travels = self.expert_stack.groups.ep_size > 1
         # Others than `GroupedExperts` have weights of their own.
@@ -117,9 +117,6 @@ class MoE(nn.Module):
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
             self.record(routing, plans, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
-
-    def _within(self, capacity: Capacity, routing: Routing) -> Tensor:
-        return decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts))
 
     def record(
         self,

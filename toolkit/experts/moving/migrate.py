@@ -29,9 +29,8 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
-from toolkit.experts.parallel.optimizer_rows import rows_of_state
+from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
 from toolkit.experts.parallel.ownership import local_rows
-from toolkit.experts.parallel.unwrapping import unwrapped
 from toolkit.experts.placement.cost_model import LINK_BYTES_PER_SECOND
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, Transfer, schedule

@@ -19,13 +19,16 @@ from torch.optim import Optimizer
 
 from toolkit.compat import set_data_of_other_shape
 from toolkit.errors import UserError
-from toolkit.experts.parallel.ownership import in_use, is_owned, mark_rows_in_use, ownership_of
-from toolkit.experts.parallel.rows_in_files import as_in_files
-from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.experts.parallel.ownership import as_in_files, in_use, is_owned, mark_rows_in_use, ownership_of
 
 ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
 """Of a trial: rows of each owned parameter, its other dimensions at most, steps, the learning rate, and how many times
 larger gradients of other experts become from step to step."""
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside `AcceleratedOptimizer`, or `optimizer` itself where it is not wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def refuse_coupled_rows(optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ and knows nothing of experts: it sees parameters whose *rows* have owners.
 
 | what DDP or Accelerate does                         | what is done here                                            |
 |-----------------------------------------------------|--------------------------------------------------------------|
-| overwrites every rank's parameters with rank 0's    | `prepare.prepare` puts owned parameters on DDP's ignore list |
+| overwrites every rank's parameters with rank 0's    | `dense.leave_out_of_ddp` puts them on DDP's ignore list     |
 | averages gradients over ranks                       | `gradients.average_owned_gradients`: rows already hold the   |
 |                                                     | sum over their EP group's batches                            |
 | keeps replicated parameters equal                   | `gradients.refresh_replicas`: of a row with replicas one     |
@@ -14,7 +14,7 @@ and knows nothing of experts: it sees parameters whose *rows* have owners.
 | clips by the norm of local gradients                | `gradients.clip_grad_norm_`: replicated ones count once,     |
 |                                                     | owned ones are summed                                        |
 | saves rank 0's model and optimizer                  | `toolkit.checkpoint` saves each row under its uid             |
-| forgets parameters that are added later             | `prepare.refuse_late_parameters`                             |
+| forgets parameters that are added later             | `dense.refuse_late_parameters`                               |
 
 Each line is a test in `tests/traps/`.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int
@@ -34,8 +34,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.rows_in_files import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW
+
+RowsInFiles = Literal["stacked", "joined", "columns"]
+"""E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts
+within those of B."""
 
 
 class RowHolder(Protocol):
@@ -221,3 +224,17 @@ def spread_like(like: DTensor, whole: Tensor) -> DTensor:
     part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     assert isinstance(part, DTensor)
     return part
+
+
+def as_in_files(rows: Tensor, form: RowsInFiles) -> Tensor:
+    """Returns the rows (E, A, B) of all experts as files of this form have them."""
+    if form == "joined":
+        return rows.flatten(0, 1)
+    return rows.permute(1, 2, 0).flatten(1) if form == "columns" else rows
+
+
+def stacked(saved: Tensor, form: RowsInFiles, experts: int) -> Tensor:
+    """Returns the rows (E, A, B) of what files of this form have."""
+    if form == "joined":
+        return saved.view(experts, -1, saved.shape[1])
+    return saved.view(len(saved), -1, experts).permute(2, 0, 1).contiguous() if form == "columns" else saved

@@ -25,7 +25,7 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import is_main, on_main, rank, together
-from toolkit.experts.parallel.unwrapping import unwrapped
+from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import (
     FileContents,

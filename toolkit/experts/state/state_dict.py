@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import is_main
-from toolkit.experts.parallel.rows_in_files import as_in_files
+from toolkit.experts.parallel.ownership import as_in_files
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
-from toolkit.experts.parallel.optimizer_rows import rows_of_state
+from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
 from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, shard_like, spread_like
-from toolkit.experts.parallel.unwrapping import unwrapped
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"

@@ -226,19 +226,12 @@ def refusals() -> list[str]:
         with pytest.raises(UserError) as error:
             folder.save_pretrained("nowhere")
         said.append(str(error.value))
-    with pytest.raises(UserError) as error:
-        save_merged(base("mixtral"), "nowhere")
-    said.append(str(error.value))
-    for option in ({"use_dora": True}, {"lora_dropout": 0.1}):  # PEFT's own
-        with pytest.raises(ValueError) as refused:
-            adapted("mixtral", **option)
-        said.append(str(refused.value))
     return said
 
 
 def test_what_is_not_supported_is_refused_in_one_line_with_its_reason():
     (said,) = run_distributed(refusals, 1)
-    words = ["would mix experts", "before prepare", "one rank only", "one rank only", "no adapters", "DoRA", "dropout"]
+    words = ["would mix experts", "before prepare", "one rank only", "one rank only"]
     for sentence, word in zip(said, words, strict=True):
         assert word.lower() in sentence.lower()
         assert "\n" not in sentence

@@ -14,87 +14,27 @@ from torch import Tensor, nn
 
 EXPERTS, VOCAB = 4, 64
 
-# Of each configuration's fields those that it has.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size": 16,
-    "hidden_size_per_layer_input": 4,
-    "moe_hidden_size": 16,
-    "d_model": 16,
-    "num_hidden_layers": 1,
-    "num_layers": 1,
-    "num_decoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_layers": 1,
-    "decoder_ffn_dim": 24,
-    "encoder_ffn_dim": 24,
-    "d_ff": 24,
-    "d_kv": 8,
-    "dropout": 0.0,
-    "dropout_rate": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "moe_token_dropout": 0.0,
-    "router_jitter_noise": 0.0,
-    "expert_capacity": VOCAB,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "intermediate_size_mlp": 24,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "shared_experts_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "share_expert_dim": 24,
-    "ffn_hidden_size": 24,
-    "expert_ffn_hidden_size": 24,
-    "router_hidden_size": 8,
-    "max_position_embeddings": 64,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS,
-    "zero_expert_num": 2,
-    "num_experts_per_tok": 2,
-    "top_k_experts": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_top_k": 2,
-    "n_shared_experts": 1,
-    "mlp_layer_types": ["sparse"],
-    "mlp_only_layers": [],
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "num_dense_layers": 0,
-    "moe_layer_start_index": 0,
-    "expert_layer_period": 1,
-    "expert_layer_offset": 0,
-    "enable_moe_block": True,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "linear_head_dim": 8,
-    "linear_num_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_topk": 16,
-    "mamba_d_state": 8,
-    "attention_dropout": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
+FIELDS = {
+    VOCAB: "vocab_size vocab_size_per_layer_input expert_capacity max_position_embeddings",
+    EXPERTS: "num_experts num_local_experts n_routed_experts moe_num_experts hidden_size_per_layer_input "
+    "qk_rope_head_dim qk_nope_head_dim",
+    24: "decoder_ffn_dim encoder_ffn_dim d_ff intermediate_size intermediate_size_mlp moe_intermediate_size "
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size "
+    "shared_intermediate_size share_expert_dim ffn_hidden_size expert_ffn_hidden_size",
+    16: "hidden_size moe_hidden_size d_model index_topk",
+    8: "d_kv head_dim router_hidden_size q_lora_rank kv_lora_rank v_head_dim linear_head_dim linear_key_head_dim "
+    "linear_value_head_dim index_head_dim mamba_d_state",
+    2: "num_attention_heads num_key_value_heads zero_expert_num num_experts_per_tok top_k_experts moe_k moe_topk "
+    "moe_top_k linear_num_heads linear_num_key_heads linear_num_value_heads index_n_heads eos_token_id",
+    1: "num_hidden_layers num_layers num_decoder_layers decoder_layers encoder_layers n_shared_experts n_group "
+    "topk_group expert_layer_period bos_token_id",
+    0: "first_k_dense_replace num_dense_layers moe_layer_start_index expert_layer_offset pad_token_id",
 }
+"""A value, and the fields of configurations that get it where they have them."""
+SIZES: dict[str, Any] = {name: value for value, names in FIELDS.items() for name in names.split()}
+SIZES |= {"enable_moe_block": True, "use_cache": False, "mlp_layer_types": ["sparse"], "mlp_only_layers": []}
+SIZES |= dict.fromkeys(("dropout", "dropout_rate", "encoder_layerdrop", "decoder_layerdrop"), 0.0)
+SIZES |= dict.fromkeys(("moe_token_dropout", "router_jitter_noise", "attention_dropout"), 0.0)
 ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"mlp_layer_types": ["moe"]},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,10 +213,9 @@ def test_ranks_that_share_a_batch_are_refused():
         ToolkitEP(nn.Identity(), SimpleNamespace(), SimpleNamespace(size=lambda: 2))
 
 
-def with_adapters(folder: Path) -> list[str]:
-    """Why adapters are refused under transformers' expert parallelism: ours, and its own."""
+def prepared(folder: Path) -> str:
+    """What ExpertParallel says of a model that transformers has spread."""
     from accelerate import Accelerator
-    from peft import LoraConfig, get_peft_model
 
     from toolkit.experts.hosts.loop.engine import ExpertParallel
 
@@ -226,44 +223,16 @@ def with_adapters(folder: Path) -> list[str]:
     if dist.get_rank() == 0:
         awaken(causal_lm(config("qwen3_moe"), dtype=torch.float64)).save_pretrained(folder / "qwen3_moe")
     dist.barrier()
-    said = []
-    for implementation in ("toolkit", "all_to_all"):
-        model = get_peft_model(
-            load(folder, 2, 2, "qwen3_moe", implementation),
-            LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
-        )
-        optimizer: Any = torch.optim.AdamW(model.parameters())
-        experts = ExpertParallel(Accelerator(cpu=True))
-        use = partial(experts.prepare, model, optimizer)
-        if implementation == "toolkit":
-            use = partial(
-                replan_callback(ReplanOptions(planner="swap", every=1)).on_init_end, None, None, None, model=model
-            )
-        with pytest.raises(UserError) as refused:
-            use()
-        said.append(str(refused.value))
-    return said
+    model = load(folder, 2, 2, "qwen3_moe", "all_to_all")
+    with pytest.raises(UserError) as refused:
+        ExpertParallel(Accelerator(cpu=True)).prepare(model, torch.optim.AdamW(model.parameters()))
+    return str(refused.value)
 
 
-def test_adapters_of_experts_that_transformers_has_spread_are_refused_in_one_line(tmp_path: Path):
-    first, second = run_distributed(with_adapters, 2, tmp_path)
+def test_experts_that_transformers_has_spread_are_not_spread_again(tmp_path: Path):
+    first, second = run_distributed(prepared, 2, tmp_path)
     assert first == second
-    assert "use ExpertParallel" in first[0]
-    assert "load the model without, because ExpertParallel spreads both" in first[1]
-    assert not any("\n" in line for line in first)
-
-
-def test_an_interval_of_no_steps_and_an_unknown_planner_are_refused():
-    with pytest.raises(UserError, match="every=0"):
-        replan_callback(ReplanOptions(planner="swap", every=0))
-    with pytest.raises(UserError, match="swapp"):
-        replan_callback(ReplanOptions(planner="swapp", every=10))
-
-
-def test_a_transformers_without_a_registry_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
-    with pytest.raises(UserError, match=r"use 5\.23 or newer"):
-        use_toolkit_ep()
+    assert "load the model without, because ExpertParallel spreads both" in first
 
 
 def test_loads_are_counted_by_expert(runs: Any):

@@ -63,10 +63,8 @@ def test_redrawn_hidden_units_make_experts_differ_and_the_rest_stays():
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
-        ({"kind": "llama", "mlp_bias": True}, {"num_experts": 4, "top_k": 2}, "mlp_bias=True"),
-        ({"kind": "qwen3"}, {"num_experts": 4, "top_k": 5}, "top_k=5"),
+        ({"kind": "llama", "mlp_bias": True}, {"num_experts": 4, "top_k": 2}, "mlp.gate_proj.bias"),
         ({"kind": "qwen3"}, {"num_experts": 4, "top_k": 2, "shards": 4}, "shards=4"),
-        ({"kind": "qwen3"}, {"num_experts": 4, "top_k": 2, "redraw": 1.5}, "redraw=1.5"),
     ],
 )
 def test_what_cannot_be_upcycled_is_refused_in_one_sentence(

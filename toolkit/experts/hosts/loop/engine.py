@@ -40,8 +40,7 @@ from toolkit.experts.hosts.spreading.spread import (
     spread_experts,
 )
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
-from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.layer.stack_state import only_names_are_read
+from toolkit.experts.layer.stack import ExpertStack, only_names_are_read
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import refuse_meta

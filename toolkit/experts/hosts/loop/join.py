@@ -87,11 +87,11 @@ def join_forwards(models: Sequence[nn.Module], stacks: Sequence[ExpertStack]) ->
         family = {each for stack in [*stacks, *served] for each in (stack, *stack.all_copies())}
         try:
             for stack in family - served.keys():
-                stack.dispatcher.announce = _refuse_copy  # type: ignore[attr-defined]
+                stack.dispatcher.announce = _refuse_copy
             for number, stack in enumerate(served, start=1):
-                stack.dispatcher.announce = partial(meeting.announce, number)  # type: ignore[attr-defined]
+                stack.dispatcher.announce = partial(meeting.announce, number)
             yield
             meeting.serve()
         finally:
             for stack in family:
-                stack.dispatcher.announce = None  # type: ignore[attr-defined]
+                stack.dispatcher.announce = None

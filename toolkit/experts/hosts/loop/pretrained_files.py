@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.libraries import libraries
-from toolkit.experts.layer.stack_state import only_names_are_read
+from toolkit.experts.layer.stack import only_names_are_read
 from toolkit.experts.parallel.collectives import on_main
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.state.state_dict import Gatherer

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.collectives import gather_objects
 from toolkit.experts.parallel.ownership import ownership_of
 
@@ -24,23 +25,26 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
 
     Parameters have the names that they have once the adapter is loaded as `default`. A collective.
     """
-    from peft import __version__
     from peft.tuners.lora.layer import LoraLayer
 
     found: dict[str, dict[str, Any]] = {}
+    num_experts = {
+        id(parameter): stack.num_experts
+        for stack in expert_stacks(model).values()
+        for parameter in stack.parameters.values()
+    }
     for adapter in model.peft_config:
         norms, checks = {}, {}
         for name, parameter in model.named_parameters():
             plain = name.replace(f".{adapter}.", ".default.")
             if "lora_" not in name or f".{adapter}." not in name:
                 continue
-            if ownership_of(parameter) is not None:
-                norms[plain] = _norms(parameter).tolist()
+            if id(parameter) in num_experts:
+                norms[plain] = _norms(parameter, num_experts[id(parameter)]).tolist()
             elif not isinstance(parameter, DTensor):
                 checks[plain] = zlib.crc32(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
         found[adapter] = {
-            "peft": __version__,
             "norms": norms,
             "scaling": {name: layer.scaling[adapter] for name, layer in layers if adapter in layer.scaling},
             "differ": _differing(checks),
@@ -54,17 +58,14 @@ def _differing(checks: dict[str, int]) -> list[str]:
     return sorted(name for name, value in checks.items() if any(rank[name] != value for rank in everyones))
 
 
-def _norms(parameter: Tensor) -> Tensor:
+def _norms(parameter: Tensor, num_experts: int) -> Tensor:
     """(E): of each expert's rows, from the rank that owns them."""
     ownership = ownership_of(parameter)
     assert ownership is not None
-    rows = [(row, expert) for row, expert in enumerate(ownership.row_ids) if ownership.owns[row]]
-    highest = torch.tensor(max((expert for _, expert in rows), default=-1), device=parameter.device)
-    if ownership.groups.ep_group is not None:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=ownership.groups.ep_group)
-    norms_E = parameter.new_zeros(int(highest) + 1)
-    for row, expert in rows:
-        norms_E[expert] = parameter[row].norm()
+    norms_E = parameter.new_zeros(num_experts)
+    for row, expert in enumerate(ownership.row_ids):
+        if ownership.owns[row]:
+            norms_E[expert] = parameter[row].norm()
     if ownership.groups.ep_group is not None:
         dist.all_reduce(norms_E, group=ownership.groups.ep_group)
     return norms_E.double()

@@ -22,9 +22,8 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.peft.adapter_record import describe_adapters, write_records
 from toolkit.experts.hosts.spreading.foreign import LowRank
 from toolkit.experts.hosts.spreading.libraries import Library, library_that_multiplies
-from toolkit.experts.layer.stack_state import rows_of
-from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.parallel.rows_in_files import RowsInFiles, stacked
+from toolkit.experts.layer.stack import rows_of
+from toolkit.experts.parallel.ownership import RowsInFiles, ownership_of, stacked
 
 IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
 """How PEFT saves A, of rank R and for I inputs, as (E * R, I), and B, for O outputs, as (O, R * E)."""
@@ -127,8 +126,6 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
     lora_B: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.pop("adapter_names", None) is not None:
-            raise UserError("adapter_names: experts take one choice of adapters for a whole batch, not one per sample.")
         if self.disable_adapters and self.merged:
             self.unmerge()
         if self.disable_adapters or self.merged:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.pretrained_files import write_pretrained
 from toolkit.experts.state.state_dict import Gatherer
 
@@ -21,12 +20,9 @@ def save_merged(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the base of `model`, a model of PEFT, with its active adapters added to its weights. A collective.
 
     The folder is one of transformers, which `from_pretrained` reads without PEFT. `model` stays as it is: layers are
-    merged one at a time. Raises UserError, on every rank alike, for a model without adapters, or a folder that cannot
-    be written.
+    merged one at a time. Raises UserError, on every rank alike, for a folder that cannot be written.
     """
     inner: Any = getattr(model, "module", model)
-    if not hasattr(inner, "peft_config"):
-        raise UserError(f"model {type(inner).__name__} has no adapters to merge: use save_pretrained(model, folder).")
     base = inner.get_base_model()
     gather, state = Gatherer(inner), dict[str, Tensor]()
     layers = _adapted_layers(base)

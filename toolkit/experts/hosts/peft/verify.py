@@ -76,7 +76,12 @@ def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = 
             "to verify adapters needs PEFT, which is missing: pip install 'moe-toolkit[adapters]'."
         ) from None
     found = Verification()
-    settings = _read_settings(folder)
+    try:
+        settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder / CONFIG} cannot be read ({error}): give a folder that save_pretrained wrote."
+        ) from None
     base = base or settings.get("base_model_name_or_path")
     if not base:
         raise UserError(
@@ -95,18 +100,6 @@ def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = 
     if not found.faults:
         _check_logits(model, base, merged, load, found)
     return found
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} has no {WEIGHTS}: give a folder that save_pretrained wrote.")
-    try:
-        settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder / CONFIG} cannot be read ({error}): give a folder that save_pretrained wrote."
-        ) from None
-    return settings
 
 
 def _check_version(settings: dict[str, Any], found: Verification) -> None:

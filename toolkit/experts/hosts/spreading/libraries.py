@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from toolkit.experts.parallel.rows_in_files import RowsInFiles
+    from toolkit.experts.parallel.ownership import RowsInFiles
 
 _registered: dict[str, Callable[[], Library]] = {}
 

@@ -18,11 +18,10 @@ from toolkit.experts.hosts.spreading.contract import check_experts
 from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
 from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.layer.stack_state import hook_state, rows_of
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state, rows_of
 from toolkit.experts.parallel.dense import leave_out_of_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.rows_in_files import RowsInFiles
+from toolkit.experts.parallel.ownership import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
 

@@ -4,30 +4,19 @@ not to be imported."""
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
 from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
-from toolkit.experts.hosts.transformers.language_models import (
-    causal_lm,
-    describe_language_model,
-    language_model_config,
-    sample_tokens,
-)
-from toolkit.experts.hosts.transformers.model_card import export_language_model
+from toolkit.experts.hosts.transformers.language_models import causal_lm
 from toolkit.experts.hosts.transformers.router_watch import RouterWatch, watch_routers
-from toolkit.experts.hosts.transformers.toolkit_ep import use_toolkit_ep
-from toolkit.experts.hosts.transformers.trainer_callback import replan_callback
+from toolkit.experts.hosts.transformers.toolkit_ep import replan_callback, use_toolkit_ep
 from toolkit.experts.hosts.transformers.upcycle import upcycle
 from toolkit.experts.moving.migrate import place_experts
 
 __all__ = [
     "RouterWatch",
     "causal_lm",
-    "describe_language_model",
     "experts_modules",
-    "export_language_model",
-    "language_model_config",
     "place_experts",
     "replan_callback",
     "routers",
-    "sample_tokens",
     "save_pretrained",
     "upcycle",
     "use_toolkit_ep",

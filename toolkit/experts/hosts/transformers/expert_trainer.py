@@ -10,7 +10,6 @@ It overrides documented methods of Trainer only.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -26,45 +25,49 @@ from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
 from toolkit.experts.hosts.loop.route_hooks import record_routes
 from toolkit.experts.hosts.loop.route_hooks import replay_routes as replaying_routes
+from toolkit.experts.hosts.spreading.spread import PlacementOf
 from toolkit.experts.hosts.transformers.router_watch import watch_routers
 from toolkit.experts.hosts.transformers.training_state import ExpertTrainingState
 from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.routes import Routes
 
 
 def expert_trainer(
     trainer: type,
     *,
+    ep_size: int | None = None,
+    replan: ReplanOptions | None = None,
+    spare_slots: int = 0,
+    placement: InitialPlacement | PlacementOf = "contiguous",
     balance_weight: float = 0.0,
     z_weight: float = 0.0,
     replay_routes: bool = False,
-    **options: Any,
 ) -> type:
     """Returns a subclass of `trainer` that spreads the model's experts, and is called as `trainer` is.
 
     Experts are spread when `train` begins, with any adapters that were added before, and stay spread. Load metrics are
     among the training logs. Text is generated within `ExpertParallel.join`, so that it may have unequal lengths on the
-    ranks. Call `save_model` on every rank.
+    ranks. Call `save_model` on every rank. The other parameters are replicated. The instance of `ExpertParallel` is the
+    trainer's `experts`, a new one for each model that `model_init` makes.
 
     Args:
         trainer: transformers' Trainer, or a class that is derived from it.
+        ep_size: As of `ExpertParallel`, as are `replan`, `spare_slots` and `placement`.
+        replan: When experts are moved, and by which planner.
+        spare_slots: Empty slots on each rank, for replicas.
+        placement: Where experts are at first.
         balance_weight: Of the balance loss that a `RouterPenalty` adds.
         z_weight: Of its z-loss.
         replay_routes: Has generated text learnt from with the experts that generated it: see `RolloutRoutes`, the
             trainer's `routes`.
-        options: Those of `ExpertParallel` but `dense` and `fsdp_size`. Its instance is the trainer's `experts`, a new
-        one
-            for each model that `model_init` makes.
 
     Raises:
         UserError: When the trainer is made, for what would train, save or generate with a part of the experts.
     """
     from transformers import TrainerCallback
 
-    for option in {"dense", "fsdp_size"} & options.keys():
-        raise UserError(
-            f"{option}={options[option]!r}: under a Trainer the other parameters are replicated: leave it out."
-        )
     base: Any = trainer
 
     class State(ExpertTrainingState, TrainerCallback): ...
@@ -79,19 +82,19 @@ def expert_trainer(
         _saving: State | None = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(base.__init__).bind_partial(self, *args, **kwargs).arguments
-            _refuse_other_generators(given.get("args"))
             super().__init__(*args, **kwargs)
-            _refuse(self, replay_routes=replay_routes)
-            self._saving = State(self.experts, trainer.__name__)
+            self._saving = State(self.experts)
             self.add_callback(self._saving)
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
+            _refuse(self)
             self._make_experts()
 
         def _make_experts(self) -> None:
-            self.experts = ExpertParallel(self.accelerator, **options)
+            self.experts = ExpertParallel(
+                self.accelerator, ep_size=ep_size, replan=replan, spare_slots=spare_slots, placement=placement
+            )
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
@@ -103,7 +106,11 @@ def expert_trainer(
                     self._prepared = self._spread(*given)
                     return self._prepared
                 if self._prepared is not None and given[-1] is self.optimizer:
-                    _refuse_replaced(self.model, self._spread_model, self.optimizer, self._prepared[1])
+                    if self.model is not self._spread_model or self.optimizer is not self._prepared[1]:
+                        raise UserError(
+                            "trainer.model or trainer.optimizer was replaced after its experts were spread: keep both "
+                            "and change `lr` and `initial_lr` of the optimizer's param_groups, or make a new trainer."
+                        )
                     return self._prepared if len(given) == 2 else self._prepared[1]
                 return of_accelerate(*given, **how)
 
@@ -202,44 +209,20 @@ def _refuse_model(model: Any, *, replay_routes: bool) -> None:
         raise UserError(f"replay_routes=True: {type(model).__name__} generates no text to learn from: leave it out.")
 
 
-def _refuse_replaced(model: Any, spread: Any, optimizer: Any, prepared: Any) -> None:
-    """Raise UserError where `model` is not the one that is `spread`, or `optimizer` not the one that was `prepared`."""
-    if model is not spread:
-        raise UserError(
-            "trainer.model was replaced after training, and trainer.model_wrapped was not: set both, and "
-            "trainer.optimizer and trainer.lr_scheduler to None."
-        )
-    if optimizer is not prepared:
-        raise UserError(
-            "trainer.optimizer was replaced after the experts were spread, and would not follow them: keep it and "
-            "change `lr` and `initial_lr` of its param_groups, or save the model and load it in a new trainer."
-        )
-
-
-def _refuse(trainer: Any, *, replay_routes: bool) -> None:
+def _refuse(trainer: Any) -> None:
     """Raise UserError for settings of `trainer` under which ranks would have a part of the experts, unnoticed."""
-    _refuse_model(trainer.model, replay_routes=replay_routes)
     args, accelerator = trainer.args, trainer.accelerator
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or accelerator.parallelism_config is not None:
         raise UserError(
             "fsdp, deepspeed and parallelism_config divide the model themselves: leave them out, or load the model "
             "with use_toolkit_ep(), which has experts spread under FSDP2."
         )
-    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        raise UserError(
-            "distributed_config: transformers has spread this model already: train it with replan_callback and the "
-            "Trainer itself, or load it without."
-        )
     if args.save_strategy != "no" and not args.save_only_model:
         raise UserError(
             "save_only_model=False would save the optimizer of rank 0, which has a part of the experts: pass "
             "save_only_model=True, with which checkpoints have all that resuming needs."
         )
-
-
-def _refuse_other_generators(args: Any) -> None:
-    """Raise UserError for settings of TRL by which a copy of the weights is made from those of one rank."""
-    for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):
+    for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):  # of TRL
         if getattr(args, setting, False):
             raise UserError(
                 f"{setting}=True takes the weights that one rank has for those of the whole model: leave it out."

@@ -1,4 +1,4 @@
-"""Placement and migration inside transformers' own expert parallelism, for users of its Trainer under FSDP2.
+"""Placement, migration and resuming inside transformers' own expert parallelism, for users of its Trainer under FSDP2.
 
     use_toolkit_ep()
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="toolkit")
@@ -13,9 +13,10 @@ order of expert ids.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,20 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.compat import register_ep_implementation
 from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.engine import describe_balance
 from toolkit.experts.hosts.spreading.foreign import run_experts
-from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.hosts.transformers.training_state import TrainingState
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.moving.migrate import migrate
+from toolkit.experts.moving.replan import Replanner
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.ownership import shard_like
+from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
+from toolkit.experts.parallel.ownership import shard_like, spread_like
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 NAME = "toolkit"
 
@@ -43,12 +52,6 @@ class ShardedStack(ExpertStack):
     def __init__(self, module: nn.Module, placement: ExpertPlacement, groups: ExpertGroups):
         self._module = module
         super().__init__({}, placement, groups)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UserError(
-            f"a model under ep_implementation={NAME!r} cannot be copied or pickled, as FSDP2 cannot: load another with "
-            "from_pretrained, or use ExpertParallel under DDP."
-        )
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -125,67 +128,95 @@ class ToolkitEP:
     def _to_order_of_ids(self, state: dict[str, Any], prefix: str) -> None:
         """Reorder what leaves the module as its other readers expect. A collective of all ranks."""
         stack = self.stack
-        by_id = contiguous(stack.num_experts, stack.placement.ranks)
-        if stack.placement == by_id:
-            return
-        copies = {name: _clone(state[prefix + name]) for name in stack.parameters}
-        migrate(ShardedStack(_holding(copies), stack.placement, stack.groups), by_id)
-        state.update({prefix + name: value for name, value in copies.items()})
+        held = {name: state[prefix + name] for name in stack.parameters}
+        moved = self._moved(held, stack.placement, contiguous(stack.num_experts, stack.placement.ranks))
+        state.update({prefix + name: value for name, value in moved.items()})
 
     @torch.no_grad()
     def _to_slots(self, state: dict[str, Any], prefix: str) -> None:
         """Reorder what is loaded from the order of ids: whole tensors, or DTensors with this module's layout."""
         stack = self.stack
         loaded = {name: state[prefix + name] for name in stack.parameters if prefix + name in state}
-        by_id = contiguous(stack.num_experts, stack.placement.ranks)
-        sharded = {name: _clone(value) for name, value in loaded.items() if isinstance(value, DTensor)}
-        if sharded and stack.placement != by_id:
-            migrate(ShardedStack(_holding(sharded), by_id, stack.groups), stack.placement)
+        sharded = {name: value for name, value in loaded.items() if isinstance(value, DTensor)}
+        sharded = self._moved(sharded, contiguous(stack.num_experts, stack.placement.ranks), stack.placement)
         for name in loaded.keys() - sharded.keys():
             here = list(stack.stored(stack.placement).slots[dist.get_rank()])
             parameter = stack.parameters[name]
             sharded[name] = shard_like(parameter, loaded[name][here].to(parameter.device))
         state.update({prefix + name: value for name, value in sharded.items()})
 
-
-def _clone(value: DTensor) -> DTensor:
-    return shard_like(value, value.to_local().detach().clone())
-
-
-def _holding(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module with `tensors` as its parameters."""
-    module = nn.Module()
-    for name, value in tensors.items():
-        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-    return module
-
-
-def refuse_adapters(model: nn.Module) -> None:
-    """Raise UserError where experts have PEFT's adapters, which transformers' expert parallelism does not spread.
-
-    Without this, PEFT's forward ends in an error of torch: it adds a plain tensor to a DTensor.
-    """
-    wrapper: Any
-    for wrapper in model.modules():
-        if hasattr(wrapper, "lora_A") and isinstance(vars(wrapper.get_base_layer()).get("expert_stack"), ShardedStack):
-            raise UserError(
-                "adapters of experts are not spread by transformers' expert parallelism: load the model without a "
-                "DistributedConfig and use ExpertParallel, which spreads both, or adapt attention alone."
-            )
+    def _moved(self, tensors: dict[str, DTensor], held: ExpertPlacement, wanted: ExpertPlacement) -> dict[str, DTensor]:
+        """Return `tensors`, whose rows are placed as in `held`, placed as in `wanted`. A collective of all ranks."""
+        if not tensors or held == wanted:
+            return tensors
+        module = nn.Module()
+        for name, value in tensors.items():
+            copied = shard_like(value, value.to_local().detach().clone())
+            module.register_parameter(name, nn.Parameter(copied, requires_grad=False))
+        migrate(ShardedStack(module, held, self.stack.groups), wanted)
+        return {name: parameter.data for name, parameter in module.named_parameters()}  # type: ignore[misc]
 
 
 def use_toolkit_ep() -> str:
-    """Make `DistributedConfig(ep_implementation="toolkit")` known to transformers; returns that name.
-
-    Raises UserError where the installed transformers has no place for it.
-    """
-    try:
-        register_ep_implementation(NAME, ToolkitEP)
-    except ImportError:
-        import transformers
-
-        raise UserError(
-            f"transformers {transformers.__version__} cannot be given an expert-parallel implementation: "
-            "use 5.23 or newer, or ExpertParallel under DDP."
-        ) from None
+    """Make `DistributedConfig(ep_implementation="toolkit")` known to transformers, 5.23 or newer; returns that name."""
+    register_ep_implementation(NAME, ToolkitEP)
     return NAME
+
+
+def replan_callback(options: ReplanOptions) -> TrainerCallback:
+    """Returns a callback of transformers' Trainer that moves experts between steps.
+
+    Its `replanner` is a `toolkit.experts.moving.replan.Replanner`. Trainer does not resume models that were sharded
+    when they were loaded. With this callback it does: pass `save_only_model=True`, and the callback adds parameters,
+    optimizer, scheduler, random states, placement and guard to each checkpoint, and restores them after
+    `trainer.train(resume_from_checkpoint=...)`. Rank 0 prints which balance penalty is active when training begins.
+
+    Args:
+        options: When experts are moved, and by which planner.
+
+    Raises:
+        UserError: On resuming from a checkpoint outside `output_dir` or without these; for a model whose experts cannot
+            move, as under DDP alone; and for two balance penalties.
+    """
+    from transformers import TrainerCallback
+
+    replanner = Replanner({}, options)
+
+    class Replan(TrainingState, TrainerCallback):
+        replanner: Replanner
+
+        def on_init_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            for module in trainer["model"].modules():
+                if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+                    module.register_load_state_dict_pre_hook(_distribute)
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
+            model = trainer["model"]
+            stacks = expert_stacks(model)
+            if not stacks:
+                raise UserError(
+                    f"replan_callback found no experts in {type(model).__name__} that it could move: load the model "
+                    'with use_toolkit_ep() and a DistributedConfig of ep_implementation="toolkit", because under DDP '
+                    "alone Trainer has all experts on every rank."
+                )
+            balance = describe_balance(model)
+            if state.is_world_process_zero:
+                sys.stdout.write(f"{balance}\n")
+            for stack in stacks.values():
+                stack.mark()
+            refuse_coupled_rows(trainer["optimizer"])
+            self.replanner.watch(stacks)
+            super().on_train_begin(args, state, control, **trainer)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            self.replanner.after_step(state.global_step, trainer["optimizer"])
+
+    return Replan(replanner)
+
+
+def _distribute(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before whole tensors are loaded into parameters that are sharded: shard them alike."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):
+            state[prefix + name] = spread_like(parameter, value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import math
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,13 +75,12 @@ class TrainingState:
 class ExpertTrainingState(TrainingState):
     """The same for a trainer whose model `experts` spreads, which counts steps from those that were resumed.
 
-    Raises UserError when training begins where the trainer, called `trainer_name` in the message, did not prepare its
-    model, and on resuming amid a rollout of TRL.
+    Raises UserError when training begins where the trainer did not prepare its model.
     """
 
-    def __init__(self, experts: ExpertParallel, trainer_name: str) -> None:
+    def __init__(self, experts: ExpertParallel) -> None:
         super().__init__(experts.replanner)
-        self.experts, self.trainer_name = experts, trainer_name
+        self.experts = experts
 
     def follow(self, experts: ExpertParallel) -> None:
         """From now on, save and restore the training of `experts`, which spreads another model."""
@@ -92,26 +89,12 @@ class ExpertTrainingState(TrainingState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         if not self.experts.stacks:
             raise UserError(
-                f"{self.trainer_name} did not prepare its model by Accelerate, as under torch.nn.DataParallel: "
-                "start one process for each GPU, with accelerate launch."
+                "the trainer did not prepare its model by Accelerate, as under torch.nn.DataParallel: start one "
+                "process for each GPU, with accelerate launch."
             )
-        _refuse_amid_rollout(args, state.global_step)
         super().on_train_begin(args, state, control, **trainer)
         self.experts.steps = state.global_step
         self.experts.metrics()  # begins to count
-
-
-def _refuse_amid_rollout(args: Any, step: int) -> None:
-    """Raise UserError where TRL would generate other texts for the steps left of a rollout: it does not save them."""
-    if getattr(args, "steps_per_generation", None) is None:
-        return
-    every = args.steps_per_generation * args.num_iterations
-    if step * args.gradient_accumulation_steps % every:
-        steps = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
-        raise UserError(
-            f"resume_from_checkpoint: the texts that step {step} learnt from are not saved, and would be needed again: "
-            f"resume from a multiple of {steps} steps, to which save_steps can be set."
-        )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
@@ -129,7 +112,7 @@ def _random_states() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": [base64.b64encode(bytes(s.tolist())).decode() for s in (torch.random.get_rng_state(), *devices)],
+        "torch": [state.tolist() for state in (torch.random.get_rng_state(), *devices)],
     }
 
 
@@ -137,7 +120,7 @@ def _restore(states: dict[str, Any]) -> None:
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(tuple(states["numpy"]))
-    cpu, *devices = [torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8) for s in states["torch"]]
+    cpu, *devices = [torch.tensor(state, dtype=torch.uint8) for state in states["torch"]]
     torch.random.set_rng_state(cpu)
     if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
         torch.cuda.random.set_rng_state_all(devices)

@@ -54,16 +54,14 @@ def upcycle(
             f"shards={shards} must divide the dense hidden width {hidden}, num_experts={num_experts} and "
             f"top_k={top_k}: choose numbers that it divides."
         )
-    if not 1 <= top_k <= num_experts:
-        raise UserError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}.")
-    if not 0 <= redraw <= 1:
-        raise UserError(f"redraw={redraw} is a fraction of the hidden units: choose a number from 0 to 1.")
     config = _mixture_config(dense.config, num_experts, top_k, hidden // shards)
     sparse = causal_lm(config, dtype=dense.dtype)
+    state = dense.state_dict()
     missing, unexpected = sparse.load_state_dict(
-        {name: value for name, value in dense.state_dict().items() if ".mlp." not in name}, strict=False
+        {name: value for name, value in state.items() if ".mlp." not in name}, strict=False
     )
-    strange = [*unexpected, *(name for name in missing if ".mlp." not in name)]
+    biases = (name for name in state if ".mlp." in name and name.endswith("bias"))
+    strange = [*unexpected, *biases, *(name for name in missing if ".mlp." not in name)]
     if strange:
         raise UserError(
             f"model {type(dense).__name__} has parameters that {type(sparse).__name__} does not share, such as "
@@ -89,9 +87,6 @@ def _mixture_config(dense: PreTrainedConfig, num_experts: int, top_k: int, width
         raise UserError(f"a dense model of type {kind!r} cannot be upcycled: use llama, mistral or qwen3.")
     fields = {name: getattr(dense, name) for name in SHARED_FIELDS if hasattr(dense, name)}
     if kind != "qwen3":
-        for name in ("attention_bias", "mlp_bias"):
-            if getattr(dense, name, False):
-                raise UserError(f"a dense model with {name}=True cannot become Mixtral, which has no such biases.")
         fields.pop("attention_bias", None)
         return MixtralConfig(
             **fields, intermediate_size=width, num_local_experts=num_experts, num_experts_per_tok=top_k

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from toolkit.experts.layer.dispatch.exchange import Travelling, arrive, depart
 from toolkit.experts.layer.dispatch.movement import Permute, Spread, WeightedSum
-from toolkit.experts.layer.dispatch.order import SlotOrder, order_of_arrivals, sort_by_slot
+from toolkit.experts.layer.dispatch.order import SlotOrder, order_of_arrivals, place_within_slot, sort_by_slot
 from toolkit.experts.layer.recompute import decide
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.waits import waits
@@ -56,33 +55,39 @@ ComputeRows = Callable[[Tensor, Tensor], Tensor]
 """The outputs (N, D) of this rank's experts for rows (N, D) in slot order, given the rows of each slot, int64 (S)."""
 
 
-class TokenDispatcher(Protocol):
+class TokenDispatcher:
     """Sends tokens to the ranks of their experts, and brings the experts' outputs back to where the tokens are.
 
-    A collective of the EP group, but for a dispatcher of one rank.
+    A collective of the EP group, but for a dispatcher of one rank. Tokens are dispatched in `chunks`: the rows of all
+    depart; then, chunk by chunk, rows arrive, pass the experts and depart for their tokens.
     """
 
     placement: ExpertPlacement
+    chunks = 1
+    announce: Callable[[Tensor, Tensor], None] | None = None
+    """Called with (T, D) and expert ids before each dispatch: see `toolkit.experts.hosts.loop.join`."""
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Dispatch by `placement` from now on, which has as many slots as the former one."""
-        ...
+        """Dispatch by `placement` from now on, which has as many slots as the former one. To be called on all ranks
+        between the same two forwards."""
+        raise NotImplementedError
 
     def dispatch(
         self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
     ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
-        """The rows for this rank's slots in slot order, and the plan to undo it.
+        """The rows for this rank's slots in slot order, and the plan to undo it; all tokens are one chunk.
 
         Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
         a region, the plan of its forward is used again (see `toolkit.experts.layer.recompute`).
         """
-        ...
+        (plan,) = self._decided(x_TD, expert_ids_TK, kept_TK, 1)
+        return self.arrive(self.depart(x_TD, plan), plan), plan
 
     def combine(
         self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         """(T, D): for each token the weighted sum of its experts' rows."""
-        ...
+        return self.sum_returned(self.return_rows(rows, plan, weights_TK), plan, weights_TK)
 
     def mix(
         self,
@@ -94,15 +99,64 @@ class TokenDispatcher(Protocol):
         kept_TK: Bool[Tensor, "T K"] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
-        """Each token's weighted sum of its experts' outputs, and the plan of each chunk of tokens; here there is one.
+        """Each token's weighted sum of its experts' outputs, and the plan of each chunk of tokens.
 
         `meanwhile` is called once, while rows travel. `experts` is called for each chunk before its rows arrive, and
         what it returns when they are there, while rows of other chunks travel.
         """
-        rows, plan = self.dispatch(x_TD, expert_ids_TK, kept_TK)
+        chunks = self.chunks
+        plans = self._decided(x_TD, expert_ids_TK, kept_TK, chunks)
+        if chunks > 1:
+            sizes = chunk_sizes(len(x_TD), chunks)
+            xs, weights = x_TD.split(sizes), weights_TK.split(sizes)
+        else:
+            xs, weights = (x_TD,), (weights_TK,)
+        overlaps = chunks > 1 or meanwhile is not None
+        departed = [self.depart(x, plan, overlaps=overlaps) for x, plan in zip(xs, plans, strict=True)]
         if meanwhile is not None:
             meanwhile()
-        return self.combine(experts()(rows, plan.rows_per_slot), plan, weights_TK), [plan]
+        returned = []
+        for travelling, plan, weight in zip(departed, plans, weights, strict=True):
+            compute = experts()
+            rows = compute(self.arrive(travelling, plan), plan.rows_per_slot)
+            returned.append(self.return_rows(rows, plan, weight, overlaps=chunks > 1))
+        ys = [self.sum_returned(*each) for each in zip(returned, plans, weights, strict=True)]
+        return torch.cat(ys) if chunks > 1 else ys[0], plans
+
+    def _decided(self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None, chunks: int) -> list[DispatchPlan]:
+        if self.announce is not None:
+            self.announce(x_TD, expert_ids_TK)
+        return decide(lambda: self.plans(expert_ids_TK, kept_TK, chunks))
+
+    def plans(
+        self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int
+    ) -> list[DispatchPlan]:
+        """The plan of each chunk of tokens."""
+        raise NotImplementedError
+
+    # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens.
+    # Here slots and tokens are on one rank. ---------------------------------------------------------------------------
+
+    def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:  # noqa: ARG002
+        return Travelling(Spread.apply(x_TD, plan.order), None)
+
+    def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:  # noqa: ARG002
+        return arrive(rows)
+
+    def return_rows(
+        self,
+        rows: Float[Tensor, "N D"],
+        plan: DispatchPlan,  # noqa: ARG002
+        weights_TK: Float[Tensor, "T K"],  # noqa: ARG002
+        *,
+        overlaps: bool = False,  # noqa: ARG002
+    ) -> Travelling:
+        return Travelling(rows, None)
+
+    def sum_returned(
+        self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
+    ) -> Float[Tensor, "T D"]:
+        return WeightedSum.apply(arrive(rows), weights_TK, plan.order)
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -112,20 +166,18 @@ class LocalDispatcher(TokenDispatcher):
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Dispatch by `placement` from now on."""
         if placement.ranks != 1:
             raise ValueError(f"a placement on {placement.ranks} ranks for a dispatcher of one")
         self.placement, self.slots = placement, placement.stride
         identity = placement.slots[0] == tuple(range(self.slots))
         self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
 
-    def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
-    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
-        plan = decide(lambda: self.plan(expert_ids_TK, kept_TK))
-        return Spread.apply(x_TD, plan.order), plan
-
-    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
+    def plans(
+        self,
+        expert_ids_TK: Int[Tensor, "T K"],
+        kept_TK: Bool[Tensor, "T K"] | None,
+        chunks: int = 1,  # noqa: ARG002
+    ) -> list[DispatchPlan]:
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
@@ -134,28 +186,18 @@ class LocalDispatcher(TokenDispatcher):
         if kept_TK is not None:  # the layer's one host sync, as in `AllToAllDispatcher`
             order = order.without_dropped(int(order.rows_per_slot.sum()))
         by_slot = order.rows_per_slot
-        return DispatchPlan(by_slot, by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert], order)
-
-    def combine(
-        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        return WeightedSum.apply(rows, weights_TK, plan.order)
+        return [DispatchPlan(by_slot, by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert], order)]
 
 
 class AllToAllDispatcher(TokenDispatcher):
     """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas.
-
-    Tokens are dispatched in `groups.chunks` chunks: the rows of all depart; then, chunk by chunk, rows arrive, pass the
-    experts and depart for their tokens.
 
     A rank sends to its local replica of an expert if it has one. Otherwise its i-th assignment for an expert with n
     replicas goes to replica (rank + i) mod n: round-robin, and deterministic.
     """
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
-        self.groups = groups
-        self.announce: Callable[[Tensor, Tensor], None] | None = None
-        """Called with (T, D) and expert ids before each dispatch: see `toolkit.experts.hosts.loop.join`."""
+        self.groups, self.chunks = groups, groups.chunks
         self.place(placement)
 
     @property
@@ -164,7 +206,6 @@ class AllToAllDispatcher(TokenDispatcher):
         return self.groups.ep_group
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Dispatch by `placement` from now on. To be called on all ranks between the same two forwards."""
         if placement.ranks != self.groups.ep_size:
             raise ValueError(f"a placement on {placement.ranks} rank(s) for EP groups of {self.groups.ep_size}")
         here = self.groups.ep_rank
@@ -189,57 +230,9 @@ class AllToAllDispatcher(TokenDispatcher):
             return expert_ids_TK
         if self.slots_EC.shape[1] == 1:
             return rows_of_ids(self.slots_EC.squeeze(1), expert_ids_TK)
-        by_expert = sort_by_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
-        first_E = by_expert.rows_per_slot.cumsum(0) - by_expert.rows_per_slot
-        turn_TK = by_expert.place_TK - first_E[expert_ids_TK] + self.groups.ep_rank
+        place_TK, _ = place_within_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
+        turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
-
-    def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
-    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
-        """All tokens as one chunk."""
-        if self.announce is not None:
-            self.announce(x_TD, expert_ids_TK)
-        (plan,) = decide(lambda: self.plans(expert_ids_TK, kept_TK, 1))
-        return self.arrive(self.depart(x_TD, plan), plan), plan
-
-    def combine(
-        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        return self.sum_returned(self.return_rows(rows, plan, weights_TK), plan, weights_TK)
-
-    def mix(
-        self,
-        x_TD: Float[Tensor, "T D"],
-        expert_ids_TK: Int[Tensor, "T K"],
-        weights_TK: Float[Tensor, "T K"],
-        experts: Callable[[], ComputeRows],
-        *,
-        kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
-        if self.announce is not None:
-            self.announce(x_TD, expert_ids_TK)
-        chunks = self.groups.chunks
-        plans = decide(lambda: self.plans(expert_ids_TK, kept_TK, chunks))
-        if chunks > 1:
-            sizes = chunk_sizes(len(x_TD), chunks)
-            xs, weights = x_TD.split(sizes), weights_TK.split(sizes)
-        else:
-            xs, weights = (x_TD,), (weights_TK,)
-        overlaps = chunks > 1 or meanwhile is not None
-        departed = [self.depart(x, plan, overlaps=overlaps) for x, plan in zip(xs, plans, strict=True)]
-        if meanwhile is not None:
-            meanwhile()
-        returned = []
-        for travelling, plan, weight in zip(departed, plans, weights, strict=True):
-            compute = experts()
-            rows = compute(self.arrive(travelling, plan), plan.rows_per_slot)
-            returned.append(self.return_rows(rows, plan, weight, overlaps=chunks > 1))
-        ys = [self.sum_returned(*each) for each in zip(returned, plans, weights, strict=True)]
-        return torch.cat(ys) if chunks > 1 else ys[0], plans
-
-    # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens ------
 
     def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
         exchange = _exchange_of(plan)
@@ -261,11 +254,6 @@ class AllToAllDispatcher(TokenDispatcher):
         exchange = _exchange_of(plan)
         rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
         return depart(rows, exchange.received, exchange.sent, self.peers, overlaps=overlaps)
-
-    def sum_returned(
-        self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        return WeightedSum.apply(arrive(rows), weights_TK, plan.order)
 
     def plans(
         self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int

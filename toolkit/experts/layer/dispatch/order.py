@@ -74,6 +74,15 @@ def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Ten
     )
 
 
+def place_within_slot(
+    slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None
+) -> tuple[Int[Tensor, "T K"], Int[Tensor, " S"]]:
+    """(T, K): how many earlier assignments the same slot has; and (S): how many it has in all."""
+    order = sort_by_slot(slots_TK, num_slots, kept_TK)
+    first_S = order.rows_per_slot.cumsum(0) - order.rows_per_slot
+    return order.place_TK - first_S[slots_TK], order.rows_per_slot
+
+
 def order_of_arrivals(rows_PS: Int[Tensor, "P S"], total: int) -> SlotOrder:
     """The order by slot of `total` rows that arrive peer by peer, in order of slots within a peer: each is an
     assignment of its own, numbered as it arrives. Of a slot, the rows of earlier peers are first.

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from toolkit.data.hub import model_folder
+from language.adapters import AdapterOptions
+from language.cached_run import cached_run
 from toolkit.data.identity import identity
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained, write_on_main
-from toolkit.experts.hosts.peft.adapter_options import AdapterOptions
 from toolkit.experts.hosts.peft.merged_weights import save_merged
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import results_of
 from toolkit.run.run import Run
 from toolkit.train.build import eval_batches
-from toolkit.train.cached_run import cached_run
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=RunConfig)
-
-
-def find_model(run: Run, model: str | None) -> None:
-    """Raise UserError on every rank where the folder or Hub name `model` cannot be found, or reached. A collective."""
-    if model is not None:
-        run.on_main_and_share(lambda: model_folder(model))
 
 
 def make_base(run: Run, config: ExpertRunConfig, old: TextData | None, recipe: Path) -> str:

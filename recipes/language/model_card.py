@@ -6,13 +6,16 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from language.small_models import TEMPERATURE
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained, write_on_main
-from toolkit.experts.hosts.transformers.language_models import TEMPERATURE
 from toolkit.version import __version__
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
 
 CARD = """---
 library_name: transformers
@@ -50,17 +53,11 @@ How it continues held-out text, whose first {prompt_tokens} tokens it was given,
 """
 
 
-class SavesItself(Protocol):
-    """A tokenizer."""
-
-    def save_pretrained(self, folder: Path) -> None: ...
-
-
 def export_language_model(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    tokenizer: SavesItself,
+    tokenizer: Tokenizer,
     facts: Mapping[str, Any],
     samples: Sequence[str],
 ) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from language.cached_run import cached_run
 from toolkit.errors import UserError
 from toolkit.run.launch.restarts import restarted
-from toolkit.train.cached_run import cached_run
 
 RECIPE = """
 import os, pathlib, sys

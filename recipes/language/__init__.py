@@ -1,0 +1,1 @@
+"""Language models: small ones, their samples and model cards, and fine-tuning with adapters."""
