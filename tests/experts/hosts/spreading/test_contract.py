@@ -62,6 +62,17 @@ class HasTables(Experts):
         return (x @ self.up[expert] @ self.down[expert] + self.bias.weight[expert]) * weight
 
 
+class OneIsOther(Experts):
+    """The expert `other` is another function than the rest, whatever rows are there."""
+
+    other, is_identity = 0, True
+
+    def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+        if expert == self.other:
+            return x * weight if self.is_identity else torch.zeros_like(x)
+        return super().compute(expert, x, weight)
+
+
 class ReturnsTwo(Experts):
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Any:
         return super().forward(hidden, expert_ids, weights), expert_ids
@@ -98,6 +109,18 @@ def test_experts_that_spreading_would_change_are_refused_in_one_line(experts: ty
     assert "\n" not in str(refused.value)
     assert "the experts at 'experts'" in str(refused.value)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("is_identity", [True, False])
+@pytest.mark.parametrize(("number", "other"), [(2, 0), (2, 1), (5, 2), (5, 4), (21, 0), (21, 7), (21, 20)])
+def test_an_expert_that_is_an_identity_or_is_skipped_is_found_at_any_id(number: int, other: int, is_identity: bool):
+    model = model_of(OneIsOther)
+    experts: Any = model.get_submodule("experts")
+    experts.num_experts, experts.other, experts.is_identity = number, other, is_identity
+    experts.up = nn.Parameter(torch.randn(number, DIM, 12))
+    experts.down = nn.Parameter(torch.randn(number, 12, DIM))
+    with pytest.raises(UserError, match="compute something else where each is on a rank of its own"):
+        spread_experts(model, ExpertGroups())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -15,6 +15,8 @@ from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
 from toolkit.experts.placement.placement import contiguous
 
 ROWS = 6
+MOST_SLOTS = 8
+"""Experts that are tried at a time, because their rows are copied."""
 MOST_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """The largest relative difference, by precision; parts may be computed in another. A broken contract differs by a tenth
 or more."""
@@ -22,40 +24,54 @@ or more."""
 
 @torch.no_grad()
 def check_experts(name: str, module: nn.Module) -> None:
-    """Compare a few rows through `module` with the same rows sent to two of its experts alone, in slots of their own.
+    """Compare a few rows through `module` with the same rows sent to some of its experts alone, in slots of their own.
 
-    Parameters must have a row per expert. The rows of two experts, and buffers with a row per expert, have random
-    values meanwhile. Raises UserError, the same on every rank, where outputs differ or are no tensor like the input.
+    Each expert is tried, a few at a time, so that every id is in another slot than its own or its slot has another
+    expert. Parameters must have a row per expert. The rows of the experts that are tried, and buffers with a row per
+    expert, have random values meanwhile. Raises UserError, the same on every rank, where outputs differ or are no
+    tensor like the input.
     """
-    parameters = dict(module.named_parameters(recurse=False))
-    first = next(iter(parameters.values()))
+    first = next(module.parameters(recurse=False))
     if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
         return  # nothing to compute with yet, or quantised
     draws = torch.Generator().manual_seed(0)
     experts = int(module.num_experts)  # type: ignore[arg-type]
-    chosen = torch.tensor([experts - 1, 0][:experts], device=first.device)
-    slots_TK = (torch.arange(ROWS)[:, None] + torch.arange(len(chosen))).remainder(len(chosen)).to(first.device)
+    slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
+    kind, width = f"the experts at {name!r} ({type(module).__name__})", None
+    for start in range(0, experts, slots):
+        chosen = torch.arange(start + 1, min(start + slots, experts) + 1, device=first.device) % experts
+        with _random_rows(module, experts, chosen, draws):
+            width = _check_some(kind, module, chosen, width, draws)
+
+
+def _check_some(kind: str, module: nn.Module, chosen: Tensor, width: int | None, draws: torch.Generator) -> int:
+    """Compare rows through the experts `chosen`, of a width that is looked for if it is None; return the width."""
+    first, slots = next(module.parameters(recurse=False)), len(chosen)
+    rows = torch.arange(max(ROWS, slots), device=first.device)
+    slots_TK = (rows[:, None] + torch.arange(min(slots, 2), device=first.device)).remainder(slots)
     weights_TK = (0.2 + 0.3 * torch.rand(slots_TK.shape, generator=draws)).to(first)
-    kind = f"the experts at {name!r} ({type(module).__name__})"
-    with _random_rows(module, experts, chosen, draws):
-        x_TD = _accepted(kind, module, chosen[slots_TK], weights_TK, draws)
-        for weights, remedy in (
-            (torch.ones_like(weights_TK), "keep what differs between experts in parameters with a row for each expert"),
-            (weights_TK, "multiply the outputs of experts by their weights, not what they compute them from"),
-        ):
-            whole_TD = module.forward(x_TD, chosen[slots_TK], weights)
-            if not isinstance(whole_TD, Tensor) or whole_TD.shape != x_TD.shape:
-                raise UserError(f"{kind} return {_described(whole_TD)}: return one tensor of the shape of the input.")
-            with _only(module, parameters, chosen):
-                spread_TD = _one_by_one(module.forward, x_TD, slots_TK, weights, len(chosen))
-            difference = ((whole_TD - spread_TD).norm() / whole_TD.norm().clamp(min=1e-30)).item()
-            if not difference <= MOST_ROUNDING[first.dtype]:
-                buffers = [key for key, value in module.named_buffers() if _has_rows(value, experts)]
-                held = f", and buffer {buffers[0]!r} is not moved with them" if buffers else ""
-                raise UserError(
-                    f"{kind} compute something else where each is on a rank of its own{held} (relative difference "
-                    f"{difference:.2g}): {remedy}."
-                )
+    if width is None:
+        width = _accepted_width(kind, module, chosen[slots_TK], weights_TK, draws)
+    x_TD = torch.randn(len(rows), width, generator=draws).to(first)
+    for weights, remedy in (
+        (torch.ones_like(weights_TK), "keep what differs between experts in parameters with a row for each expert"),
+        (weights_TK, "multiply the outputs of experts by their weights, not what they compute them from"),
+    ):
+        whole_TD = module.forward(x_TD, chosen[slots_TK], weights)
+        if not isinstance(whole_TD, Tensor) or whole_TD.shape != x_TD.shape:
+            raise UserError(f"{kind} return {_described(whole_TD)}: return one tensor of the shape of the input.")
+        with _only(module, chosen):
+            spread_TD = _one_by_one(module.forward, x_TD, slots_TK, weights, slots)
+        difference = ((whole_TD - spread_TD).norm() / whole_TD.norm().clamp(min=1e-30)).item()
+        if not difference <= MOST_ROUNDING[first.dtype]:
+            experts = int(module.num_experts)  # type: ignore[arg-type]
+            buffers = [key for key, value in module.named_buffers() if _has_rows(value, experts)]
+            held = f", and buffer {buffers[0]!r} is not moved with them" if buffers else ""
+            raise UserError(
+                f"{kind} compute something else where each is on a rank of its own{held} (relative difference "
+                f"{difference:.2g}): {remedy}."
+            )
+    return width
 
 
 def _one_by_one(
@@ -67,20 +83,20 @@ def _one_by_one(
     return dispatcher.combine(compute_rows(forward, rows, plan.rows_per_slot), plan, weights_TK)
 
 
-def _accepted(kind: str, module: nn.Module, ids_TK: Tensor, weights_TK: Tensor, draws: torch.Generator) -> Tensor:
-    """(T, D): rows of a width that `module` takes, which is among its sizes."""
+def _accepted_width(kind: str, module: nn.Module, ids_TK: Tensor, weights_TK: Tensor, draws: torch.Generator) -> int:
+    """The width of rows that `module` takes, which is among its sizes."""
     sizes = [value for value in vars(module).values() if type(value) is int and value > 0]
     sizes += [size for parameter in module.parameters(recurse=False) for size in parameter.shape[1:]]
     refusals = ["it has no sizes"]
     for width in dict.fromkeys(sizes):
-        x_TD = torch.randn(ROWS, width, generator=draws).to(weights_TK)
+        x_TD = torch.randn(len(ids_TK), width, generator=draws).to(weights_TK)
         try:
             found = module.forward(x_TD, ids_TK, weights_TK)
         except Exception as error:
             refusals.append(one_line(error))
             continue
         if not isinstance(found, Tensor) or found.shape == x_TD.shape:
-            return x_TD
+            return width
         refusals.append(f"it returned {_described(found)}")
     refusal = min(refusals, key=lambda text: ("size" in text, "shape" in text))  # of other widths, if there is one
     raise UserError(
@@ -116,15 +132,18 @@ def _random_rows(module: nn.Module, experts: int, chosen: Tensor, draws: torch.G
 
 
 @contextmanager
-def _only(module: nn.Module, parameters: dict[str, nn.Parameter], chosen: Tensor) -> Iterator[None]:
+def _only(module: nn.Module, chosen: Tensor) -> Iterator[None]:
     """Leave `module` the rows of `chosen` experts, as spreading does."""
-    before, experts = {name: parameter.data for name, parameter in parameters.items()}, module.num_experts
+    before, experts = (
+        [(parameter, parameter.data) for parameter in module.parameters(recurse=False)],
+        module.num_experts,
+    )
     try:
-        for parameter in parameters.values():
-            parameter.data = parameter.data[chosen]
+        for parameter, data in before:
+            parameter.data = data[chosen]
         module.num_experts = len(chosen)  # type: ignore[assignment]
         yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = before[name]
+        for parameter, data in before:
+            parameter.data = data
         module.num_experts = experts
