@@ -54,6 +54,16 @@ def test_an_exported_file_is_a_state_dict_with_experts_in_the_order_of_their_ids
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
+def test_an_export_has_a_tied_head_under_its_own_name(tmp_path, capsys):
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    checkpoint_files.save(tmp_path / "in", model, torch.optim.SGD(model.parameters()))
+    said_by(capsys, "export", tmp_path / "in", tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    model.load_state_dict(weights)
+    assert weights.keys() == {"embedding.weight", "head.weight"}
+
+
 def test_an_export_in_another_type_leaves_whole_numbers_alone(tmp_path, capsys):
     model = nn.BatchNorm1d(3)
     checkpoint_files.save(tmp_path / "in", model, torch.optim.SGD(model.parameters()))

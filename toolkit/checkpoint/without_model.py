@@ -76,6 +76,8 @@ def describe(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Write the weights of `source` to the file `target`, rows stacked in the order of their ids; no moments.
 
+    A parameter of several names, such as a tied head, is there under each, as in a state dict.
+
     It takes as much memory as the weights. `dtype` is given to floating point tensors. Raises UserError where `source`
     is damaged, or `target` exists or cannot be written.
     """
@@ -83,6 +85,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
     with SavedTensors() as tensors, new_target(target) as writing:
         tensors.open(source, about["files"])
         weights = whole_weights(tensors, row_places(about), lambda tensor: _cast(tensor, dtype))
+        weights |= {name: weights[first].clone() for name, first in about.get("tied", {}).items()}
         save_file(weights, writing / target.name, metadata={"format": "pt"})
         manifest.seal(writing / target.name)
         (writing / target.name).rename(target)

@@ -75,6 +75,31 @@ def test_a_block_that_only_the_last_micro_batch_skips_is_refused():
         )
 
 
+def use_a_block_twice() -> list[Tensor]:
+    """The weights after three steps of a model that has one block in two places."""
+    accelerator, rank = Accelerator(cpu=True), dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(0)
+    model = Skipping().double()
+    model.blocks.append(model.blocks[0])
+    model.depth = 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wrapped, optimizer = prepare(accelerator, model, optimizer, dense="fsdp2")
+    batch = torch.arange(12, dtype=torch.float64).view(4, 3)
+    batch = batch[rank::2] if accelerator.num_processes > 1 else batch
+    for _ in range(3):
+        accelerator.backward(wrapped(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def test_a_block_in_two_places_is_one_unit_and_learns_as_on_one_process():
+    (expected,) = run_distributed(use_a_block_twice, 1)
+    for found in run_distributed(use_a_block_twice, 2):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
 def two_sets() -> dict[str, Any]:
     with mock.patch.object(groups, "timeout_of", return_value=timedelta(seconds=77)):
         accelerator, model, optimizer = sharded(accumulation=3, fsdp_size=2)

@@ -66,7 +66,7 @@ def fully_shard_dense(
         "ignored_params": ignored,
         "reshard_after_forward": True,
     }
-    for block in _repeated(model):
+    for block in dict.fromkeys(_repeated(model)):  # one that is used twice is one unit
         fully_shard(block, **options)
     fully_shard(model, **options)
     after = dict(model.named_parameters())

@@ -34,6 +34,7 @@ from toolkit.experts.state.tensor_files import (
     adopt_places,
     describe_places,
     describe_tensor,
+    describe_tied,
     files_to_write,
     list_rows,
     load_model,
@@ -98,7 +99,7 @@ def begin_save(
     """
     makes_folder = is_main() if ranks is None else rank() == ranks[0]
     writing = final.with_name(manifest.WRITING + final.name)
-    placement = describe_places(model)
+    placement, tied = describe_places(model), describe_tied(model)
     files = files_to_write(model, optimizer, to_cpu)
     content = copy.deepcopy({"training": state, "config": config, "optimizer": _describe(optimizer)})
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
@@ -114,6 +115,7 @@ def begin_save(
                 "files": {name: seal for sealed, _ in reports for name, seal in sealed.items()},
                 "rows": {name: rows for _, by_file in reports for name, rows in by_file.items()},
                 "placement": placement,
+                "tied": tied,
             }
             here = [name for at in ranks or range(len(reports)) for name in reports[at][0]]
             together(lambda: manifest.publish(writing, final, about, here) if makes_folder else None, group)

@@ -104,6 +104,13 @@ def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: {"slots": [everyones[rank][name] for rank in ranks]} for name, ranks in firsts.items()}
 
 
+def describe_tied(model: nn.Module) -> dict[str, str]:
+    """Further name of a parameter, as of a head that is tied to an embedding -> the name that files have it under."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[parameter] for name, parameter in every if name != names[parameter]}
+
+
 def list_rows(files: FileContents) -> dict[str, dict[str, list[int]]]:
     """File name -> parameter -> the ids of its rows that the file holds."""
     rows: dict[str, dict[str, list[int]]] = {}
