@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def trained(folder: Path, shared: bool) -> None:
     save_pretrained(wrapped, folder / ("adapter" if shared else "each its own"))
     if shared:
         save_merged(wrapped, folder / "merged")
+        model.base_model.model.lm_head.requires_grad_(True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            save_pretrained(wrapped, folder / "with its base")
+        of_base = [str(each.message) for each in said if "of the base are trained" in str(each.message)]
+        assert len(of_base) == (accelerator.process_index == 0)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +143,12 @@ def test_ranks_that_trained_an_adapter_each_are_named(saved: Path, capsys: pytes
     code, _, err = verify(capsys, saved / "each its own")
     assert code == 2
     assert "each rank trained its own" in err
+
+
+def test_a_base_that_was_trained_with_the_adapters_is_named(saved: Path, capsys: pytest.CaptureFixture[str]):
+    code, _, err = verify(capsys, saved / "with its base")
+    assert code == 2
+    assert "1 parameter(s) of the base were trained with the adapters, such as base_model.model.lm_head.weight" in err
 
 
 def test_a_merge_that_dropped_the_experts_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.experts.parallel.collectives import gather_objects, is_main
 from toolkit.experts.parallel.ownership import ownership_of
 
 NAME = "adapter_record.json"
@@ -21,7 +22,8 @@ NAME = "adapter_record.json"
 
 @torch.no_grad()
 def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
-    """Returns of each adapter: norms of experts' rows where they are owned, scalings, and what differs between ranks.
+    """Returns of each adapter: norms of experts' rows where they are owned, scalings, what differs between ranks, and
+    what was trained of the base, of which a warning says that no adapter's files have it.
 
     Parameters have the names that they have once the adapter is loaded as `default`. A collective.
     """
@@ -33,6 +35,13 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
         for stack in expert_stacks(model).values()
         for parameter in stack.parameters.values()
     }
+    trained = _trained_of_base(model)
+    if trained and is_main():
+        warnings.warn(
+            f"{len(trained)} parameter(s) of the base are trained, such as {trained[0]}, and are not saved with the "
+            "adapters: write the whole model with save_merged of toolkit.experts.hosts.peft.merged_weights.",
+            stacklevel=2,
+        )
     for adapter in model.peft_config:
         norms, checks = {}, {}
         for name, parameter in model.named_parameters():
@@ -48,8 +57,18 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
             "norms": norms,
             "scaling": {name: layer.scaling[adapter] for name, layer in layers if adapter in layer.scaling},
             "differ": _differing(checks),
+            "trained_of_base": trained,
         }
     return found
+
+
+def _trained_of_base(model: Any) -> list[str]:
+    """The names of parameters that are trained and that PEFT's files do not have."""
+    saved = ["lora_", ".modules_to_save.", ".trainable_tokens_"]
+    if any(config.bias != "none" for config in model.peft_config.values()):
+        saved.append(".bias")
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [name for name in names if not any(part in name for part in saved)]
 
 
 def _differing(checks: dict[str, int]) -> list[str]:

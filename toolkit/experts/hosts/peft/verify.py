@@ -200,6 +200,11 @@ def _check_record(folder: Path, model: Any, found: Verification) -> None:
             reordered = torch.allclose(then_E.sort().values, now_E.sort().values, rtol=SAME)
             what = "experts are in another order than" if reordered else "norms are not those of what"
             found.faults.append(f"{name}: {what} the ranks held, in {_named(differing)}")
+    if names := known["trained_of_base"]:
+        found.faults.append(
+            f"{len(names)} parameter(s) of the base were trained with the adapters, such as {names[0]}, and are not in "
+            "this folder: use the folder that save_merged writes"
+        )
     if known["differ"]:
         names = known["differ"]
         found.faults.append(
