@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from toolkit.data.files import SPLITS, NotFoundHere, damaged, data_folder, read_columns
+from toolkit.data.files import SPLITS, NotFoundHere, all_parts, damaged, data_folder, read_columns
 from toolkit.data.hub import find_on_hub
 from toolkit.errors import one_line
 
@@ -100,7 +100,7 @@ def find_in_folder(folder: Path, name: Name) -> ActivityFiles:
     """
     if name == "hmp":
         for place in (folder / "hmp", folder):
-            if place.name == "hmp" and (paths := tuple(sorted(place.glob("train-*.parquet")))):
+            if place.name == "hmp" and (paths := tuple(all_parts(place.glob("train-*.parquet")))):
                 return ActivityFiles("hmp", paths)
         raise NotFoundHere(f"{folder} does not hold hmp/train-*.parquet")
     for place in (folder / "UCI HAR Dataset", folder / "uci_har", folder):
