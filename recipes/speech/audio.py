@@ -16,7 +16,6 @@ from torch import Tensor
 
 from toolkit.errors import UserError, one_line
 
-
 RATES_HZ = (1_000, 1_000_000)
 STREAMED = 0x7FFF0000
 """A WAV that was written to a pipe claims at least so many bytes, because its length was not known."""

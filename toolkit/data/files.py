@@ -38,7 +38,7 @@ def parquet_splits(folder: Path) -> dict[str, list[Path]] | None:
 
 
 def all_parts(paths: Iterable[Path]) -> list[Path]:
-    """The sorted `paths`. Raises UserError where one is a part, such as -00001-of-00003, and another part is missing."""
+    """The sorted `paths`. Raises UserError where one is a part, such as -00001-of-00003, and another is missing."""
     files = sorted(paths)
     for path in files:
         if part := re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", path.name):

@@ -82,6 +82,7 @@ class Splits(NamedTuple):
 
     train: TensorTable | Dataset[Any] | Iterable[Any]
     test: TensorTable | Dataset[Any] | Iterable[Any] | None = None
+    validation: TensorTable | Dataset[Any] | Iterable[Any] | None = None
 
 
 def fit(
@@ -109,7 +110,7 @@ def fit(
         task: Says what a loss is.
         model: As the recipe built it.
         optimizer: The recipe's, of any kind that treats each row of experts by itself.
-        data: Has `train` and `test`: tables, data sets or DataLoaders.
+        data: Has `train` and `test`, and may have `validation`: tables, data sets or DataLoaders.
         schedule: A scheduler that was made for `optimizer`, in place of the config's.
         schedule_metric: See `Trainer`.
         augment: See `standard_trainer`, as for the others.
@@ -133,6 +134,7 @@ def fit(
         optimizer,
         train=data.train,
         test=data.test if evaluation is None else None,
+        validation=getattr(data, "validation", None) if evaluation is None else None,
         schedule=schedule,
         schedule_metric=schedule_metric,
         augment=augment,
@@ -153,6 +155,7 @@ def standard_trainer(
     *,
     train: TensorTable | Dataset[Any] | Iterable[Any],
     test: TensorTable | Dataset[Any] | Iterable[Any] | None = None,
+    validation: TensorTable | Dataset[Any] | Iterable[Any] | None = None,
     steps_per_epoch: int | None = None,
     augment: Augment | None = None,
     order: Order | None = None,
@@ -175,6 +178,7 @@ def standard_trainer(
         optimizer: The recipe's, of any kind that treats each row of experts by itself.
         train: A table; or a data set or a DataLoader that gives global batches, dicts of tensors with a row per sample.
         test: The same, to evaluate on; None with `evaluation`.
+        validation: The same, to choose by: early stopping goes by it, and by `test` where there is none.
         steps_per_epoch: Of a DataLoader, by default the number of its batches; where that is not known, the run ends at
             the config's `max_steps` and counts as one epoch.
         augment: Changes training batches, and what is replayed from a memory: `toolkit.data.visit_draws.BlankPixels`.
@@ -202,7 +206,7 @@ def standard_trainer(
             f"--early-stopping.patience {config.early_stopping.patience}: this run has no single test set, leave "
             "it out."
         )
-    for which, data in (("training", train), ("test", test)):
+    for which, data in (("training", train), ("test", test), ("validation", validation)):
         if data is None:
             continue
         refuse_columns(which, data)
@@ -211,7 +215,9 @@ def standard_trainer(
             raise UserError(f"the {which} data give no batches: pass a data set with samples{why}.")
     if isinstance(task, Classification):
         tables = {
-            name: table for name, table in (("training", train), ("test", test)) if isinstance(table, TensorTable)
+            name: table
+            for name, table in (("training", train), ("test", test), ("validation", validation))
+            if isinstance(table, TensorTable)
         }
         for name, table in tables.items() if _reads_known_columns(task) else ():
             as_in_batches = AugmentedTable(table, augment) if augment and name == "training" else table
@@ -238,6 +244,12 @@ def standard_trainer(
             eval_batches(run, test, eval_batch_size, _look(task, "test")), every_steps, at_start=eval_at_start
         )
     assert evaluation is not None
+    if validation is not None:
+        chosen_by = eval_batches(run, validation, eval_batch_size, _look(task, "validation"))
+        every_steps = config.eval_every * batches.steps_per_epoch
+        more_evaluations = [*more_evaluations, Evaluation(chosen_by, every_steps, name="validation")]
+    elif config.validates:
+        run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
@@ -270,7 +282,7 @@ def standard_trainer(
             evaluation,
             *more_evaluations,
             Checkpointing(config.checkpoint),
-            EarlyStopping(config.early_stopping),
+            EarlyStopping(config.early_stopping, "eval" if validation is None else "validation"),
             Preemption(),
             Pictures(),
             Progress(),
