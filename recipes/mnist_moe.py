@@ -36,7 +36,8 @@ class Config(tk.DynamicRunConfig):
 
 def full() -> Config:
     """The published run: five epochs of MNIST. Each image goes through a shared expert and one of eight others."""
-    return top2().replace(shared_expert=True, top_k=1, router_normalize=False, balance_weight=0.01)
+    one_of_eight = top2().replace(shared_expert=True, top_k=1, router_normalize=False)
+    return one_of_eight.replace(balance_weight=0.01, balance_within=900)  # the embedded digits are few steps
 
 
 def top2() -> Config:

@@ -227,7 +227,6 @@ def standard_trainer(
     _check_experts(run, model)
     if isinstance(config, ExpertRunConfig):
         run.describe(**describe_experts(model, run.expert_groups))
-    of_experts = expert_callbacks(run, model, task, callbacks, train=train, num_classes=num_classes)
     _print_idle_parallel_settings(run)
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):
@@ -253,6 +252,7 @@ def standard_trainer(
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
+    of_experts = expert_callbacks(run, model, task, callbacks, steps=max_steps, train=train, num_classes=num_classes)
     if schedule is not None and config.schedule != ScheduleOptions():
         run.print("--schedule: no effect, because the recipe has a scheduler of its own.")
     print_idle_settings(run, max_steps=max_steps, steps_per_epoch=batches.steps_per_epoch)
@@ -402,6 +402,7 @@ def expert_callbacks(
     task: Task,
     given: Sequence[Callback] = (),
     *,
+    steps: int,
     train: Any = None,
     num_classes: int | None = None,
 ) -> list[Callback]:
@@ -415,6 +416,7 @@ def expert_callbacks(
         model: Holds the experts.
         task: Gets the balance loss as its `penalty`.
         given: The recipe's own: one of a kind takes the place of ours.
+        steps: The optimizer steps of the run.
         train: For dynamic experts, a table of labelled samples.
         num_classes: Its classes.
 
@@ -430,17 +432,18 @@ def expert_callbacks(
         if task.penalty is None:
             task.penalty = RouterPenalty(
                 model,
-                balance_weight=config.balance_weight if config.balance == "loss" else 0.0,
+                balance_weight=config.balance_weight_in(steps),
                 z_weight=config.z_weight,
                 balance_scope=config.balance_scope,
             )
+            if (weight := task.penalty.balance_weight) > config.balance_weight:
+                run.print(f"the balance loss has the weight {weight:.2g}, because the run has {steps:,} steps only")
         if isinstance(task.penalty, RouterPenalty):
             callbacks.append(WholeStepBalance(task.penalty))
         callbacks.append(BiasBalancing(model))
     if not stacks:
         return callbacks
     _print_idle_expert_settings(run, config, stacks)
-    callbacks.append(ExpertLoad(model))
     if config.record_traces:
         callbacks.append(TraceRecorder(model))
     if config.replan.planner:
@@ -448,6 +451,7 @@ def expert_callbacks(
     has_lifecycle = any(isinstance(callback, Lifecycle) for callback in given)
     if isinstance(config, DynamicRunConfig) and config.max_experts is not None and not has_lifecycle:
         callbacks += lifecycle_callbacks(config, model, task, train, num_classes)
+    callbacks.append(ExpertLoad(model))  # which does not judge experts that were pruned in this step
     kinds = {type(callback) for callback in given}
     return [callback for callback in callbacks if type(callback) not in kinds]
 
