@@ -23,6 +23,7 @@ CONTENTS = {
     "Train": ["docs/train/recipes", "docs/train/own_data", "docs/train/accelerate"],
     "Experts": [
         "docs/experts/moe",
+        "docs/experts/own_layer",
         "docs/experts/prepare",
         "docs/experts/torch_alone",
         "docs/experts/placement",

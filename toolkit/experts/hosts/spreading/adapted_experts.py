@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from toolkit.experts.hosts.spreading.foreign import in_order_of_slots
 from toolkit.experts.hosts.spreading.libraries import libraries
-from toolkit.experts.layer.grouped_mm import padded_places
+from toolkit.experts.hosts.spreading.own_layers import equal_batches
+
+PAGE = "docs/experts/own_layer.md"
+"""Says how a layer is rewritten."""
 
 
 def adapt_experts(model: nn.Module) -> None:
@@ -26,7 +29,7 @@ def adapt_experts(model: nn.Module) -> None:
     module: Any
     for module in list(model.modules()):
         if _is_scaled_at_input(module):
-            module.experts.forward = partial(in_order_of_slots, _equal_batches, module.experts)
+            module.experts.forward = partial(in_order_of_slots, equal_batches, module.experts)
             module.forward = partial(_scale_inputs, module)
         elif has_fused_tables(module):
             _unfuse(module)
@@ -58,18 +61,6 @@ def _scale_inputs(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     rows_ND = (x_TD.unsqueeze(1) * scores_TK.unsqueeze(2)).flatten(0, 1)
     y_ND = block.experts(rows_ND, ids_TK.reshape(-1, 1), rows_ND.new_ones(len(rows_ND), 1))
     return block.shared_expert(x_TD) + y_ND.view(*ids_TK.shape, -1).sum(1), logits_TE
-
-
-def _equal_batches(
-    experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
-) -> Float[Tensor, "N D"]:
-    """The experts' own forward for rows in order of slots, each slot's filled up with zeros to the largest.
-
-    The host waits for the device in each forward, to learn the largest.
-    """
-    place_N, most = padded_places(rows_per_slot, len(rows_ND))
-    filled = rows_ND.new_zeros(len(rows_per_slot) * most, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
-    return type(experts).forward(experts, filled)[place_N]
 
 
 # --- the rows of all experts one after another -----------------------------------------------------------------------
@@ -124,12 +115,12 @@ def why_no_experts(model: nn.Module) -> str:
     for library in libraries():
         if reason := library.why_no_experts(model):
             return reason
-    found = [each for each in model.named_modules() if _experts_named(each[1])]
+    found = [each for each in model.named_modules() if _experts_named(each[1])] + lists_of_experts(model)
     kind = type(model).__name__
     if not found:
         return (
             f"model {kind} has no experts that are stacked tensors: give the module that holds them num_experts, "
-            "and a forward of (hidden, expert ids, weights)."
+            f"and a forward of (hidden, expert ids, weights), see {PAGE}."
         )
     name, module = found[-1]  # the innermost
     rows = sorted({len(p) for p in module.parameters(recurse=False) if p.ndim > 1})
@@ -141,8 +132,18 @@ def why_no_experts(model: nn.Module) -> str:
         reason = "are not called with (hidden, expert ids, weights)"
     return (
         f"model {kind}: the experts at {name!r} ({type(module).__name__}) {reason}, so they cannot be spread over "
-        "ranks: call accelerator.prepare instead of ExpertParallel, which trains them under DDP or FSDP."
+        f"ranks: rewrite the layer ({PAGE}), or call accelerator.prepare instead of ExpertParallel, which trains them "
+        "under DDP or FSDP."
     )
+
+
+def lists_of_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the lists of modules of one kind that are called experts, by name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.endswith("experts") and len({type(each) for each in module}) == 1
+    ]
 
 
 def _experts_named(module: nn.Module) -> bool:

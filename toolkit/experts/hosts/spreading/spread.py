@@ -6,6 +6,7 @@ Found are our `MoE` layers, and foreign modules of the form that `toolkit.expert
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,12 +14,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.hosts.spreading.adapted_experts import adapt_experts, is_fused_part, why_no_experts
+from toolkit.experts.hosts.spreading.adapted_experts import (
+    PAGE,
+    adapt_experts,
+    is_fused_part,
+    lists_of_experts,
+    why_no_experts,
+)
 from toolkit.experts.hosts.spreading.contract import check_experts
 from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
 from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state, rows_of
+from toolkit.experts.parallel.collectives import is_main
 from toolkit.experts.parallel.dense import leave_out_of_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import RowsInFiles
@@ -56,7 +64,13 @@ def spread_experts(
     _refuse_what_is_spread(layers)
     for name, module in layers.items():
         if not isinstance(module, MoE):
-            check_experts(name, module)
+            _check_in_some_order(name, module)
+    for name, module in lists_of_experts(model) if is_main() else ():
+        warnings.warn(
+            f"the experts at {name!r} are a {type(module).__name__}, so every rank keeps all of them: stack_experts "
+            f"makes them rows that are spread, see {PAGE}.",
+            stacklevel=2,
+        )
     for library in libraries():
         library.stack_adapters(model, layers.values())
     for name, module in layers.items():
@@ -93,6 +107,29 @@ def require_experts(model: nn.Module) -> dict[str, nn.Module]:
     if not layers:
         raise UserError(why_no_experts(model))
     return layers
+
+
+def _check_in_some_order(name: str, module: nn.Module) -> None:
+    """Check that `module` can be spread, and have its forward take (hidden, expert ids, weights), in this order, where
+    its own has weights before ids."""
+    own = module.forward
+    try:
+        check_experts(name, module)
+    except UserError:
+        swapped: Any = partial(_weights_first, own)
+        swapped.__signature__ = inspect.signature(own)
+        module.forward = swapped
+        try:
+            check_experts(name, module)
+        except UserError:
+            module.forward = own
+        else:
+            return
+        raise
+
+
+def _weights_first(forward: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return forward(hidden, weights, ids)
 
 
 def _can_be_spread(module: nn.Module) -> bool:
@@ -149,10 +186,12 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """`names`: of the arguments hidden, ids and weights."""
+    """`names`: of the arguments hidden, ids and weights, of which the last two may come in either order."""
     if len(args) + len(kwargs) > len(names):
         _refuse_further_arguments(type(module).__name__, compute, names, args, kwargs)
     hidden, ids_TK, weights_TK = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
+    if ids_TK.is_floating_point():
+        ids_TK, weights_TK = weights_TK, ids_TK
     x_TD = hidden.reshape(-1, hidden.shape[-1])
     return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
 
