@@ -71,8 +71,7 @@ def prepare_and_close(folder: Any) -> bool:
     with ExpertParallel(accelerator, **MIGRATING) as experts:
         wrapped, its_optimizer = experts.prepare(model, optimizer)
         train(accelerator, wrapped, its_optimizer)
-        with pytest.raises(UserError, match="experts of one rank only"):
-            model.save_pretrained(folder)
+        model.save_pretrained(folder)
         assert model.load_adapter()
         during = changed(*theirs)
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.experts.hosts.transformers.families import EXPERTS, FAMILIES, awaken,
 from tests.experts.hosts.transformers.mixtures import build, outputs
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.pretrained_files import write_pretrained
 from toolkit.experts.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
 from toolkit.experts.hosts.transformers.router_watch import has_sigmoid_scores
@@ -159,6 +161,45 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         save_pretrained(model_of("mixtral"), tmp_path / "file" / "folder")
+
+
+def saved_by_the_model(folder: Path) -> list[str]:
+    """What Accelerate's and transformers' ways to save write, and what is refused."""
+    from accelerate import Accelerator
+    from transformers.utils.hub import PushToHubMixin
+
+    accelerator, model = Accelerator(cpu=True), model_of("qwen3_moe")
+    wrapped, _ = ExpertParallel(accelerator).prepare(model, torch.optim.AdamW(model.parameters()))
+    inner = accelerator.unwrap_model(wrapped)
+    inner.save_pretrained(folder / "collective")
+    inner.save_pretrained(
+        folder / "given", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(wrapped)
+    )
+    uploads = []
+
+    def push_to_hub(self: Any, repo_id: str) -> None:
+        uploads.append(repo_id)
+        self.save_pretrained(folder / repo_id, max_shard_size="1MB")
+
+    with mock.patch.object(PushToHubMixin, "push_to_hub", push_to_hub):
+        inner.push_to_hub("pushed")
+    dist.barrier()
+    if accelerator.is_main_process:
+        with pytest.raises(UserError, match=r"'model.layers.0.mlp.experts.*has the experts of one rank"):
+            inner.save_pretrained(folder / "part", state_dict=dict(model.named_parameters()))
+    assert not (folder / "part").exists()
+    assert len(uploads) == accelerator.is_main_process
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_models_own_savers_write_the_whole_model(tmp_path: Path):
+    for names in run_distributed(saved_by_the_model, 2, tmp_path):
+        assert names == ["collective", "given", "pushed"]
+    expected = model_of("qwen3_moe").state_dict()
+    for folder in tmp_path.iterdir():
+        found = causal_lm(folder).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), folder
 
 
 class Unsavable(nn.Module):

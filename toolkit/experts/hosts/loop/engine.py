@@ -30,6 +30,7 @@ from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.hosts.loop.join import join_forwards
 from toolkit.experts.hosts.loop.patches import Patches, Undo
 from toolkit.experts.hosts.loop.prepared_optimizer import OnlyOptimizer, fit_optimizer, load_only_own_states
+from toolkit.experts.hosts.loop.pretrained_files import push_as_called, save_as_called
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.hosts.loop.route_hooks import hook_blocks
 from toolkit.experts.hosts.spreading.foreign import num_experts
@@ -352,16 +353,12 @@ class ExpertParallel:
 
     def _correct_model(self) -> None:
         """Replace those methods of modules that would write one rank's experts, or read what is refused."""
-
-        def refuse_weights(*_: Any, **__: Any) -> None:
-            raise UserError(
-                "model.save_pretrained would write the experts of one rank only: "
-                "use save_pretrained(model, folder) of toolkit.experts.hosts.transformers."
-            )
-
-        for module in self._model.modules():  # the model within PEFT's, too
-            if hasattr(type(module), "save_pretrained"):
-                self.patches.replace(module, "save_pretrained", refuse_weights)
+        within_peft = hasattr(self._model, "peft_config")
+        for module in self._model.modules():
+            is_inner = within_peft and module is not self._model
+            for name, value in (("save_pretrained", save_as_called), ("push_to_hub", push_as_called)):
+                if hasattr(type(module), name):
+                    self.patches.replace(module, name, _refuse_base if is_inner else partial(value, module))
             if hasattr(type(module), "load_adapter"):
                 self.patches.replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
 
@@ -425,6 +422,13 @@ def _refuse_schedulers(accelerator: Accelerator, objects: Iterable[Any]) -> None
                 "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
                 "after optimizer.step() where accelerator.sync_gradients is True."
             )
+
+
+def _refuse_base(*_: Any, **__: Any) -> None:
+    raise UserError(
+        "the base of a model with adapters would be saved with the experts of one rank: save the adapters by the whole "
+        "model's save_pretrained, or both by save_merged of toolkit.experts.hosts.peft.merged_weights."
+    )
 
 
 def _load_adapter(of_peft: Any, *args: Any, **kwargs: Any) -> Any:

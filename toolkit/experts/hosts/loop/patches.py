@@ -4,7 +4,8 @@ By `engine.py`:
 
 - an `Accelerator`'s `clip_grad_norm_` (the norm of one rank's experts is not the model's) and `get_state_dict` (it
   would have the experts of one rank); `save_state` and `load_state` are refused by their hooks, for the same reason;
-- `save_pretrained` of a model's modules, which is refused likewise, and `load_adapter`, which may read names;
+- `save_pretrained` and `push_to_hub` of a model's modules, which gather the experts of all ranks, and `load_adapter`,
+  which may read names;
 - the steps of an optimizer: gradients are averaged and replicas compared before, replicas refreshed and experts moved
   after each;
 - gradients of experts, which are averaged in the backward over the ranks that have them;
@@ -13,7 +14,7 @@ By `engine.py`:
 By `prepared_optimizer.py`: an optimizer's state dict, which says whose rows it has.
 
 By `transformers/expert_trainer.py`: `prepare` of a Trainer's `Accelerator`, which spreads the experts, and its model's
-`save_pretrained` and `generate`.
+`generate`.
 
 What makes a model one whose experts are on several ranks is not undone, because their rows are there: the `forward` of
 its experts modules (`spread.py`, `adapted_experts.py`, `peft/adapter_rows.py`), hooks of its modules (`route_hooks.py`,

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from toolkit.compat import undo_prepare_for_evaluation
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
 from toolkit.experts.hosts.loop.route_hooks import record_routes
 from toolkit.experts.hosts.loop.route_hooks import replay_routes as replaying_routes
 from toolkit.experts.hosts.spreading.spread import PlacementOf
@@ -134,7 +133,6 @@ def expert_trainer(
                 self._is_spreading = False
             self._spread_model = model
             replace = self.experts.patches.replace
-            replace(model, "save_pretrained", partial(_save_whole, model))
             if hasattr(model, "generate"):
                 generate = model.generate
                 if replay_routes:
@@ -184,11 +182,6 @@ def expert_trainer(
 
     ExpertTrainer.__name__ = ExpertTrainer.__qualname__ = f"Expert{trainer.__name__}"
     return ExpertTrainer
-
-
-def _save_whole(model: Any, folder: str, **how: Any) -> None:
-    """Saves the whole model, called as Trainer calls `save_pretrained`, with a state dict of None. A collective."""
-    save_pretrained(model, folder, **{name: value for name, value in how.items() if name != "state_dict"})
 
 
 def _generate_together(experts: ExpertParallel, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
