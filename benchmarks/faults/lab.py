@@ -376,12 +376,12 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def write_parquet(path: Path, **columns: Any) -> None:
-    """Write columns with checksums, as publishers of data sets do."""
+    """Write columns with checksums, and without what has none: the least and the greatest value."""
     import pyarrow
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, write_page_checksum=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, write_page_checksum=True, write_statistics=False)
 
 
 def write_images(folder: Path, seed: int, train: int = 320) -> None:
