@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt
 
@@ -30,6 +30,8 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """bytes, or a folder or Hub name; none: the model's own."""
     old_dataset: str | None = None
     """Text that the model knows, evaluated before and after to see what it forgets; none: not looked at."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the model's weights; adapters are float32."""
     context: PositiveInt = 128
     """Tokens in a block of text."""
     eval_blocks: PositiveInt | None = None
@@ -66,10 +68,15 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     """The base with its adapters."""
+    import torch
+
     from toolkit.data.hub import model_folder
 
     kernel = tk.transformers.use_toolkit_kernel()
-    plain = tk.transformers.causal_lm(model_folder(base), vocab_size=vocab_size, experts_implementation=kernel)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    plain = tk.transformers.causal_lm(
+        model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
+    )
     return add_adapters(plain, config, seed=config.seed)
 
 

@@ -34,6 +34,7 @@ from toolkit.train.tasks.language_modeling import LanguageModeling
 from toolkit.train.trainer import Trainer
 
 STOP_AT = 7
+ADAPTER, MERGED = "adapter/adapter_model.safetensors", "merged/model.safetensors"
 SIZES: dict[str, Any] = {"vocab_size": 256, "dim": 16, "layers": 2, "heads": 2, "context": 32}
 MIXTURE: dict[str, Any] = {"experts": 4, "top_k": 2, "expert_hidden_size": 16}
 
@@ -139,7 +140,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs):
         return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in metrics(runs / run)]
 
     assert lines("stopped") == lines("two")
-    for weights in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+    for weights in (ADAPTER, MERGED):
         assert (runs / "stopped" / weights).read_bytes() == (runs / "two" / weights).read_bytes()
     before = {name: value for name, value in results(runs / "two").items() if name.endswith("_at_start")}
     assert before.keys() >= {"test_bits_per_byte_at_start", "old_bits_per_byte_at_start"}
@@ -173,6 +174,15 @@ def test_what_is_frozen_stays_as_it_was(runs, texts):
     kinds = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"}
     kinds |= {f"self_attn.{letter}_proj.weight" for letter in "qkvo"}
     assert {name for name in changed if "layers" not in name} == kinds
+
+
+def test_a_base_in_bfloat16_learns_on_a_cpu_with_adapters_in_float32(texts, tmp_path):
+    from safetensors.torch import load_file
+
+    done = finetune_moe.main(config(texts, "any", run_dir=tmp_path, dtype="bfloat16", merge=True))
+    assert done["test_bits_per_byte"] < done["test_bits_per_byte_at_start"] - 0.02
+    types = {path: {value.dtype for value in load_file(tmp_path / path).values()} for path in (ADAPTER, MERGED)}
+    assert types == {ADAPTER: {torch.float32}, MERGED: {torch.bfloat16}}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
