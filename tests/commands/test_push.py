@@ -184,6 +184,22 @@ def test_what_cannot_be_pushed_is_one_line(run: Path, tmp_path: Path, capsys: py
     assert list(tmp_path.rglob("push")) == []
 
 
+@pytest.mark.parametrize("place", ["model/notes.txt", "model", "metrics.jsonl", "loss.png"])
+def test_what_a_link_leads_to_is_not_uploaded(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "config.json").write_text("precious")
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    link = run / place
+    if place == "model":
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    link.symlink_to(tmp_path / "private" if place == "model" else tmp_path / "private" / "config.json")
+    assert f"{link}: is a link, and what it leads to would be uploaded" in refusal(capsys, run, "me/x", "--dry-run")
+    assert not (run / "push").exists()
+
+
 # --- the Hub ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.run import console
 from toolkit.run.console import metrics_line
-from toolkit.run.summary import duration, summarise
+from toolkit.run.summary import duration, moves_of, summarise
 
 
 def test_a_line_says_where_training_is_and_how_it_goes():
@@ -33,6 +33,20 @@ def test_a_line_of_an_evaluation_fits_and_keeps_what_was_evaluated(step, max_ste
     assert line.startswith(f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}")
     assert "loss 12.0921" in line
     assert "test loss 10.1000  test acc 50.00 %" in line
+
+
+def test_a_summary_says_how_many_experts_moved_and_what_it_was_good_for(tmp_path):
+    imbalances = {10: 1.5, 20: 1.3, 30: 1.2, 40: 1.1, 50: 1.0}
+    moved = {20: 3, 30: 2}
+    lines = [
+        {"step": step, "moe/migrated_experts": moved.get(step, 0), "moe/rank_imbalance": imbalance}
+        for step, imbalance in imbalances.items()
+    ]
+    text = summarise({"recipe": "toy"} | moves_of(lines), tmp_path)
+    said = "5 from step 20 to 30; busiest rank over the mean 1.40 before, 1.05 after the last move"
+    assert f"moved experts  {said}\n" in text
+    assert moves_of(lines[:1]) == {}
+    assert moves_of([{"step": 10, "moe/migrated_experts": 4}]) == {"moves_notice": "4 by step 10"}
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(42.4, "0:42"), (725, "12:05"), (4325, "1:12:05")])

@@ -64,3 +64,14 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, inside:
         UserError, match=r"--run-dir .*: cannot be used \(.*/link is a link that leads nowhere\): choose"
     ):
         reopen(link / inside, Own())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "code.txt", "lifecycle.jsonl"])
+def test_a_run_does_not_write_to_where_a_link_in_its_folder_leads(tmp_path: Path, name: str):
+    (tmp_path / "precious").write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=rf"{name}: is a link, and the run would write to where it leads: remove it"):
+        reopen(run, Own())
+    assert sorted(path.name for path in run.iterdir()) == [".lock", name]

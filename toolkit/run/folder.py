@@ -32,6 +32,7 @@ from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
 from toolkit.run.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
 from toolkit.run.tracking.jsonl import from_json, to_json
+from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
 from toolkit.run.tracking.secrets import mask
 
 RUNS = Path("runs")
@@ -112,6 +113,9 @@ def open_folder(
     try:
         if storage is not None:
             _fetch(folder, config, storage)
+        for appended in (folder / "metrics.jsonl", folder / "code.txt", folder / LIFECYCLE_FILE):
+            if appended.is_symlink():
+                raise UserError(f"{appended}: is a link, and the run would write to where it leads: remove it.")
         return folder, lock, _run_to_continue(folder, name, config, say)
     except BaseException:
         lock.release()

@@ -50,7 +50,7 @@ from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import code_snapshot, git_revision, versions
 from toolkit.run.storage import Storage
-from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
+from toolkit.run.summary import RESTART_REASON, moves_of, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
 from toolkit.run.tracking.jsonl import MetricsFile, read_metrics
 from toolkit.run.tracking.secrets import mask
@@ -286,6 +286,7 @@ class Run:
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
             **restarts_of(self.metrics()),
+            **moves_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         with writing("results", self.folder):

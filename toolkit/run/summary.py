@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from toolkit.run.runs_table import is_number
 
 RESTART_REASON = "run/restart_reason"
 """The key of metrics.jsonl under which a line says why the run was started again."""
@@ -36,6 +39,8 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
     if results.get("expert_load_notice"):
         rows.append(("expert load", str(results["expert_load_notice"])))
+    if results.get("moves_notice"):
+        rows.append(("moved experts", str(results["moves_notice"])))
     if has("active_experts", "lifecycle_grow", "lifecycle_merge", "lifecycle_prune", "lifecycle_undone"):
         events = ", ".join(
             f"{results[f'lifecycle_{kind}']} {done}"
@@ -63,6 +68,26 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
     rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
     return rows
+
+
+def moves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """That a planner moved experts, in words for results.json: how many, when, and the imbalance before and after; {}
+    where none moved."""
+    lines = [line for line in metrics if is_number(line.get("moe/migrated_experts"))]
+    steps = [line["step"] for line in lines if line["moe/migrated_experts"]]
+    if not steps:
+        return {}
+    experts = sum(line["moe/migrated_experts"] for line in lines)
+    when = f"by step {steps[0]:,}" if len(steps) == 1 else f"from step {steps[0]:,} to {steps[-1]:,}"
+    found = {line["step"]: line["moe/rank_imbalance"] for line in lines if is_number(line.get("moe/rank_imbalance"))}
+    before = [value for step, value in found.items() if step <= steps[0]]
+    after = [value for step, value in found.items() if step > steps[-1]]
+    notice = f"{experts} {when}"
+    if before:
+        notice += f"; busiest rank over the mean {fmean(before):.2f} before"
+    if after:
+        notice += f", {fmean(after):.2f} after the last move"
+    return {"moves_notice": notice}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from toolkit.run.pictures.plots import _draw_loads, draw_plots, save_figure
+from toolkit.run.pictures.plots import _draw_loads, draw_loss, draw_plots, save_figure
 
 
 def write(folder, lines):
@@ -47,6 +47,14 @@ def test_inactive_experts_are_no_lines_of_the_load_and_do_not_lower_the_fair_sha
     _draw_loads(figure, {"block": points}, {"block": [[0], [1, 3]]})
     labels = [line.get_label() for line in figure.axes[0].get_lines()]
     assert labels == ["0", "1", "2", "3", "fair: 33.3 %"], "2 was removed, 3 is active and without load, 4 never was"
+
+
+def test_the_loss_shows_when_experts_moved():
+    figure = Figure()
+    lines = [{"step": step, "train/loss": 1.0, "moe/migrated_experts": step == 2} for step in (1, 2, 3)]
+    draw_loss(figure, lines)
+    moves = [line for line in figure.axes[0].get_lines() if "moved" in line.get_label()]
+    assert [(list(line.get_xdata()), line.get_label()) for line in moves] == [([2, 2], "experts moved")]
 
 
 def test_only_what_there_is_data_for_is_drawn(tmp_path):

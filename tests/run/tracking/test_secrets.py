@@ -40,26 +40,93 @@ def test_ordinary_fields_are_left_alone(values):
     assert mask(values) == values
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567",
-        "--api-key 0123456789abcdef0123",
-        "+password: 'hunter2hunter2hunter2'",
-        "https://user:hunter2@example.com/x",
-        "+password = 'hunter2'",
-        '+    "db_password": "hunter2",',
-        "+DB_PASSWORD=hunter2",
-        "+auth_token: hunter2",
-        '+secret: str = "hunter2"',
-        "+passphrase='hunter2 and more'",
-        "login --password hunter2 --verbose",
-    ],
-)
-def test_secrets_in_commands_and_code_are_masked(text):
-    assert MASK in mask_text(text)
-    assert "0123456789" not in mask_text(text)
-    assert "hunter2" not in mask_text(text)
+SECRETS = {"SECRET": "hunter2", "KEY": "0123456789abcdef" * 2 + "01234567", "BASE64": "aHVudGVyMjpodW50ZXIy"}
+SPELLINGS = r"""
+WANDB_API_KEY=KEY
+export HF_TOKEN=SECRET
+HF_TOKEN="SECRET"
+os.environ["HF_TOKEN"] = "SECRET"
+os.environ['WANDB_API_KEY'] = 'SECRET'
+os.environ.setdefault("HF_TOKEN", "SECRET")
+os.environ.update(HF_TOKEN="SECRET")
+os.environ.update({"HF_TOKEN": "SECRET"})
+os.putenv("HF_TOKEN", "SECRET")
+monkeypatch.setenv("API_KEY", "SECRET")
+config["password"] = "SECRET"
+config["db"]["password"] = "SECRET"
+self.token = "SECRET"
+self._api_key: str = "SECRET"
+token: Optional[str] = "SECRET"
+token: str | None = "SECRET"
+if (token := "SECRET"):
+if password == "SECRET":
+def connect(password="SECRET"):
+login(token="SECRET")
+wandb.login("SECRET")
+wandb.login(key="KEY")
+huggingface_hub.login("SECRET")
+login( 'SECRET' )
+HfApi(token="SECRET")
+api = wandb.Api(api_key="SECRET")
+{"token": "SECRET"}
+{'api-key': 'SECRET'}
+{"Authorization": "Bearer SECRET"}
+{"Authorization": "SECRET"}
+headers["Authorization"] = f"Bearer SECRET"
+Authorization: Bearer SECRET
+Authorization: Basic BASE64
+curl -H "Authorization: Bearer SECRET" https://x.y
+curl -H 'X-Api-Key: SECRET' https://x.y
+curl -u me:SECRET https://x.y
+curl --user me:SECRET https://x.y
+--api-key SECRET
+--password=SECRET
+--token SECRET
+git clone https://me:SECRET@example.com/x
+https://SECRET@example.com/x
+redis://:SECRET@localhost:6379/0
+postgresql://me:SECRET@db/x?sslmode=require
+postgres://me:pa@SECRET@db/x
+https://x.y/?token=SECRET&a=1
+https://x.y/?a=1&api_key=SECRET
+https://x.y/blob?sig=SECRET&se=1
+password: SECRET
+password: "SECRET"
+  - secret: SECRET
+passwd = SECRET
+pwd = "SECRET"
+db_pass = "SECRET"
+PGPASSWORD=SECRET
+MYSQL_PWD=SECRET
+client_secret = 'SECRET'
+clientSecret: "SECRET",
+AWS_SECRET_ACCESS_KEY=SECRET/x
+aws_session_token = SECRET
+credentials = ("SECRET")
+password = getpass() or "SECRET"
+token = os.getenv("X") or "SECRET"
+machine api.wandb.ai login user password SECRET
+api.init(None, "KEY")
+API = "KEY"
+secrets = ["SECRET"]
+passphrase = b"SECRET"
+password = r"SECRET"
+token = (<newline>+    "SECRET"
+token = \<newline>+    "SECRET"
+"password":<newline>+    "SECRET",
+private_key = "SECRET"
+A_TOKEN=SECRET B_SECRET=SECRET python x.py
+"""
+"""A way to write a secret on each line."""
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.strip().splitlines())
+def test_secrets_in_commands_and_code_are_masked(spelling: str):
+    for word, secret in SECRETS.items():
+        spelling = re.sub(rf"\b{word}\b", secret, spelling)
+    masked = mask_text("+" + spelling.replace("<newline>", "\n"))
+    assert MASK in masked
+    assert [secret for secret in SECRETS.values() if secret in masked] == []
 
 
 @pytest.mark.parametrize(
@@ -75,6 +142,11 @@ def test_secrets_in_commands_and_code_are_masked(text):
         "    key_size: int = 64",
         "    monkey = 3",
         "--tokens 3",
+        "git clone ssh://git@github.com/x",
+        "index 0123abcd..4567cdef 100644",
+        'ordered = sorted(names, key="loss", reverse=True)',
+        'keys = ["loss", "accuracy"]',
+        "def forward(self, tokens: int) -> str:",
     ],
 )
 def test_ordinary_text_is_left_alone(text):

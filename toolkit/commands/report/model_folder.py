@@ -27,12 +27,17 @@ OF_THE_RUN = ("config.json", "results.json", "metrics.jsonl", LIFECYCLE_FILE)
 def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Path:
     """Write `push/` in the folder of `run`, for the repository `name`; an earlier one is replaced.
 
-    Raises UserError where the run is not finished, has no weights or a damaged file, or its folder cannot be written.
+    Raises UserError where the run is not finished, has no weights, a damaged file or a link among what is uploaded, or
+    its folder cannot be written.
     """
     if results_of(run.folder) is None:
         raise UserError(f"{run.folder}: the run is not finished: type its command again to complete it.")
     if changed := changed_files(run.folder):
         raise UserError(f"{run.folder}: {', '.join(changed)} was changed after the run was finished: restore it.")
+    parts = [run.folder / name for name in (*SAVED, *OF_THE_RUN)]
+    taken = [*parts, *(path for part in parts for path in part.rglob("*")), *run.folder.glob("*.png")]
+    if links := [path for path in taken if path.is_symlink()]:
+        raise UserError(f"{links[0]}: is a link, and what it leads to would be uploaded: put the file itself there.")
     target = run.folder / FOLDER
     writing = run.folder / f".{FOLDER}.partial"
     try:

@@ -78,9 +78,10 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
 
 
 def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Loss, and accuracy where there is one, over steps."""
+    """Loss, and accuracy where there is one, over steps, with the lines before which a planner moved experts."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    moves = [step for step, experts in points_of(lines, "moe/migrated_experts") if experts]
     names = ["loss"]
     if any(points_of(lines, f"{group}/accuracy") for group in ("train", "eval")):
         names.append("accuracy")
@@ -102,6 +103,9 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) ->
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
+        for number, step in enumerate(moves):
+            once = "experts moved" if number == 0 else None
+            axes.axvline(step, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=0, label=once)
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
         step_axis(axes)
