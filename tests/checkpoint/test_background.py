@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from tests.checkpoint.test_checkpoint import OneRank, Pair, save, trained
+from tests.checkpoint.test_checkpoint import OneRank, Pair, save, state_at, trained
 from tests.support.helpers import fork_context, run_distributed
 from tests.support.small_run import Stop, small_config, train
 from toolkit.checkpoint import checkpoint
@@ -44,7 +44,7 @@ def train_while_it_is_written(folder: Path, world: int) -> None:
     for step in (3, 5):
         pair = trained(make_expert_groups(world), steps=step)
         expected = save(folder / "at_once", pair, step, run=run)
-        state = {"step": step, "callbacks": {"Some": {"of": "these"}}}
+        state = state_at(step)
         may_write.clear()
         checkpoint_files.save_file = when_it_may
         begin(folder / "background", pair, state, background, run)

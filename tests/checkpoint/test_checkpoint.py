@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 import toolkit as tk
 from tests.support.helpers import run_distributed
@@ -68,6 +69,19 @@ def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int 
     return model, optimizer
 
 
+def state_at(step: int) -> dict[str, Any]:
+    """As `Trainer.state_dict` is."""
+    callbacks = {"Some": {"of": "these"}}
+    return {
+        "step": step,
+        "samples": 8 * step,
+        "metric_sums": [{}],
+        "recorded": {},
+        "results": {},
+        "callbacks": callbacks,
+    }
+
+
 def with_rows(row_ids: tuple[int, ...], steps: int = 2) -> Pair:
     pair = trained(steps=steps)
     for name in ("up", "down"):
@@ -76,9 +90,8 @@ def with_rows(row_ids: tuple[int, ...], steps: int = 2) -> Pair:
 
 
 def save(folder: Path, pair: Pair, step: int, keep: int = 2, run: OneRank | None = None) -> Path | None:
-    state = {"step": step, "callbacks": {"Some": {"of": "these"}}}
     run = run or OneRank()
-    return begin_checkpoint(folder, model=pair[0], optimizer=pair[1], state=state, keep=keep, run=run)(None)
+    return begin_checkpoint(folder, model=pair[0], optimizer=pair[1], state=state_at(step), keep=keep, run=run)(None)
 
 
 def load(path: Path, pair: Pair, run: OneRank | None = None) -> dict[str, Any]:
@@ -108,7 +121,7 @@ def test_a_loaded_model_and_optimizer_have_the_same_bits(tmp_path):
     path = save(tmp_path, then, 7)
     assert path == tmp_path / "step-00000007"
     places = {name: tensor.data_ptr() for name, tensor in now[0].state_dict().items()}
-    assert load(path, now) == {"step": 7, "callbacks": {"Some": {"of": "these"}}}
+    assert load(path, now) == state_at(7)
     assert_same(now, then)
     assert places == {name: tensor.data_ptr() for name, tensor in now[0].state_dict().items()}, "not loaded in place"
 
@@ -425,6 +438,9 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "slots in words": lambda about: about["placement"].update({"moe.experts.up": {"slots": "0 1 2 3"}}),
     "no slots": lambda about: about["placement"].update({"moe.experts.up": {}}),
     "slots of other experts": lambda about: about["placement"].update({"moe.experts.up": {"slots": [[0, 1, 2, 9]]}}),
+    "slots of fewer experts": lambda about: about["placement"].update({"moe.experts.up": {"slots": [[0, 1, 2]]}}),
+    "slots of more experts": lambda about: about["placement"].update({"moe.experts.up": {"slots": [[0, 1, 2, 3, 4]]}}),
+    "slots reversed in one of two parameters": lambda about: about["placement"]["moe.experts.up"]["slots"][0].reverse(),
     "a file of another folder": lambda about: about["files"].update(
         {"../step-00000003/model.safetensors": about["files"]["model.safetensors"]}
     ),
@@ -445,12 +461,78 @@ def test_a_manifest_that_is_no_object_is_passed_over(folder):
     passed_over(folder)
 
 
-@pytest.mark.parametrize("state", ["null", "{}", '{"config": {}, "optimizer": {}, "training": {"step": 7}}'])
-def test_a_state_of_another_shape_is_passed_over(state, folder):
-    file = folder / "step-00000007" / "state.json"
-    manifest.write_canonical(file, json.loads(state))
-    forge(file.parent, lambda about: about["files"].update({"state.json": manifest.seal(file)}))
-    assert passed_over(folder) == "state.json lacks what a checkpoint holds."
+def forge_state(folder: Path, change: Callable[[Any], object]) -> None:
+    """Edit state.json in `folder`, and seal it in the manifest."""
+    file = folder / "state.json"
+    content = manifest.read_canonical(file)
+    manifest.write_canonical(file, change(content) or content)
+    forge(folder, lambda about: about["files"].update({"state.json": manifest.seal(file)}))
+
+
+FORGED_STATES: dict[str, Callable[[Any], object]] = {
+    "a list": lambda _: [1],
+    "no optimizer": lambda content: content.pop("optimizer") and None,
+    "a scaler in words": lambda content: content["optimizer"].update(scaler="1024"),
+    "no training": lambda content: content.update(training={"step": 7}),
+    "a step in words": lambda content: content["training"].update(step="7"),
+    "another step": lambda content: content["training"].update(step=6),
+    "negative samples": lambda content: content["training"].update(samples=-1),
+    "samples in half": lambda content: content["training"].update(samples=1.5),
+    "sums in a dict": lambda content: content["training"].update(metric_sums={}),
+    "a callback in a list": lambda content: content["training"]["callbacks"].update(Some=[1]),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGED_STATES)
+def test_a_state_of_another_shape_is_passed_over(forgery, folder):
+    forge_state(folder / "step-00000007", FORGED_STATES[forgery])
+    assert passed_over(folder).startswith("state.json ")
+
+
+def forge_tensors(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / name
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    forge(folder, lambda about: about["files"].update({name: manifest.seal(file)}))
+
+
+UP_2 = "moe.experts.up/2/exp_avg"
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "made", "said"),
+    [
+        ("optimizer", "stem.weight.exp_avg", lambda t: t.T.contiguous(), "its 'exp_avg' of 'stem.weight' has shape"),
+        ("optimizer", "head.bias.exp_avg_sq", lambda t: t * torch.inf, "its 'exp_avg_sq' of 'head.bias' is not finite"),
+        (
+            "experts-00000",
+            "moe.experts.up/2/exp_avg",
+            lambda t: t * torch.nan,
+            "'exp_avg' of 'moe.experts.up/2' is not",
+        ),
+        (
+            "experts-00000",
+            "moe.experts.up/2/exp_avg",
+            lambda t: t.mT.contiguous(),
+            "of 'moe.experts.up/2' has shape (1,",
+        ),
+        (
+            "experts-00000",
+            "moe.experts.up/2/exp_avg",
+            lambda _: None,
+            "rows of 'moe.experts.up' have different optimizer",
+        ),
+    ],
+)
+def test_optimizer_states_that_no_step_makes_are_refused(file, key, made, said, folder):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[key] = made(tensors[key])
+        if tensors[key] is None:
+            del tensors[key]
+
+    forge_tensors(folder / "step-00000007", f"{file}.safetensors", change)
+    assert said in refusal(folder, trained(steps=0))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
@@ -745,6 +827,17 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
         operations(patch, full)
         with pytest.raises(tk.UserError, match=r"could not be written: .*No space left on device; .* bytes needed"):
             checkpoint_files.save(tmp_path / "last", *trained(steps=5))
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_a_moment_that_is_not_finite_is_not_saved(number, tmp_path):
+    checkpoint_files.save(tmp_path / "last", *trained())
+    before = snapshot(tmp_path)
+    model, optimizer = trained(steps=3)
+    optimizer.state[model.moe.experts.up]["exp_avg_sq"][1, 2, 3] = number
+    with pytest.raises(tk.UserError, match=r"not written, because optimizer state 'exp_avg_sq' of 'moe.experts.up' is"):
+        checkpoint_files.save(tmp_path / "last", model, optimizer)
     assert snapshot(tmp_path) == before
 
 

@@ -136,17 +136,19 @@ def test_three_steps_in_a_row_are_not_skipped(tmp_path: Path):
         trainer.fit()
 
 
-def test_weights_that_overflow_in_an_update_are_never_saved(tmp_path: Path):
-    """The gradients of the step before were finite, and no later step tells."""
+@pytest.mark.parametrize("what", ["moe.experts.up", "optimizer state 'exp_avg_sq' of 'moe.experts.up'"])
+def test_what_overflows_in_an_update_is_never_saved(what: str, tmp_path: Path):
+    """The gradients of the step before were finite, and of a second moment that is infinite no later step tells."""
 
     class Overflow(tk.Callback):
         def on_step_end(self, trainer: tk.Trainer) -> None:
             if trainer.state.step == 4:
-                trainer.raw_model.moe.experts.up.data.mul_(math.inf)
+                up = trainer.raw_model.moe.experts.up
+                (up.data if what == "moe.experts.up" else trainer.optimizer.state[up]["exp_avg_sq"]).fill_(math.inf)
 
     config = small_config(tmp_path, checkpoint=CheckpointOptions(every_steps=2, keep=1))
     with (
-        pytest.raises(UserError, match=r"after step 4: moe\.experts\.up is not finite"),
+        pytest.raises(UserError, match=f"after step 4: {what} is not finite"),
         small_trainer(config, callbacks=[Overflow()]) as trainer,
     ):
         trainer.fit()

@@ -11,14 +11,16 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from pydantic import BaseModel, NonNegativeInt
 
 from toolkit.checkpoint.retention import newest_first, step_of
+from toolkit.errors import one_line
 from toolkit.experts.parallel.collectives import on_main, together
 from toolkit.experts.state import manifest
-from toolkit.experts.state.checkpoint_files import STATE, read
+from toolkit.experts.state.checkpoint_files import STATE, check_types, read_about, read_state
 from toolkit.run.storage import CHECKPOINTS, Storage
 
 if TYPE_CHECKING:
@@ -81,18 +83,29 @@ def _complete(path: Path, storage: Storage) -> None:
     manifest.publish(writing, path, about)
 
 
+class _Training(BaseModel, strict=True):
+    """The types of what `Trainer.state_dict` gives; callbacks compare those of their own states."""
+
+    step: NonNegativeInt
+    samples: NonNegativeInt
+    metric_sums: list[dict[str, list[Any]]]
+    recorded: dict[str, Any]
+    results: dict[str, Any]
+    callbacks: dict[str, dict[str, Any]]
+
+
 def _strangeness(path: Path) -> str | None:
     """Why undamaged files in `path` are not those of its step, or None. Raises UserError for another format."""
-    if STATE not in manifest.read_manifest(path)["files"]:
+    if STATE not in (about := read_about(path))["files"]:
         return f"{STATE} is not in its manifest"
-    about, saved = read(path)
+    try:
+        training = read_state(path)["training"]
+        check_types(_Training, training, "training")
+    except (OSError, ValueError) as error:
+        return one_line(error)
     if about["step"] != step_of(path):
         return f"its files are those of step {about['step']}"
-    try:
-        is_state = saved["training"]["step"] == about["step"] and {"name", "scaler"} <= saved["optimizer"].keys()
-    except (LookupError, TypeError, AttributeError):
-        is_state = False
-    return None if is_state and isinstance(saved["config"], dict) else f"{STATE} lacks what a checkpoint holds"
+    return None if training["step"] == about["step"] else f"{STATE} is that of step {training['step']}"
 
 
 # --- copies -------------------------------------------------------------------------------------------------------

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
+from toolkit.experts.state.tensor_files import first_not_finite, named_states
 from toolkit.run.run import Run
 from toolkit.train.task import Task
 
@@ -35,6 +35,7 @@ class Loop(Protocol):
     task: Task
     raw_model: nn.Module
     model: nn.Module
+    optimizer: torch.optim.Optimizer
     autocast: Callable[[], AbstractContextManager[Any]]
     micro_batches: list[Batch]
 
@@ -130,10 +131,12 @@ class FiniteCheck:
                 _stop(f"step {step:,}: {name} is {means[name]}")
 
     def check_weights(self, step: int) -> None:
-        """Raise UserError for weights that are not finite after `step` steps, and for buffers that hold NaN."""
+        """Raise UserError for weights and optimizer states that are not finite after `step` steps, and for buffers that
+        hold NaN. A second moment of infinity changes no weight any more, and so no loss and no gradient tells of it."""
         self.read()
-        buffers = self.model.named_buffers()
-        name = self._first_weight() or _first(buffers, lambda buffer: ~buffer.isnan())  # a mask may hold -inf
+        buffers = first_not_finite(self.model.named_buffers(), lambda buffer: ~buffer.isnan())  # a mask may hold -inf
+        states = named_states(self.model, self._trainer.optimizer)
+        name = self._first_weight() or buffers or first_not_finite(states)
         if found := self._found(name):
             _stop(f"after step {step:,}: {found}")
 
@@ -149,7 +152,7 @@ class FiniteCheck:
         return next((f"{GRADIENT} {name}" for name, p in self.model.named_parameters() if id(p) in bad), None)
 
     def _first_weight(self) -> str | None:
-        return _first(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), torch.isfinite)
+        return first_not_finite((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def _explain(self, step: int, what: str) -> str:
         """The first module with an output that is not finite, and the samples, of the step that was just computed: into
@@ -226,19 +229,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (Mapping, list, tuple)):
         for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(value)
-
-
-def _first(tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the first tensor of which not every element `is_right`. The host waits once, not for each tensor."""
-    all_local = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)
-    floating = [(name, local.detach()) for name, local in all_local if local.is_floating_point()]
-    if not floating:
-        return None
-    # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
-    sums = [local.sum(dtype=torch.promote_types(local.dtype, torch.float32)) for _, local in floating]
-    finite = torch.stack([total.isfinite().to(sums[0].device) for total in sums]).tolist()
-    suspects = (each for each, is_finite in zip(floating, finite, strict=True) if not is_finite)
-    return next((name for name, local in suspects if not is_right(local).all()), None)
 
 
 def _stop(what: str) -> NoReturn:

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, StrictStr, ValidationError
 from safetensors.torch import save_file
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.experts.parallel.collectives import is_main, on_main, rank, together
 from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import (
     FileContents,
@@ -36,9 +38,11 @@ from toolkit.experts.state.tensor_files import (
     describe_tensor,
     describe_tied,
     files_to_write,
+    first_not_finite,
     list_rows,
     load_model,
     load_optimizer,
+    named_states,
     on_cpu,
     targets,
 )
@@ -63,7 +67,8 @@ def save(
         extra: Plain JSON values, which `load` returns.
 
     Raises:
-        UserError: On every rank, with the former one untouched, where it cannot be written.
+        UserError: On every rank, with the former one untouched, where it cannot be written, and where a weight or an
+            optimizer state is not finite.
     """
     final = Path(folder).absolute()
 
@@ -72,8 +77,17 @@ def save(
         if final.exists() and not (final / manifest.NAME).exists() and (not final.is_dir() or any(final.iterdir())):
             raise UserError(f"{folder} holds something that is no checkpoint: save to another folder.")
 
+    def refuse_infinities() -> None:
+        weights = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        if (name := first_not_finite(weights) or first_not_finite(named_states(model, optimizer))) is not None:
+            raise UserError(
+                f"checkpoint {folder} is not written, because {name} is not finite: go on from the one before, with a "
+                "lower learning rate or smaller max_norm."
+            )
+
     try:
         on_main(prepare)
+        together(refuse_infinities)
         begin_save(final, model, optimizer, state=extra or {}, config={}, step=None)(None)
     except OSError as error:
         raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
@@ -248,18 +262,54 @@ def load_verified(
     return saved["training"]
 
 
+class _Optimizer(BaseModel):
+    name: StrictStr
+    scaler: dict[str, Any] | None
+
+
+class _Content(BaseModel):
+    """The types of what state.json holds; whoever saved `training` knows more of it."""
+
+    training: dict[str, Any]
+    config: dict[str, Any]
+    optimizer: _Optimizer
+
+
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The manifest and the state in `path`. Raises UserError for another format, and where one cannot be read."""
+    about = read_about(path)
+    try:
+        return about, read_state(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {path} cannot be loaded: {one_line(error)}: use another.") from None
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """The manifest in `path`. Raises UserError for another format."""
     about = manifest.read_manifest(path)
     if about["format"] != FORMAT:
         raise UserError(
             f"checkpoint {path} has format {about['format']} and this version reads format {FORMAT}: "
             "use the version that wrote it, or another folder."
         )
+    return about
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state in `path`. Raises ValueError or OSError where it cannot be read, or has other types."""
+    saved = manifest.read_canonical(path / STATE)
+    check_types(_Content, saved)
+    return saved
+
+
+def check_types(model: type[BaseModel], value: Any, field: str = "") -> None:
+    """Raise ValueError with the first thing in `value`, a part of state.json, that `model` does not take."""
     try:
-        return about, manifest.read_canonical(path / STATE)
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {path} cannot be loaded: {STATE} cannot be read ({error}): use another.") from None
+        model.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        place = ".".join(filter(None, [field, *map(str, found["loc"])])) or "all of it"
+        raise ValueError(f"{STATE} has {place}={str(found['input'])[:40]}: {found['msg']}") from None
 
 
 def _misfits(
@@ -272,12 +322,17 @@ def _misfits(
         lines.append(f"it was made with the optimizer {then['name']} and this run has {now['name']}")
     if (then["scaler"] is None) != (now["scaler"] is None):
         lines.append(f"it was made {'without' if then['scaler'] is None else 'with'} fp16's loss scaling")
+    for name in (name for name, parameter in model.named_parameters() if ownership_of(parameter) is not None):
+        if len({frozenset(tensors.states.get(f"{name}/{row_id}", ())) for row_id in tensors.rows_of(name)}) > 1:
+            lines.append(f"its rows of {name!r} have different optimizer states")
     for weight, target in targets(model):
         here = describe_tensor(tuple(target.shape), target.dtype)
         if weight not in tensors.weights:
             lines.append(f"it lacks {weight!r}")
         elif (there := tensors.describe(weight)) != here:
             lines.append(f"its {weight!r} is {there} and this run's is {here}")
+        elif odd := tensors.oddity(weight, target.shape):
+            lines.append(odd)
     return lines
 
 

@@ -99,8 +99,12 @@ def _check_shape(manifest: dict[str, Any]) -> None:
             written.setdefault(parameter, set()).update(row_ids)
     if "placement" in manifest:
         slots = {name: place["slots"] for name, place in manifest["placement"].items()}
-        if not all(rows <= {row for rank in slots[name] for row in rank} for name, rows in written.items()):
-            raise ValueError("its placement lacks rows that its files hold")
+        placed = {name: {row for rank in ranks for row in rank if row >= 0} for name, ranks in slots.items()}
+        if placed != written:
+            raise ValueError("its placement has other rows than its files")
+        of_module: dict[str, Any] = {}
+        if any(of_module.setdefault(name.rpartition(".")[0], ranks) != ranks for name, ranks in slots.items()):
+            raise ValueError("its placement has the experts of one layer in several orders")
 
 
 def find_damage(folder: Path, names: Collection[str] | None = None) -> str | None:

@@ -55,8 +55,10 @@ class Throughput(Callback):
         self._ends: list[float] = []
         self._world_size = 1
         self._lines = 0
-        self._slow_lines: dict[int, list[float]] = {}
-        """By rank, its ratios in the lines in which it was the slowest by at least `SLOW`."""
+        self._slow_lines: dict[int, int] = {}
+        """By rank, the lines in which it was the slowest by at least `SLOW`."""
+        self._slow_ratios: dict[int, float] = {}
+        """By rank, the sum of its ratios in these."""
         self._hook: RemovableHandle | None = None
         self._gradient_done: Mark | None = None
 
@@ -130,7 +132,8 @@ class Throughput(Callback):
         trainer.record("perf/exchange_ms", sum(exchange_ms) / self._world_size)
         self._lines += 1
         if ratio >= SLOW:
-            self._slow_lines.setdefault(slowest, []).append(ratio)
+            self._slow_lines[slowest] = self._slow_lines.get(slowest, 0) + 1
+            self._slow_ratios[slowest] = self._slow_ratios.get(slowest, 0.0) + ratio
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         self._end_waits()
@@ -144,12 +147,12 @@ class Throughput(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         self._end_waits()
         trainer.results.pop("straggler_notice", None)
-        for rank, ratios in self._slow_lines.items():
-            steady = len(ratios) >= FEWEST_LINES and 2 * len(ratios) > self._lines
+        for rank, lines in self._slow_lines.items():
+            steady = lines >= FEWEST_LINES and 2 * lines > self._lines
             if steady and self._seconds >= FEWEST_SECONDS:
                 trainer.results["straggler_notice"] = (
-                    f"rank {rank} of {self._world_size} takes {median(ratios):.1f} times as long as the others for its "
-                    f"own part of a step, in {len(ratios)} of {self._lines} lines of metrics"
+                    f"rank {rank} of {self._world_size} takes {self._slow_ratios[rank] / lines:.1f} times as long as "
+                    f"the others for its own part of a step, in {lines} of {self._lines} lines of metrics"
                 )
         peak, _ = extremes_over_ranks(torch.tensor(peak_bytes(trainer.run.device), device=trainer.run.device))
         trainer.results |= {
@@ -172,7 +175,7 @@ class Throughput(Callback):
             "seconds": self._seconds,
             "world_size": self._world_size,
             "lines": self._lines,
-            "slow_lines": {str(rank): ratios for rank, ratios in self._slow_lines.items()},
+            "slow_ranks": {str(rank): [n, self._slow_ratios[rank]] for rank, n in self._slow_lines.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,4 +183,6 @@ class Throughput(Callback):
         self._seconds = state["seconds"]
         if state["world_size"] == self._world_size:
             self._lines = state["lines"]
-            self._slow_lines = {int(rank): ratios for rank, ratios in state["slow_lines"].items()}
+            slow = {int(rank): noted for rank, noted in state.get("slow_ranks", {}).items()}
+            self._slow_lines = {rank: lines for rank, (lines, _) in slow.items()}
+            self._slow_ratios = {rank: total for rank, (_, total) in slow.items()}
