@@ -9,9 +9,10 @@ from tests.support.helpers import run_distributed
 from tests.traps.toys import toy_data, toy_trainer
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
 from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks import base
-from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
+from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks, load_states
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.preemption import Preemption
@@ -154,3 +155,25 @@ def resumed_counts() -> list[int]:
 
 def test_two_callbacks_of_one_class_resume_with_their_own_state():
     assert run_distributed(resumed_counts, 1) == [[2, 12, 22]]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"EarlyStopping": {"best": 0.5, "waited": "3"}}, "EarlyStopping.waited='3', which is a int"),
+        ({"Throughput": {"samples": [1], "seconds": 1}}, r"Throughput.samples=\[1\], which is a float"),
+    ],
+)
+def test_a_state_of_another_type_is_refused_before_any_is_loaded(state: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        load_states([Throughput(), EarlyStopping(EarlyStoppingOptions(patience=1))], state)
+
+
+def test_the_state_of_throughput_does_not_grow_with_lines_of_a_slow_rank() -> None:
+    throughput = Throughput()
+    throughput._world_size = 2
+    sizes = set()
+    for _ in range(2):
+        throughput._note_slow(1, 2.0)
+        sizes.add(len(repr(throughput.state_dict())))
+    assert len(sizes) == 1

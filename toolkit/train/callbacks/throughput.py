@@ -55,10 +55,8 @@ class Throughput(Callback):
         self._ends: list[float] = []
         self._world_size = 1
         self._lines = 0
-        self._slow_lines: dict[int, int] = {}
-        """By rank, the lines in which it was the slowest by at least `SLOW`."""
-        self._slow_ratios: dict[int, float] = {}
-        """By rank, the sum of its ratios in these."""
+        self._slow: dict[int, tuple[int, float]] = {}
+        """By rank, in how many lines it was the slowest by at least `SLOW`, and the sum of its ratios in these."""
         self._hook: RemovableHandle | None = None
         self._gradient_done: Mark | None = None
 
@@ -132,8 +130,11 @@ class Throughput(Callback):
         trainer.record("perf/exchange_ms", sum(exchange_ms) / self._world_size)
         self._lines += 1
         if ratio >= SLOW:
-            self._slow_lines[slowest] = self._slow_lines.get(slowest, 0) + 1
-            self._slow_ratios[slowest] = self._slow_ratios.get(slowest, 0.0) + ratio
+            self._note_slow(slowest, ratio)
+
+    def _note_slow(self, rank: int, ratio: float) -> None:
+        lines, total = self._slow.get(rank, (0, 0.0))
+        self._slow[rank] = lines + 1, total + ratio
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         self._end_waits()
@@ -147,11 +148,11 @@ class Throughput(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         self._end_waits()
         trainer.results.pop("straggler_notice", None)
-        for rank, lines in self._slow_lines.items():
+        for rank, (lines, total) in self._slow.items():
             steady = lines >= FEWEST_LINES and 2 * lines > self._lines
             if steady and self._seconds >= FEWEST_SECONDS:
                 trainer.results["straggler_notice"] = (
-                    f"rank {rank} of {self._world_size} takes {self._slow_ratios[rank] / lines:.1f} times as long as "
+                    f"rank {rank} of {self._world_size} takes {total / lines:.1f} times as long as "
                     f"the others for its own part of a step, in {lines} of {self._lines} lines of metrics"
                 )
         peak, _ = extremes_over_ranks(torch.tensor(peak_bytes(trainer.run.device), device=trainer.run.device))
@@ -175,7 +176,7 @@ class Throughput(Callback):
             "seconds": self._seconds,
             "world_size": self._world_size,
             "lines": self._lines,
-            "slow_ranks": {str(rank): [n, self._slow_ratios[rank]] for rank, n in self._slow_lines.items()},
+            "slow_ranks": {str(rank): [*noted] for rank, noted in self._slow.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,6 +184,4 @@ class Throughput(Callback):
         self._seconds = state["seconds"]
         if state["world_size"] == self._world_size:
             self._lines = state["lines"]
-            slow = {int(rank): noted for rank, noted in state.get("slow_ranks", {}).items()}
-            self._slow_lines = {rank: lines for rank, (lines, _) in slow.items()}
-            self._slow_ratios = {rank: total for rank, (_, total) in slow.items()}
+            self._slow = {int(rank): tuple(noted) for rank, noted in state.get("slow_ranks", {}).items()}
