@@ -19,6 +19,7 @@ from tests.support.helpers import run_distributed
 from tests.support.small_run import SmallConfig, SmallModel, small_config, small_trainer
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
+from toolkit.checkpoint.retention import best_or_newest, drop_older
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned
@@ -27,6 +28,7 @@ from toolkit.experts.state import checkpoint_files, manifest
 from toolkit.experts.state.tensor_files import SavedTensors, load_optimizer
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.storage import Storage
+from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.optim import build_optimizer
 
 
@@ -905,3 +907,64 @@ def test_state_is_plain_json(tmp_path):
     with small_trainer(small_config(tmp_path / "run")) as trainer:
         trainer.fit()
         assert json.loads(json.dumps(trainer.state_dict())) == trainer.state_dict()
+
+
+class Evaluated(Evaluation):
+    """Gives these accuracies in turn, after every second step."""
+
+    on_fit_start = on_step_start = on_fit_end = lambda *_: None
+    state_key, name = "validation", "validation"
+
+    def __init__(self, accuracies: list[float]):
+        self.accuracies = accuracies
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def on_step_end(self, trainer: tk.Trainer) -> None:
+        if trainer.state.step % 2 == 0 and self.accuracies:
+            trainer.hooks("on_evaluate_end", "validation", {"validation/accuracy": self.accuracies.pop(0)})
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_also_over_a_restart(tmp_path):
+    options = CheckpointOptions(every_steps=5, keep=1, best="validation/accuracy")
+    config = small_config(tmp_path / "run", checkpoint=options)
+
+    def run(accuracies: list[float], until: int) -> list[str]:
+        with small_trainer(config, callbacks=[Evaluated(accuracies)]) as trainer:
+            trainer.max_steps = until
+            trainer.fit()
+            best.append(trainer.results["best_checkpoint"])
+        return sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
+
+    best: list[dict[str, Any]] = []
+    assert run([0.5, 0.7, torch.nan, 0.6], 10) == ["step-00000004", "step-00000010"]
+    assert best[-1] == {"metric": "validation/accuracy", "step": 4, "evaluated": {"validation/accuracy": 0.7}}
+    assert best_or_newest(config.run_dir / "checkpoints").name == "step-00000004"
+    assert run([0.7, 0.1], 16) == ["step-00000004", "step-00000016"], "as good is not better"
+    assert run([0.8], 20) == ["step-00000018", "step-00000020"]
+    assert find_checkpoint(config.run_dir / "checkpoints", OneRank()).name == "step-00000020", "a run continues there"
+    flip(config.run_dir / "checkpoints" / "step-00000020" / "state.json", 0)
+    assert best_or_newest(config.run_dir / "checkpoints").name == "step-00000018"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("test/loss", "name one such as eval/loss, validation/loss"),
+        ("validation/f1", "an evaluation gives validation"),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives_is_refused(name, remedy, tmp_path):
+    config = small_config(tmp_path, checkpoint=CheckpointOptions(best=name))
+    with (
+        small_trainer(config, callbacks=[Evaluated([0.5])]) as trainer,
+        pytest.raises(tk.UserError, match=f"checkpoint.best='{name}': {remedy}"),
+    ):
+        trainer.fit()
+
+
+def test_the_best_makes_no_room_on_a_full_disk(folder):
+    save(folder, trained(steps=3), 9, keep=3)
+    drop_older(folder, 11, 3, lambda _: None, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000009"]

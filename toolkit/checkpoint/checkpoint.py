@@ -17,7 +17,7 @@ from torch import nn
 
 from toolkit.checkpoint.background import Write
 from toolkit.checkpoint.finding import put_checkpoint
-from toolkit.checkpoint.retention import drop_older, prune
+from toolkit.checkpoint.retention import best_step, drop_older, prune
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state import manifest
 from toolkit.experts.state.checkpoint_files import begin_save, load_verified
@@ -45,19 +45,19 @@ def begin_checkpoint(
     to_cpu: ToCPU = on_cpu,
 ) -> Write:
     """Collect the checkpoint of step `state["step"]`, and return what writes it under `folder` and deletes all but the
-    newest `keep`. Both are collectives.
+    newest `keep` and the best one, where the state names one. Both are collectives.
 
     `model` is not wrapped. Writing returns the new folder; or None, after one line of warning, where it could not be
     written on some rank: then everything older is as it was. Where `to_cpu` copies each tensor
     (`toolkit.checkpoint.background.HostBuffers`), training may go on before it is written.
     """
-    step = state["step"]
+    step, best = state["step"], best_step(state)
     final = folder / f"step-{step:08d}"
     if run.on_main_and_share(lambda: final.exists() and manifest.find_damage(final) is None):
         return lambda _: final
     try:
         together(lambda: manifest.sweep(folder) if run.owns_folder else None)
-        free = partial(drop_older, folder, step, run.print)
+        free = partial(drop_older, folder, step, best, run.print)
         write_files = begin_save(
             final,
             model,
@@ -80,9 +80,9 @@ def begin_checkpoint(
             _warn(run, step, error)
             return None
         if run.owns_folder:
-            prune(folder, step, keep, run.print)
+            prune(folder, step, keep, best, run.print)
         if run.storage is not None:
-            put_checkpoint(final, names, keep, run, group)
+            put_checkpoint(final, names, keep, best, run, group)
         return final
 
     return write

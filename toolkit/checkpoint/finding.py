@@ -111,10 +111,13 @@ def _strangeness(path: Path) -> str | None:
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
-def put_checkpoint(folder: Path, files: list[str], keep: int, run: Run, group: dist.ProcessGroup | None = None) -> None:
-    """Copy `files` of this machine, and the manifest after all others; delete all but the newest `keep` copies.
+def put_checkpoint(
+    folder: Path, files: list[str], keep: int, best: int | None, run: Run, group: dist.ProcessGroup | None
+) -> None:
+    """Copy `files` of this machine, and the manifest after all others; delete all copies but the newest `keep` and that
+    of the step `best`.
 
-    A collective of `group`, by default of all ranks. Where the storage does not answer a line says so, training goes
+    A collective of `group`, None for all ranks. Where the storage does not answer a line says so, training goes
     on, and older copies are as they were.
     """
     storage = run.storage
@@ -129,7 +132,8 @@ def put_checkpoint(folder: Path, files: list[str], keep: int, run: Run, group: d
         storage.put_run(run.folder)
         storage.put(folder / manifest.NAME, f"{there}/{manifest.NAME}")
         for old in _copies(storage)[keep:]:
-            storage.remove(f"{CHECKPOINTS}/{old}", first=manifest.NAME)
+            if step_of(Path(old)) != best:
+                storage.remove(f"{CHECKPOINTS}/{old}", first=manifest.NAME)
 
     try:
         together(put_files, group)

@@ -1,13 +1,17 @@
-"""Which checkpoints of a run there are, and which are deleted: by number, or because the disk is full."""
+"""Which checkpoints of a run there are, which is the best, and which are deleted: by number, or because the disk is
+full."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
+from toolkit.experts.state.checkpoint_files import read_state
 
 
 def step_of(path: Path) -> int:
@@ -20,11 +24,29 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=step_of, reverse=True)
 
 
-def prune(folder: Path, step: int, keep: int, say: Callable[[str], None]) -> None:
-    """Delete all but the newest `keep` up to `step`, which verifies. Later ones did not verify, or do not exist."""
+def best_step(training: Mapping[str, Any]) -> int | None:
+    """The step of the best checkpoint, as the state of a run has it; None where none is kept."""
+    best = training["callbacks"].get("Checkpointing", {}).get("best")
+    return best["step"] if best else None
+
+
+def best_or_newest(folder: Path) -> Path | None:
+    """The best checkpoint in `folder`, as the newest state says that can be read; the newest one where none is kept."""
+    found = newest_first(folder)
+    for path in found:
+        with suppress(OSError, ValueError, LookupError):
+            step = best_step(read_state(path)["training"])
+            return next((each for each in found if step_of(each) == step), found[0])
+    return found[0] if found else None
+
+
+def prune(folder: Path, step: int, keep: int, best: int | None, say: Callable[[str], None]) -> None:
+    """Delete all but the best one and the newest `keep` up to `step`, which verifies. Later ones did not verify, or do
+    not exist."""
     try:
         for path in [path for path in newest_first(folder) if step_of(path) <= step][keep:]:
-            manifest.remove(path)
+            if step_of(path) != best:
+                manifest.remove(path)
     except OSError as error:
         say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
 
@@ -58,13 +80,15 @@ def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
         say(f"going back to step {step:,}: {len(later)} later checkpoint(s) are kept in {aside}.")
 
 
-def drop_older(folder: Path, step: int, say: Callable[[str], None], missing: int) -> None:
-    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, but keep the newest that verifies.
+def drop_older(folder: Path, step: int, best: int | None, say: Callable[[str], None], missing: int) -> None:
+    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, but keep the best one and the newest
+    that verifies.
 
     Deletes none where that does not free enough.
     """
     verified = [p for p in newest_first(folder) if step_of(p) < step and manifest.find_damage(p) is None]
-    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in verified[1:]}
+    spare = [path for path in verified[1:] if step_of(path) != best]
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in spare}
     while sizes and sum(sizes.values()) >= missing > 0:
         path, size = sizes.popitem()
         manifest.remove(path)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from toolkit.checkpoint import without_model
 from toolkit.checkpoint.dcp import export_dcp, import_dcp
-from toolkit.checkpoint.retention import newest_first
+from toolkit.checkpoint.retention import best_or_newest
 from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement
@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit checkpoint", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    of = "a checkpoint, or a run folder, whose newest one is taken"
+    of = "a checkpoint, or a run folder, whose best one is taken where one is kept, else the newest"
 
     command = commands.add_parser("inspect", help="show its tensors and the placement of experts")
     command.add_argument("checkpoint", type=Path, help=of)
@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_folder(given: Path) -> Path:
-    """The checkpoint that `given` is, or the newest in the run folder (or folder of checkpoints) that it is.
+    """The checkpoint that `given` is, or the best, else the newest, in the run folder (or folder of checkpoints) that
+    it is.
 
     Raises UserError where it is neither. Nothing is verified.
     """
@@ -66,8 +67,8 @@ def find_folder(given: Path) -> Path:
     if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
         return given
     for parent in (given / "checkpoints", given):
-        if steps := newest_first(parent):
-            return steps[0]
+        if found := best_or_newest(parent):
+            return found
     what = "holds no checkpoint" if given.exists() else "does not exist"
     raise UserError(f"{given} {what}: give a folder step-<number>, or the run folder above it.")
 

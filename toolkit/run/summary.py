@@ -47,6 +47,9 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             for kind, done in (("grow", "split off"), ("merge", "merged"), ("prune", "pruned"), ("undone", "undone"))
         )
         rows.append(("experts", f"{results['active_experts']} at the end; changes: {events}"))
+    if best := results.get("best_checkpoint"):
+        value = best["evaluated"][best["metric"]]
+        rows.append(("best checkpoint", f"of step {best['step']:,}, with {best['metric']} {value:.4f}"))
     if has("steps", "samples"):
         epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))

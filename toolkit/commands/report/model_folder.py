@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint import without_model
-from toolkit.checkpoint.retention import newest_first
+from toolkit.checkpoint.retention import best_or_newest
 from toolkit.commands.report.model_card import model_card, without_paths
 from toolkit.commands.report.records import RunRecord
 from toolkit.errors import UserError, one_line
@@ -15,6 +18,7 @@ from toolkit.run.folder import changed_files, results_of
 from toolkit.run.pictures.plots import draw_loss, points_of, save_figure
 from toolkit.run.runs_table import is_number
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
+from toolkit.run.tracking.metric_names import result_name
 
 FOLDER = "push"
 """Of the run's folder."""
@@ -44,6 +48,8 @@ def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Pat
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
         library, before = _copy_weights(run.folder, writing)
+        if library == "toolkit":
+            run = replace(run, results={**run.results, **_results_of_best(run.results)})
         pictures = _copy_pictures(run, writing)
         _copy_numbers(run.folder, writing)
         card = model_card(run, writing, name, library=library, pictures=pictures, license_id=license_id, before=before)
@@ -59,6 +65,12 @@ def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Pat
     return target
 
 
+def _results_of_best(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results that the evaluations of the best checkpoint give, where one is kept: its weights are pushed."""
+    evaluated = results.get("best_checkpoint", {}).get("evaluated", {})
+    return {result_name(metric): value for metric, value in evaluated.items()}
+
+
 def _copy_weights(run: Path, target: Path) -> tuple[str, str | None]:
     """Copy or export the weights; returns the library that reads them, and the model card that was beside them."""
     for folder, needed in SAVED.items():
@@ -69,17 +81,17 @@ def _copy_weights(run: Path, target: Path) -> tuple[str, str | None]:
             # That of an adapter is PEFT's template, with nothing filled in.
             before = card.read_text(encoding="utf-8") if card.exists() and folder == "model" else None
             return "peft" if folder == "adapter" else "transformers", before
-    found = newest_first(run / "checkpoints")
-    if not found:
+    found = best_or_newest(run / "checkpoints")
+    if found is None:
         raise UserError(
             f"{run}: holds no weights, neither a model/ nor a checkpoint: train it again, or push another run."
         )
-    if damage := manifest.find_damage(found[0]):  # the run's figures are of these weights, not of older ones
+    if damage := manifest.find_damage(found):  # the card's figures are of these weights, not of older ones
         raise UserError(
-            f"{run}: its newest checkpoint, {found[0].name}, is damaged ({damage}): restore it, train the run again, "
+            f"{run}: its checkpoint {found.name} is damaged ({damage}): restore it, train the run again, "
             "or push another."
         )
-    without_model.export(found[0], target / "model.safetensors")
+    without_model.export(found, target / "model.safetensors")
     return "toolkit", None
 
 

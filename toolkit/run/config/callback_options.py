@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import NonNegativeFloat, PositiveInt
 
 from toolkit.experts.options import Options
@@ -14,8 +16,16 @@ class CheckpointOptions(Options):
     """Optimizer steps between checkpoints; none: one per epoch."""
     keep: PositiveInt = 2
     """Number of verified checkpoints to keep."""
+    best: str | None = None
+    """Keep the checkpoint of the best evaluation beside the newest, by a metric such as validation/loss or
+    eval/accuracy; none: the newest alone."""
+    best_is: Literal["lower", "higher"] | None = None
+    """Which values of that metric are better; none: higher ones of accuracies and F1, lower ones of all others."""
     in_background: bool = False
     """Write checkpoints while training goes on; takes the memory of one more model with its optimizer states."""
+
+    def idle(self) -> dict[str, str]:
+        return super().idle() | ({"best_is": "without best"} if self.best is None else {})
 
 
 class EarlyStoppingOptions(Options):

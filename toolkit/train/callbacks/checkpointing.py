@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.background import BackgroundSave
 from toolkit.checkpoint.finding import find_checkpoint
@@ -10,7 +11,9 @@ from toolkit.checkpoint.retention import go_back
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.launch.children import STOP_SIGNALS
+from toolkit.run.tracking.metric_names import is_share
 from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ LONGEST_WAIT_S = 30.0
 class Checkpointing(Callback):
     """Continues from the newest checkpoint that verifies; saves as often as `options` say, and at the end.
 
+    With `best` it also saves after each evaluation that is better than all before, and keeps the best one beside the
+    newest: `results["best_checkpoint"]` has its step, and what was evaluated then. NaN is never better.
+
     Training goes on after a save that fails for lack of room, but the run does not finish without the last one: it
     raises UserError.
 
@@ -38,12 +44,22 @@ class Checkpointing(Callback):
 
     def __init__(self, options: CheckpointOptions | None = None):
         options = options or CheckpointOptions()
-        self.every_steps, self.keep = options.every_steps, options.keep
+        self.every_steps, self.keep, self.metric = options.every_steps, options.keep, options.best
+        higher = is_share(self.metric or "") if options.best_is is None else options.best_is == "higher"
+        self._sign = -1 if higher else 1
+        self._best: dict[str, Any] | None = None
+        """`metric`, `step`, and `evaluated`: all metrics of that step."""
+        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        """The step of the last evaluations, and their metrics."""
         self._background = BackgroundSave() if options.in_background else None
         self._started_at = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         run = trainer.run
+        names = {callback.name for callback in trainer.callbacks if isinstance(callback, Evaluation)}
+        if self.metric is not None and self.metric.partition("/")[0] not in names:
+            known = ", ".join(f"{name}/loss" for name in sorted(names)) or "none, as there is no evaluation"
+            raise UserError(field="checkpoint.best", value=self.metric, remedy=f"name one such as {known}")
         if (back := run.config.resume_from) is not None:
             run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
         newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
@@ -64,13 +80,35 @@ class Checkpointing(Callback):
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         step = trainer.state.step
         every = self.every_steps or trainer.batches.steps_per_epoch
-        if step > self._started_at and step % every == 0:
+        if step > self._started_at and (step % every == 0 or (self._best and self._best["step"] == step)):
             if self._background is None:
                 trainer.save(self.keep)
                 return
             self._finish(trainer, self._background)
             self._background.start(trainer.begin_save(self.keep, self._background.buffers))
             trainer.enter("callbacks")
+
+    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:
+        step = trainer.state.step
+        evaluated = (self._evaluated[1] if self._evaluated[0] == step else {}) | metrics
+        self._evaluated = step, evaluated
+        if self.metric is None or self.metric.partition("/")[0] != name:
+            if self._best and self._best["step"] == step:
+                self._best["evaluated"] = evaluated
+            return
+        if not isinstance(value := metrics.get(self.metric), int | float):
+            known = ", ".join(sorted(key for key, figure in metrics.items() if isinstance(figure, int | float)))
+            raise UserError(field="checkpoint.best", value=self.metric, remedy=f"an evaluation gives {known}: take one")
+        before = math.inf if self._best is None else self._sign * self._best["evaluated"][self.metric]
+        if self._sign * value < before:
+            self._best = {"metric": self.metric, "step": step, "evaluated": evaluated}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        best = state["best"]
+        self._best = best if best and best["metric"] == self.metric else None
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         if self._background is not None:
@@ -79,6 +117,8 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._background is not None:
             self._finish(trainer, self._background)
+        if self._best is not None:
+            trainer.results["best_checkpoint"] = self._best
         saved = trainer.state.step == self._started_at or trainer.save(self.keep) is not None
         if not saved and not is_preempted(trainer):  # else `Preemption` says where the run will continue
             raise UserError(

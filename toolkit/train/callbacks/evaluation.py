@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from toolkit.run.data import record_data
-from toolkit.run.tracking.metric_names import is_share
+from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
 
@@ -70,7 +70,7 @@ class Evaluation(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         self._last_step = trainer.state.step
         for name, value in trainer.evaluate(self.batches, self.name, self.task).items():
-            self._note(f"{self.prefix}_{name.partition('/')[2]}", value)
+            self._note(result_name(name), value)
 
     def _note(self, name: str, value: float | list[float]) -> None:
         self._results[name] = value
