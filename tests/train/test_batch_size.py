@@ -48,7 +48,6 @@ def test_the_result_is_that_of_the_smaller_micro_batches(tmp_path: Path, process
         LINE.format(64 // processes) + f"the run continues from its newest checkpoint with {32 // processes}."
     ]
     assert "Traceback" not in done.stderr
-    assert ("memory limit" in done.stdout) == (processes == 1)
     halved = memory_recipe.full().replace(run_dir=tmp_path / "halved", gradient_accumulation_steps=2)
     run_distributed(memory_recipe.main, processes, halved)
     assert learned(tmp_path / "run") == learned(tmp_path / "halved")
