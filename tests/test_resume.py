@@ -91,7 +91,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
     folder = tmp_path / "run"
     with small_trainer(small_config(folder, max_steps=10)) as trainer:
         trainer.run.finish(trainer.fit())
-    with pytest.raises(tk.UserError, match=r"holds a finished run: .* --extend"):
+    with pytest.raises(tk.UserError, match=r"holds a finished run: .* extend=True"):
         train(small_config(folder, max_steps=20))
     with pytest.raises(tk.UserError, match="extend=True: the run has 10 steps already"):
         train(small_config(folder, max_steps=10, extend=True))
@@ -103,9 +103,9 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
     assert "extended to step 20: the schedule is that of a run of this length; the learning rate goes from" in (
         capsys.readouterr().out
     )
-    with pytest.raises(tk.UserError, match="--batch-size 5"):
+    with pytest.raises(tk.UserError, match="batch_size=5"):
         train(small_config(folder, max_steps=30, extend=True, batch_size=5))
-    with pytest.raises(tk.UserError, match="--extend True: no run in"):
+    with pytest.raises(tk.UserError, match="extend=True: no run in"):
         train(small_config(tmp_path / "none", extend=True))
 
 

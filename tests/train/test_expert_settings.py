@@ -64,7 +64,7 @@ def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys
     for notice in (
         "--replan.planner swap: no effect",
         "--spare-slots 1: no effect",
-        "--dispatch-chunks 2: no effect, because every process has all experts",
+        "--dispatch-chunks 2: no effect because every process has all experts",
         "--dense-parallel fsdp2: no effect on one process",
         "--fsdp-size 2: no effect on one process",
     ):

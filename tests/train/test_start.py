@@ -15,6 +15,7 @@ import toolkit as tk
 from recipes import mnist_moe
 from tests.support.helpers import ROOT, run_distributed
 from toolkit.run.config.callback_options import EarlyStoppingOptions
+from toolkit.train.optim import warmup_steps
 from toolkit.train.start import count_parameters, describe_start, print_idle_settings
 
 
@@ -51,11 +52,11 @@ def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys:
         ),
         (
             {"early_stopping": EarlyStoppingOptions(metric="foo")},
-            "--early-stopping.metric foo: no effect without --early-stopping.patience.",
+            "--early-stopping.metric foo: no effect with --early-stopping.patience none.",
         ),
         (
             {"early_stopping": EarlyStoppingOptions(min_delta=0.1)},
-            "--early-stopping.min-delta 0.1: no effect without --early-stopping.patience.",
+            "--early-stopping.min-delta 0.1: no effect with --early-stopping.patience none.",
         ),
     ],
 )
@@ -65,7 +66,9 @@ def test_settings_without_effect_are_named(
     for given in (settings, {}):
         with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, **given)) as run:
             capsys.readouterr()
-            print_idle_settings(run, max_steps=20, steps_per_epoch=10)
+            steps = warmup_steps(run.config.schedule, 10)
+            model, own = nn.Linear(1, 1), {"own_loader": False, "own_schedule": False}
+            print_idle_settings(run, model, **own, warmup_steps=steps, max_steps=20)
         assert (says in capsys.readouterr().out) == bool(given)
         tmp_path = tmp_path / "usual"
 

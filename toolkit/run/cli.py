@@ -8,7 +8,6 @@ python recipes/mnist_moe.py --config mine.yaml         flags from a file; those 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import itertools
 import re
@@ -28,9 +27,8 @@ from toolkit.errors import (
     UserError,
     is_out_of_memory,
 )
-from toolkit.experts.options import Options
 from toolkit.run.config.file import CONFIG, words_of_file
-from toolkit.run.config.foreign_flags import remedy_for
+from toolkit.run.config.flags import as_typed, flags_of, instead_of, nearest
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch import supervisor, world
 from toolkit.run.launch.restarts import CAUSE, send
@@ -95,16 +93,19 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         preset = args.pop(0)
     if preset not in presets:
         known = ", ".join(presets)
-        raise UserError(f"unknown preset {preset!r}: {_nearest(preset, presets) or f'take one of {known}.'}")
+        raise UserError(f"unknown preset {preset!r}: {nearest(preset, presets) or f'take one of {known}.'}")
     default = presets[preset]()
     flags = flags_of(type(default))
-    words, files = _take_config(_as_tyro(args, flags))
+    words = _as_tyro(args, flags)
     in_file: list[str] = []
     where = ""
-    if files:
-        where = f"{CONFIG} {files[-1]}: "
+    if CONFIG in words:
+        at = words.index(CONFIG)
+        _, file, *_ = [*words[at:], ""]
+        del words[at : at + 2]
+        where = f"{CONFIG} {file}: "
         try:
-            in_file = _as_tyro(words_of_file(Path(files[-1]), flags), flags)
+            in_file = _as_tyro(words_of_file(Path(file), flags), flags)
         except UserError as error:
             raise UserError(f"{where}{error}") from None
     printed = io.StringIO()
@@ -133,56 +134,6 @@ COMMON = ("epochs", "batch-size", "lr", "seed", "dataset", "run-dir", "num-proce
 """Flags that --help names first, where a recipe has them."""
 
 
-def flags_of(options: type[Options], prefix: str = "--") -> dict[str, Any]:
-    """Returns every flag of a config, with the type of its field; a switch is there with its opposite, too."""
-    flags: dict[str, Any] = {}
-    for name, field in options.model_fields.items():
-        hint: Any = field.annotation
-        word = name.replace("_", "-")
-        if isinstance(hint, type) and issubclass(hint, Options):
-            flags |= flags_of(hint, f"{prefix}{word}.")
-            continue
-        flags[f"{prefix}{word}"] = hint
-        if hint is bool:
-            flags[f"{prefix}no-{word}"] = hint
-    return flags
-
-
-def as_typed(error: UserError, config: RunConfig | None) -> str:
-    """The sentence of `error`, in which a field of `config` is the flag that sets it: `ep_size=3` is `--ep-size 3`."""
-    fields = {} if config is None else {flag[2:].replace("-", "_"): flag for flag in flags_of(type(config))}
-
-    def flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[2].strip("'")
-        known = name if name in fields else next((full for full in fields if full.endswith(f".{name}")), None)
-        if known is None:
-            return found[0]
-        group, dot, last = fields[known][2:].rpartition(".")
-        switch = {"True": f"--{group}{dot}{last}", "False": f"--{group}{dot}no-{last}"}
-        return switch.get(value) or f"{fields[known]} {'none' if value == 'None' else value}"
-
-    return re.sub(r"\b([a-z][\w.]*)=('[^']*'|\([^)]*\)|\S+?)(?=[.,:;)]*(?:\s|$))", flag, str(error))
-
-
-def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
-    """Returns what to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
-    members = [name for name in flags if name.startswith(f"{flag}.") and ".no-" not in name]
-    if members:
-        return f"it is a group of flags: {', '.join(members[:4])}{', ...' if len(members) > 4 else ''}."
-    if elsewhere := remedy_for(flag, flags):
-        return f"{elsewhere}."
-    return _nearest(flag, flags) or "see --help."
-
-
-def _nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns "did you mean ...?" with the known word closest to `word`; a nested flag may lack its group."""
-    names = {name.rpartition(".")[2].lstrip("-"): name for name in known} | {name.lstrip("-"): name for name in known}
-    wanted = word.lstrip("-").lower()
-    alike = [name for name in names if len(wanted) > 4 and name.startswith(wanted)]
-    alike = alike or difflib.get_close_matches(wanted, names, n=1, cutoff=0.8)
-    return f"did you mean {names[alike[0]]}?" if alike else None
-
-
 def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
     """`args` in tyro's form: None, True and False in its spelling, and `--resume` alone as `--resume yes`.
 
@@ -208,18 +159,6 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
     for at in reversed(alone):
         words.insert(at, "yes")
     return words
-
-
-def _take_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`words` without --config, and the file that it names, if there is one. Raises UserError for two."""
-    rest, files = list(words), []
-    while CONFIG in rest:
-        at = rest.index(CONFIG)
-        files += rest[at + 1 : at + 2] or [""]
-        del rest[at : at + 2]
-    if len(files) > 1:
-        raise UserError(f"{CONFIG} {files[1]}: {files[0]} was given as well: take one file.")
-    return rest, files
 
 
 def _description(presets: Mapping[str, Any], flags: Mapping[str, Any], doc: str | None) -> str:

@@ -12,7 +12,7 @@ from toolkit.run.folder import DATA, recorded_config, write_json
 if TYPE_CHECKING:
     from toolkit.run.run import Run
 
-REMEDY = "give the --dataset and --data-dir that it was started with, or another --run-dir"
+REMEDY = "give the dataset and data_dir that it was started with, or another run_dir"
 
 
 def record_data(run: Run, **identities: Identity | None) -> None:

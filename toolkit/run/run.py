@@ -33,6 +33,7 @@ from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.flags import as_typed
 from toolkit.run.config.run import RunConfig, require_divisible
 from toolkit.run.folder import (
     DATA,
@@ -184,6 +185,10 @@ class Run:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
+
+    def note(self, text: str) -> None:
+        """Print `text`, in which a setting is named as it is typed: `ep_size=3` as `--ep-size 3`."""
+        self.print(as_typed(text, self.config))
 
     def add_sink(self, sink: Sink) -> None:
         """Have `sink.log` called with every line of metrics, on the main process."""
@@ -356,7 +361,7 @@ def _open(run: Run) -> tuple[Path, bool]:
         _describe_start(run, folder)
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
-        raise UserError(f"--run-dir {folder}: cannot be written ({error.strerror}): choose another.") from None
+        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}): choose another.") from None
     return folder, before is not None
 
 

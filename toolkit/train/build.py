@@ -26,13 +26,11 @@ from toolkit.errors import UserError
 from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, describe_experts, make_moe
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.parallel_options import DDPOptions
 from toolkit.run.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
-from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.run.run import Run
-from toolkit.train.batch_size import accumulation_steps
+from toolkit.train.batch_size import SmallerMicroBatches, accumulation_steps
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
@@ -41,7 +39,6 @@ from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalan
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.lifecycle import Lifecycle
 from toolkit.train.callbacks.lifecycle_report import LifecycleReport
-from toolkit.train.callbacks.out_of_memory import SmallerMicroBatches
 from toolkit.train.callbacks.pictures import Pictures
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
@@ -51,7 +48,7 @@ from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.device_use import DeviceUse
-from toolkit.train.optim import Scheduler, build_schedule
+from toolkit.train.optim import Scheduler, build_schedule, warmup_steps
 from toolkit.train.profile import Profile
 from toolkit.train.start import describe_start, print_idle_settings
 from toolkit.train.task import Task
@@ -198,10 +195,8 @@ def standard_trainer(
     if (test is None) == (evaluation is None):
         raise ValueError("give either `test`, a table, or `evaluation`, a callback")
     if test is None and config.early_stopping.patience is not None:
-        raise UserError(
-            f"--early-stopping.patience {config.early_stopping.patience}: this run has no single test set, leave "
-            "it out."
-        )
+        remedy = "this run has no single test set, leave it out"
+        raise UserError(field="early_stopping.patience", value=config.early_stopping.patience, remedy=remedy)
     for which, data in (("training", train), ("test", test)):
         if data is None:
             continue
@@ -222,7 +217,6 @@ def standard_trainer(
     if isinstance(config, ExpertRunConfig):
         run.describe(**describe_experts(model, run.expert_groups))
     of_experts = expert_callbacks(run, model, task, callbacks, train=train, num_classes=num_classes)
-    _print_idle_parallel_settings(run)
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):
         batches = _table_batches(run, train, augment, order)
@@ -241,9 +235,14 @@ def standard_trainer(
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
-    if schedule is not None and config.schedule != ScheduleOptions():
-        run.print("--schedule: no effect, because the recipe has a scheduler of its own.")
-    print_idle_settings(run, max_steps=max_steps, steps_per_epoch=batches.steps_per_epoch)
+    print_idle_settings(
+        run,
+        model,
+        own_loader=isinstance(train, DataLoader),
+        own_schedule=schedule is not None,
+        warmup_steps=warmup_steps(config.schedule, batches.steps_per_epoch),
+        max_steps=max_steps,
+    )
     _announce(run, model, samples, max_steps, epochs=max_steps / batches.steps_per_epoch)
     if config.compile:
         model.compile()
@@ -266,10 +265,10 @@ def standard_trainer(
             *of_experts,
             throughput,
             DeviceUse(throughput, peak_flops=config.peak_flops),
-            *([Profile()] if config.profile else []),
             evaluation,
             *more_evaluations,
             Checkpointing(config.checkpoint),
+            *([Profile()] if config.profile else []),
             EarlyStopping(config.early_stopping),
             Preemption(),
             Pictures(),
@@ -309,15 +308,12 @@ def _loader_batches(
     run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None, look: Look | None
 ) -> LoaderBatches:
     config = run.config
-    if config.num_workers and isinstance(data, DataLoader):
-        run.print(f"--num-workers {config.num_workers}: no effect, because the DataLoader has its own.")
     loader = make_loader(data, batch_size=config.batch_size, num_workers=config.num_workers, shuffle=True)
     known = steps_per_epoch or known_length(loader)
     whole = known or max_steps or config.max_steps
     if whole is None:
-        raise UserError(
-            "--max-steps None: nobody knows how many batches the training data have: give it, or steps_per_epoch."
-        )
+        remedy = "nobody knows how many batches the training data have: give it, or steps_per_epoch"
+        raise UserError(field="max_steps", remedy=remedy)
     return LoaderBatches(
         loader,
         steps_per_epoch=whole,
@@ -395,8 +391,7 @@ def expert_callbacks(
 ) -> list[Callback]:
     """Returns what the config asks for of the experts in `model`: balancing, load metrics, traces, moves, growth.
 
-    A task that has room for a penalty and none gets one, where the layers are ours. Prints one line for each setting
-    that does nothing in this run.
+    A task that has room for a penalty and none gets one, where the layers are ours.
 
     Args:
         run: Its config is of experts; otherwise nothing is needed.
@@ -427,7 +422,6 @@ def expert_callbacks(
         callbacks.append(BiasBalancing(model))
     if not stacks:
         return callbacks
-    _print_idle_expert_settings(run, config, stacks)
     callbacks.append(ExpertLoad(model))
     if config.record_traces:
         callbacks.append(TraceRecorder(model))
@@ -475,27 +469,3 @@ def _check_experts(run: Run, model: nn.Module) -> None:
     if built.ep_size > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):
         remedy = "the model has none: build it with tk.moe_from_config, or leave the setting out"
         raise UserError(field="spare_slots", value=config.spare_slots, remedy=remedy)
-
-
-def _print_idle_parallel_settings(run: Run) -> None:
-    """Print a line for each setting of how dense parameters are spread that does nothing in this run."""
-    config = run.config
-    if run.world_size == 1 and config.dense_parallel != "ddp":
-        run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
-    if config.fsdp_size is not None and (run.world_size == 1 or config.dense_parallel == "ddp"):
-        where = "on one process" if run.world_size == 1 else "without --dense-parallel fsdp2"
-        run.print(f"--fsdp-size {config.fsdp_size}: no effect {where}.")
-    for name, value in config.ddp.model_dump().items():
-        if value != getattr(DDPOptions(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
-            where = "on one process" if run.world_size == 1 else f"with --dense-parallel {config.dense_parallel}"
-            run.print(f"--ddp.{name.replace('_', '-')} {value}: no effect {where}.")
-
-
-def _print_idle_expert_settings(run: Run, config: ExpertRunConfig, stacks: Sequence[ExpertStack]) -> None:
-    """Print a line for each setting of experts that does nothing in this run."""
-    if stacks[0].groups.ep_size == 1 and config.replan.planner is not None:
-        run.print(f"--replan.planner {config.replan.planner}: no effect, because every process has all experts.")
-    for name, usual in (("spare_slots", 0), ("ep_stride", 1), ("dispatch_chunks", 1)):
-        if stacks[0].groups.ep_size == 1 and getattr(config, name) != usual:
-            flag = "--" + name.replace("_", "-")
-            run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,17 @@ from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, lo
 from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
 from toolkit.train.optim import Schedule, Scheduler, SteppedRates, initial_rates
-from toolkit.train.state import TrainState
 from toolkit.train.task import Loss, Task, as_loss
+
+
+@dataclass(slots=True)
+class TrainState:
+    """How far a run has come, saved in each checkpoint: two integers, from which the config determines the rest."""
+
+    step: int = 0
+    """Optimizer steps done. Also the position in the data: see `toolkit.data.batches`."""
+    samples: int = 0
+    """Training samples seen over all ranks."""
 
 
 class Trainer:

@@ -55,30 +55,28 @@ def check_world(config: RunConfig) -> None:
         if _is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
                 f"this launch asks for {plugin}, which would treat experts as replicated: "
-                "use accelerate_configs/ddp.yaml, with --dense-parallel fsdp2 to shard the other parameters."
+                "use accelerate_configs/ddp.yaml, with dense_parallel='fsdp2' to shard the other parameters."
             )
     if world is None:
         told, _ = _accelerate_launch_orders()
         if told > 1 and told != asked:
             raise UserError(
                 f"`accelerate launch` was told to start {told} processes and started one, as it does without GPUs: "
-                f"use `python {sys.argv[0]} --num-processes {told}`, or accelerate_configs/ddp_cpu.yaml."
+                f"use num_processes={told} without it, or accelerate_configs/ddp_cpu.yaml."
             )
         place = os.environ.get("LOCAL_RANK", "-1")  # of which Accelerate takes -1 for no place in a world
         if place != "-1" and asked in (None, 1):
             raise UserError(f"LOCAL_RANK={place} is set but WORLD_SIZE is not: use a launcher, or unset it.")
         return
     if asked not in (None, world):
-        raise UserError(
-            f"--num-processes {asked}: the launcher started {world}: leave the flag out, or make the two numbers equal."
-        )
+        remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
+        raise UserError(field="num_processes", value=asked, remedy=remedy)
     if config.max_restarts and REPORT_PIPE not in os.environ:
-        raise UserError(
-            f"--max-restarts {config.max_restarts}: these processes were started by a launcher, which must start them "
-            "again: leave it out, and give the launcher its own, such as `torchrun --max-restarts`."
-        )
+        remedy = "the launcher must start its processes again: leave it out, and give torchrun its own --max-restarts"
+        raise UserError(field="max_restarts", value=config.max_restarts, remedy=remedy)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.run_dir is None:
-        raise UserError("--run-dir None: the launcher may start the processes again, and they must find their run.")
+        remedy = "the launcher may start the processes again: give one, where they find their run"
+        raise UserError(field="run_dir", remedy=remedy)
     if world > 1:
         _check_devices(world, config.cpu)
 
@@ -100,7 +98,7 @@ def _check_devices(world: int, cpu: bool) -> None:
         has = "none" if devices == 0 else f"only {devices}"
         raise UserError(
             f"this launch of {here} processes asks for GPUs and this machine has {has}: "
-            "add --cpu to rehearse on the CPU, or start fewer."
+            "add cpu=True to rehearse on the CPU, or start fewer."
         )
 
 
