@@ -226,8 +226,6 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
             remedy = "give the same value to continue it, or another run_dir"
             started = f"the run in {folder} was started with {old.get(field)}"
             raise UserError(field=field, value=new.get(field), remedy=f"{started}: {remedy}")
-    if is_finished(folder):
-        (folder / FINISHING).touch()
     return before
 
 

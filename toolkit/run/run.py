@@ -38,6 +38,7 @@ from toolkit.run.config.run import RunConfig, require_divisible
 from toolkit.run.folder import (
     DATA,
     FINISHING,
+    is_finished,
     open_folder,
     recorded_config,
     write_digests,
@@ -49,7 +50,7 @@ from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts
 from toolkit.run.launch.streams import print_nowhere
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
-from toolkit.run.provenance import code_snapshot, git_revision, versions
+from toolkit.run.provenance import check_same_start, code_snapshot, git_revision, versions
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
@@ -93,7 +94,8 @@ class Run:
         self._lock: FileLock | None = None
         self._metrics: MetricsFile | None = None
         self._sinks: list[Sink] = []
-        self._trackers: list[GuardedTracker] | None = None
+        self._trackers: list[GuardedTracker] = []
+        self._has_begun = False
         self._settings = ExitStack()
         self._closed = False
 
@@ -154,6 +156,173 @@ class Run:
 
     # --- facts, console and metrics ---------------------------------------------------------------------------
 
+    def record_data(self, data: dict[str, Any]) -> None:
+        """Note the identities of `data` by their use, in config.json from when training begins."""
+        is_new, self.data = data != self.data, data
+        if is_new and self._has_begun and self.is_main:
+            _write_config(self, self.folder)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Returns what `describe` was told, without secrets; facts that are functions are called now."""
+        return mask({name: fact() if callable(fact) else fact for name, fact in self._facts.items()})
+
+    def describe(self, **facts: Any) -> None:
+        """Add plain facts about the run to results.json, the summary and the trackers' config.
+
+        A fact that may change while training, such as where experts are, is a function without arguments: results.json
+        gets its value at the end. A `dataset_notice` is printed at once: nobody should train on other data than they
+        think.
+        """
+        self._facts |= facts
+        if facts.get("dataset_notice"):
+            self.print(facts["dataset_notice"])
+
+    def print(self, text: str) -> None:
+        """Print `text` on the main process, and flush. A full disk, a closed terminal or a reader that has enough, such
+        as `head`, does not end the run."""
+        if not self.is_main:
+            return
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            print_nowhere()
+            with suppress(OSError):  # stderr may be the same pipe
+                sys.stderr.write("notice: nobody reads the output any more: the run goes on.\n")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+
+    def note(self, text: str) -> None:
+        """Print `text`, in which a setting is named as it is typed: `ep_size=3` as `--ep-size 3`."""
+        self.print(as_typed(text, self.config))
+
+    def add_sink(self, sink: Sink) -> None:
+        """Have `sink.log` called with every line of metrics, on the main process."""
+        self._sinks.append(sink)
+
+    def begin(self, step: int = 0) -> None:
+        """Write that training begins, or goes on from `step`: config.json, code.txt, a restart; and start the trackers.
+
+        Until then nothing of a run that is continued is changed, so that a refusal leaves it as it was. A second call
+        does nothing.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if not self.is_main:
+            return
+        if self.continues:
+            if is_finished(self.folder):
+                (self.folder / FINISHING).touch()
+            _describe_start(self, self.folder)
+        elif self.data:
+            _write_config(self, self.folder)
+        facts = {"world_size": self.world_size, **versions(), **self.facts}
+        config = recorded_config(self.name, self.config) | facts
+        self._trackers = start_trackers(
+            self.config.tracker, self.name, self.config.preset, self.folder, config, self.print
+        )
+        if restarts := past_restarts():
+            self.log({"run/restarts": len(restarts), RESTART_REASON: restarts[-1]}, step)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None: ...
+
+
+class Run:
+    """What `start_run` returns: the Accelerator, the folder and the metrics of one training run."""
+
+    def __init__(self, name: str, config: RunConfig, accelerator: Accelerator, *, owns_process_group: bool):
+        self.name, self.config, self.accelerator = name, config, accelerator
+        # Plain attributes, because a closed run has no Accelerator state to ask.
+        self.device, self.rank = accelerator.device, accelerator.process_index
+        self.world_size, self.is_main = accelerator.num_processes, accelerator.is_main_process
+        self.seed = config.seed
+        self.started = time.time()
+        self.folder = Path()
+        """Absolute; the same on all ranks, or with `storage` one on each machine."""
+        self.ranks_here = list(range(self.world_size))
+        """The ranks that share the folder, in order."""
+        self.storage = Storage(config.storage) if config.storage else None
+        self.continues = False
+        """Whether the folder already held this run, unfinished."""
+        self.data: dict[str, Any] = {}
+        """Identities of the data, by their use: see `toolkit.run.data`."""
+        self._facts: dict[str, Any] = {}
+        self._draws: list[Draw] = []
+        self._owns_process_group = owns_process_group
+        self._lock: FileLock | None = None
+        self._metrics: MetricsFile | None = None
+        self._sinks: list[Sink] = []
+        self._trackers: list[GuardedTracker] = []
+        self._has_begun = False
+        self._settings = ExitStack()
+        self._closed = False
+
+    @property
+    def owns_folder(self) -> bool:
+        """Whether this rank makes and deletes what lies in the folder: the first of those that share it."""
+        return self.rank == self.ranks_here[0]
+
+    @cached_property
+    def expert_groups(self) -> ExpertGroups:
+        """The ranks that share the experts, as the config says; every rank has all without a config of experts.
+
+        The first use is a collective: every rank makes it.
+        """
+        config = self.config
+        if not isinstance(config, ExpertRunConfig):
+            return ExpertGroups()
+        return make_expert_groups(
+            config.ep_size_in(self.world_size),
+            ep_stride=config.ep_stride,
+            exchange=config.exchange,
+            dispatch_chunks=config.dispatch_chunks,
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def resume(self) -> str:
+        """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
+        return "auto" if past_restarts() else self.config.resume
+
+    # --- deciding together ------------------------------------------------------------------------------------
+
+    def on_main_and_share(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on the main process only; its result, or its UserError, reaches every rank. A collective."""
+        answer: list[Any] = [None, None, None]
+        failure: BaseException | None = None
+        if self.is_main:
+            try:
+                answer[0] = decide()
+            except UserError as error:
+                answer[1] = str(error)
+            except (Exception, Preempted) as error:
+                failure = error
+                answer[2] = f"{type(error).__name__}: {error}"
+        if dist.is_initialized():
+            dist.broadcast_object_list(answer, src=0)
+        if failure is not None:
+            raise failure
+        if answer[2] is not None:
+            raise RuntimeError(f"the main process failed with {answer[2]}")
+        if answer[1] is not None:
+            raise UserError(answer[1])
+        return answer[0]
+
+    # --- facts, console and metrics ---------------------------------------------------------------------------
+
+    def record_data(self, data: dict[str, Any]) -> None:
+        """Note the identities of `data` by their use, in config.json from when training begins."""
+        is_new, self.data = data != self.data, data
+        if is_new and self._has_begun and self.is_main:
+            _write_config(self, self.folder)
+
     @property
     def facts(self) -> dict[str, Any]:
         """Returns what `describe` was told, without secrets; facts that are functions are called now."""
@@ -206,19 +375,12 @@ class Run:
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
+        self.begin(step)
         if self._metrics is None:
             return
         self._metrics.append(step, values)
-        for sink in (*self._sinks, *(self._trackers or ())):
+        for sink in (*self._sinks, *self._trackers):
             sink.log(values, step)
-
-    def log_restart(self, step: int) -> None:
-        """Write that the ranks were started again, and why, where they were. Training goes on from `step`."""
-        restarts = past_restarts()
-        if restarts and self._metrics is not None:
-            self._metrics.append(step, {"run/restarts": len(restarts), RESTART_REASON: restarts[-1]})
-            for tracker in self._trackers or ():
-                tracker.log({"run/restarts": len(restarts)}, step)
 
     def draw_at_finish(self, draw: Draw) -> None:
         """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
@@ -246,6 +408,7 @@ class Run:
         One that is killed before its pictures are complete is not: the same command continues and completes it. Raises
         UserError where the results cannot be written, and on the main process where the pictures cannot.
         """
+        self.begin()
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
             for draw in self._draws:
@@ -276,7 +439,7 @@ class Run:
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
             return
-        for tracker in self._trackers or ():
+        for tracker in self._trackers:
             tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,7 +469,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        for tracker in self._trackers or ():
+        for tracker in self._trackers:
             tracker.close(failed=failed)
         if self._metrics is not None:
             self._metrics.close()
@@ -335,6 +498,7 @@ def start_run(name: str, config: RunConfig) -> Run:
     had_process_group = dist.is_initialized()
     run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
+        check_same_start(name, config)
         if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
             pieces = run.world_size * config.gradient_accumulation_steps
             require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
@@ -358,7 +522,8 @@ def _open(run: Run) -> tuple[Path, bool]:
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
     try:
-        _describe_start(run, folder)
+        if not before:
+            _describe_start(run, folder)
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
         raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}): choose another.") from None
@@ -367,10 +532,14 @@ def _open(run: Run) -> tuple[Path, bool]:
 
 def _describe_start(run: Run, folder: Path) -> None:
     """Write config.json, and add this start to code.txt."""
-    write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
+    _write_config(run, folder)
     # Names of files that no encoding knows are written with escapes.
     with (folder / "code.txt").open("a", encoding="utf-8", errors="backslashreplace") as code:
         code.write(code_snapshot())
+
+
+def _write_config(run: Run, folder: Path) -> None:
+    write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
 
 
 def _seed(seed: int) -> None:

@@ -128,8 +128,8 @@ class Trainer:
         """
         try:
             record_data(self.run, train=self.batches.identity())
-            self.run.begin_tracking()
             self.hooks("on_fit_start")
+            self.run.begin(self.state.step)
             self.model.train()
             steps = self.batches.steps(self.state.step)
             while self.state.step < self.max_steps and self.stop_reason is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.checkpoint.background import BackgroundSave
 from toolkit.checkpoint.finding import find_checkpoint
-from toolkit.checkpoint.retention import go_back
+from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.launch.children import STOP_SIGNALS
@@ -43,22 +43,24 @@ class Checkpointing(Callback):
         self._started_at = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        run = trainer.run
-        if (back := run.config.resume_from) is not None:
-            run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
+        run, back = trainer.run, trainer.run.config.resume_from
         newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
+        if back is not None:
+            newest = run.on_main_and_share(lambda: to_go_back_to(run.checkpoints, back)) or newest
         if newest is not None:
             settle_buckets(trainer)
             saved = trainer.restore(newest)
-            run.truncate_metrics(trainer.state.step, saved.get("metrics"))
-            run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
             if run.config.extend:
                 _describe_extension(trainer)
+            # All refusals are above: what they refuse stays as it was.
+            if back is not None:
+                run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
+            run.truncate_metrics(trainer.state.step, saved.get("metrics"))
+            run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes":
             raise UserError(
                 f"resume='yes': no checkpoint in {run.checkpoints} verifies: leave it out to start from step 0."
             )
-        run.log_restart(trainer.state.step)
         self._started_at = trainer.state.step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
