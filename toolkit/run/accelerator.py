@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from datetime import timedelta
 
 from accelerate import Accelerator
@@ -13,13 +15,24 @@ from toolkit.compat import reset_accelerator_state
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import ddp_options
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch.children import holding_signals
+from toolkit.run.launch.children import GRACE_S, holding_signals
+from toolkit.run.launch.restarts import STORE
+from toolkit.run.launch.world import end_from_a_thread, is_set
+
+_meetings = itertools.count()
+"""A process group that is made after another one was destroyed needs a new file."""
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
     """Returns what Accelerate is told of `config`. Raises UserError for what the device cannot do, and for a port that
     another program has."""
     reset_accelerator_state()
+    # A program that takes the connection and says nothing is waited for without an end by torch.
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    silent = f"error: what listens at {where} did not answer within --process-timeout: correct the two, or start it."
+    timer = threading.Timer(60 * config.process_timeout + GRACE_S, end_from_a_thread, [silent])
+    timer.daemon = True
+    timer.start()
     try:
         with holding_signals():  # one would interrupt a connection to another process, which is tried for minutes
             accelerator = Accelerator(
@@ -29,7 +42,9 @@ def build_accelerator(config: RunConfig) -> Accelerator:
                     num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
                 ),
                 kwargs_handlers=[
-                    InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout)),
+                    InitProcessGroupKwargs(
+                        init_method=_init_method(config), timeout=timedelta(minutes=config.process_timeout)
+                    ),
                     ddp_options(config.ddp),
                 ],
             )
@@ -46,6 +61,10 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"MASTER_PORT {port}: another program on this machine listens there: take another.") from error
+    finally:
+        timer.cancel()
+    if accelerator.device.type == "mps":
+        raise UserError(field="cpu", value=False, remedy="mps has no float64, in which samples are counted: use cpu=True")
     # Accelerate trains on in float32 here, without a word.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(field="mixed_precision", value="fp16", remedy="a CPU has no fp16 training: use bf16 or no")
@@ -53,3 +72,13 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         remedy = "a CPU cannot add bf16 gradients of several processes: use fp16 or no"
         raise UserError(field="ddp.comm_hook", value="bf16", remedy=remedy)
     return accelerator
+
+
+def _init_method(config: RunConfig) -> str | None:
+    """Returns where ranks of one machine meet: in a file, because torch's server listens to the whole network."""
+    if (path := os.environ.get(STORE)) is None:
+        return None
+    path += f"-{next(_meetings)}"
+    if config.cpu or is_set("ACCELERATE_USE_CPU"):  # then Accelerate says which rank this is
+        return f"file://{path}"
+    return f"file://{path}?rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"

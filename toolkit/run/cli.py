@@ -12,6 +12,7 @@ import io
 import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -20,13 +21,13 @@ from toolkit.errors import (
     EXIT_BUG,
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
     EXIT_USER_ERROR,
     Preempted,
     StepOutOfMemory,
     UserError,
     is_out_of_memory,
 )
+from toolkit.experts.options import Options
 from toolkit.run.config.file import CONFIG, words_of_file
 from toolkit.run.config.flags import as_typed, flags_of, instead_of, nearest
 from toolkit.run.config.run import RunConfig
@@ -41,7 +42,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     """Parse the command line, start the processes of --num-processes, run `main` and exit: the last line of a recipe.
 
     Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
-    checkpoint, or before training, 130 Ctrl-C.
+    checkpoint, or before training, 130 Ctrl-C, in training after a checkpoint.
     """
     prepare_streams()
     config = None
@@ -57,7 +58,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
         world.leave(EXIT_USER_ERROR)
     except Preempted as stop:
         world.report(str(stop), label="")
-        world.leave(EXIT_PREEMPTED)
+        world.leave(stop.code)
     except KeyboardInterrupt:
         world.report("stopped by Ctrl-C.", label="")
         world.leave(EXIT_INTERRUPTED)
@@ -80,7 +81,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
     """The config of a preset, changed by the file of --config, changed by the flags in `args`.
 
-    --help prints and exits.
+    --help prints what is needed most and exits, `--help all` prints every flag.
 
     Raises:
         UserError: for any other word, flag or value.
@@ -96,7 +97,9 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         raise UserError(f"unknown preset {preset!r}: {nearest(preset, presets) or f'take one of {known}.'}")
     default = presets[preset]()
     flags = flags_of(type(default))
-    words = _as_tyro(args, flags)
+    if "--help" in args and args[args.index("--help") + 1 :][:1] != ["all"]:
+        _print_help(_short_help(presets, default, doc))
+    words = _as_tyro([word for word in args if word != "all" or "--help" not in args], flags)
     in_file: list[str] = []
     where = ""
     if CONFIG in words:
@@ -112,7 +115,7 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             config = tyro.cli(
-                type(default), default=default, args=[*in_file, *words], description=_description(presets, flags, doc)
+                type(default), default=default, args=[*in_file, *words], description=_description(presets, doc)
             )
     except SystemExit as stop:
         if not stop.code:
@@ -130,8 +133,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     return config
 
 
-COMMON = ("epochs", "batch-size", "lr", "seed", "dataset", "run-dir", "num-processes", "cpu", "tracker", "experts")
-"""Flags that --help names first, where a recipe has them."""
+COMMON = ("epochs", "batch_size", "lr", "seed", "dataset", "run_dir", "num_processes", "cpu", "tracker", "experts")
+"""Fields whose flags --help shows, where a recipe has them."""
 
 
 def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
@@ -161,15 +164,26 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _description(presets: Mapping[str, Any], flags: Mapping[str, Any], doc: str | None) -> str:
+def _description(presets: Mapping[str, Any], doc: str | None) -> str:
     """Returns what --help says above the flags."""
     about, _, examples = (doc or "").strip().partition("\n\n")
     width = max(map(len, presets))
     names = [f"{name:{width}}  {(build.__doc__ or '').strip().partition('.')[0]}" for name, build in presets.items()]
-    common = " ".join(f"--{name}" for name in COMMON if f"--{name}" in flags)
-    lines = [*examples.splitlines(), "", "presets, of which one may come first:", *names, "", f"common flags: {common}"]
-    lines.append(f"flags of a file: {CONFIG} FILE; those on the command line count more")
+    lines = [*examples.splitlines(), "", "presets, of which one may come first:", *names]
     return "\n".join([about, "", *(f"  {line}" if line else "" for line in lines)])
+
+
+def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None) -> str:
+    """Returns a screen: presets, the flags that are needed most, and where the others are."""
+    fields = type(default).model_fields
+    common = [name for name in COMMON if name in fields]
+    texts = {name: " ".join((fields[name].description or "").split()) for name in common}
+    rows = [f"  --{name.replace('_', '-'):15} {texts[name]} (default: {getattr(default, name)})" for name in common]
+    groups = [name.replace("_", "-") for name, value in default if isinstance(value, Options)]
+    more = f"--help all lists every flag, those of {', '.join(groups)} too"
+    lines = [_description(presets, doc), "", "common flags:", *rows, "", f"{more}; {CONFIG} FILE reads flags from a file."]
+    filled = [textwrap.fill(line, 80, subsequent_indent=20 * " ") if line in rows else line for line in lines]
+    return "\n".join([*filled, ""])
 
 
 def _print_help(text: str) -> None:

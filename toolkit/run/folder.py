@@ -94,6 +94,9 @@ def open_folder(
         is_there = folder is not None and (folder / "config.json").exists()
         if not is_there and storage is None:
             raise UserError(f"resume='yes': no run in {folder or RUNS / name}: leave it out to begin one.")
+    if folder is not None and storage is None and not _is_ours(folder):
+        remedy = "it holds other files and no run: give a new folder, or an empty one"
+        raise UserError(field="run_dir", value=folder, remedy=remedy)
     try:
         folder = _create_new(RUNS / name) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,6 +115,13 @@ def open_folder(
     except BaseException:
         lock.release()
         raise
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `folder` may be taken: it holds a run, or what is left of one, or nothing but hidden files."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    others = {name for name in names if not name.startswith(".")}
+    return not others or not others.isdisjoint({"config.json", "metrics.jsonl", "checkpoints"})
 
 
 def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:

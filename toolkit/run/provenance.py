@@ -83,12 +83,10 @@ def _digest_of_code() -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
 
 
-def _gpus() -> str:
-    """Such as `; 8 x NVIDIA H100 80GB HBM3`."""
-    if not torch.cuda.is_available():
-        return ""
+def gpu_names() -> str:
+    """Such as `8 x NVIDIA H100 80GB HBM3`; "" without a GPU."""
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return "; " + ", ".join(f"{count} x {name}" for name, count in names.items())
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def code_snapshot() -> str:
@@ -97,7 +95,7 @@ def code_snapshot() -> str:
         f"started: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"command: {shlex.join(sys.orig_argv)}",
         *(f"{name}: {version}" for name, version in versions().items()),
-        f"hardware: {hardware()}{_gpus()}",
+        f"hardware: {'; '.join(filter(None, (hardware(), gpu_names())))}",
         f"git revision: {git_revision() or 'no repository'}",
     ]
     if status := _git("status", "--porcelain"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
@@ -46,7 +48,7 @@ from toolkit.run.folder import (
     write_text,
     writing,
 )
-from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
+from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, REPORT_PIPE, past_restarts, send
 from toolkit.run.launch.streams import print_nowhere
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
@@ -78,7 +80,7 @@ class Run:
         self.device, self.rank = accelerator.device, accelerator.process_index
         self.world_size, self.is_main = accelerator.num_processes, accelerator.is_main_process
         self.seed = config.seed
-        self.started = time.time()
+        self.started = time.monotonic()
         self.folder = Path()
         """Absolute; the same on all ranks, or with `storage` one on each machine."""
         self.ranks_here = list(range(self.world_size))
@@ -129,6 +131,15 @@ class Run:
     def resume(self) -> str:
         """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
         return "auto" if past_restarts() else self.config.resume
+
+    @property
+    def how_to_continue(self) -> str:
+        """What to type to train on: the same command, or the command with the folder that it had no name for."""
+        if self.config.run_dir is not None:
+            return "run the same command again"
+        if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
+            return f"run the same command with --run-dir {self.folder}"
+        return f"run `{shlex.join([*sys.orig_argv, '--run-dir', str(self.folder)])}`"
 
     # --- deciding together ------------------------------------------------------------------------------------
 
@@ -239,7 +250,7 @@ class Run:
         self.device, self.rank = accelerator.device, accelerator.process_index
         self.world_size, self.is_main = accelerator.num_processes, accelerator.is_main_process
         self.seed = config.seed
-        self.started = time.time()
+        self.started = time.monotonic()
         self.folder = Path()
         """Absolute; the same on all ranks, or with `storage` one on each machine."""
         self.ranks_here = list(range(self.world_size))
@@ -290,6 +301,15 @@ class Run:
     def resume(self) -> str:
         """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
         return "auto" if past_restarts() else self.config.resume
+
+    @property
+    def how_to_continue(self) -> str:
+        """What to type to train on: the same command, or the command with the folder that it had no name for."""
+        if self.config.run_dir is not None:
+            return "run the same command again"
+        if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
+            return f"run the same command with --run-dir {self.folder}"
+        return f"run `{shlex.join([*sys.orig_argv, '--run-dir', str(self.folder)])}`"
 
     # --- deciding together ------------------------------------------------------------------------------------
 
@@ -449,7 +469,7 @@ class Run:
             **results,
             "seed": self.seed,
             "world_size": self.world_size,
-            "wall_seconds": round(time.time() - self.started, 3),
+            "wall_seconds": round(time.monotonic() - self.started, 3),
             "device": str(self.device.type),
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),

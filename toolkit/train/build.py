@@ -227,7 +227,7 @@ def standard_trainer(
         batches = _loader_batches(run, train, steps_per_epoch, max_steps, _look(task, "training"))
         samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
     if test is not None:
-        every_steps = config.eval_every * batches.steps_per_epoch
+        every_steps = config.eval_every_steps or config.eval_every * batches.steps_per_epoch
         evaluation = Evaluation(
             eval_batches(run, test, eval_batch_size, _look(task, "test")), every_steps, at_start=eval_at_start
         )
@@ -240,10 +240,13 @@ def standard_trainer(
         model,
         own_loader=isinstance(train, DataLoader),
         own_schedule=schedule is not None,
+        own_evaluation=test is None,
+        endless=isinstance(batches, LoaderBatches) and batches.endless,
         warmup_steps=warmup_steps(config.schedule, batches.steps_per_epoch),
         max_steps=max_steps,
     )
     _announce(run, model, samples, max_steps, epochs=max_steps / batches.steps_per_epoch)
+    model = _with_batch_norm(run, model)
     if config.compile:
         model.compile()
     throughput = Throughput()
@@ -337,6 +340,20 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
     name = run.facts.get("dataset")
     steps = f"{max_steps:,} of {config.batch_size:,} samples, {epochs:.4g} epoch(s)"
     run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
+
+
+def _with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
+    """Returns `model` with the batch norm that the config asks for; on several processes, says where it differs from
+    that of one. Raises UserError on a CPU."""
+    of_each = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for module in model.modules())
+    if not of_each or run.world_size == 1:
+        return model
+    if not run.config.sync_bn:
+        run.note("batch norm is over each process's part of the batch, unlike in one process: sync_bn=True has it over all")
+        return model
+    if run.device.type == "cpu":
+        raise UserError(field="sync_bn", value=True, remedy="torch has no SyncBatchNorm on a CPU: leave it out")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def eval_batches(run: Run, test: Any, batch_size: int, look: Look | None = None) -> AnyEvalBatches:

@@ -114,10 +114,12 @@ class FiniteCheck:
                 _stop(f"step {step:,}: {name} is {means[name]}")
 
     def check_weights(self, step: int) -> None:
-        """Raise UserError for weights that are not finite after `step` steps, and for buffers that hold NaN."""
+        """Raise UserError for weights and optimizer states that are not finite after `step` steps, and for buffers that
+        hold NaN."""
         self.read()
         buffers = self.model.named_buffers()
         name = self._first_weight() or _first(buffers, lambda buffer: ~buffer.isnan())  # a mask may hold -inf
+        name = name or _first(self._optimizer_states(), torch.isfinite)
         if found := self._found(name):
             _stop(f"after step {step:,}: {found}")
 
@@ -134,6 +136,13 @@ class FiniteCheck:
 
     def _first_weight(self) -> str | None:
         return _first(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), torch.isfinite)
+
+    def _optimizer_states(self) -> Iterator[tuple[str, Tensor]]:
+        """A second moment that overflowed divides every later update of its weight to nothing."""
+        states = self._trainer.optimizer.state
+        for name, parameter in self.model.named_parameters():
+            of_it = states.get(parameter, {})
+            yield from ((f"{key} of {name}", value) for key, value in of_it.items() if isinstance(value, Tensor))
 
     def _explain(self, step: int, what: str) -> str:
         """The first module with an output that is not finite, and the samples, of the step that was just computed: into

@@ -12,6 +12,7 @@ from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.options import Options
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.hardware import memory_limit_bytes
+from toolkit.run.provenance import gpu_names
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
 
@@ -24,7 +25,7 @@ def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
     precision = str(kind).removeprefix("torch.") if mixed == "no" else f"mixed precision {mixed}"
     top_k = run.config.top_k if isinstance(run.config, ExpertRunConfig) else None
     rows = [
-        ("device", f"{run.device.type}, {processes}, {precision}{_other_gpus(run)}"),
+        ("device", f"{run.device.type}{_gpus(run)}, {processes}, {precision}{_other_gpus(run)}"),
         ("data", data),
         ("parameters", _parameters(model, top_k)),
         ("steps", steps),
@@ -35,17 +36,27 @@ def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
 
 
 def print_idle_settings(
-    run: Run, model: nn.Module, *, own_loader: bool, own_schedule: bool, warmup_steps: int, max_steps: int
+    run: Run,
+    model: nn.Module,
+    *,
+    warmup_steps: int,
+    max_steps: int,
+    own_loader: bool = False,
+    own_schedule: bool = False,
+    own_evaluation: bool = False,
+    endless: bool = False,
 ) -> None:
     """Print a line for each setting that is not the usual one and does nothing in this run.
 
     Args:
         run: Its config has the settings.
         model: Holds the experts, if there are any.
-        own_loader: Training data come from a DataLoader of the recipe's.
-        own_schedule: The recipe has a scheduler of its own.
         warmup_steps: Optimizer steps of warm-up, as the config says.
         max_steps: Optimizer steps of the run.
+        own_loader: Training data come from a DataLoader of the recipe's.
+        own_schedule: The recipe has a scheduler of its own.
+        own_evaluation: The recipe evaluates by itself.
+        endless: Nobody knows how long an epoch is.
     """
     config = run.config
     shape, alone = config.schedule.name, run.world_size == 1
@@ -59,6 +70,17 @@ def print_idle_settings(
             config.early_stopping.patience is None,
             ["early_stopping.metric", "early_stopping.min_delta"],
             "with early_stopping.patience=None",
+        ),
+        (endless, ["eval_every"], "where nobody knows how long an epoch is: use eval_every_steps"),
+        (config.eval_every_steps is not None, ["eval_every"], "with eval_every_steps"),
+        (own_evaluation, ["eval_every", "eval_every_steps"], "because the recipe evaluates by itself"),
+        (alone, ["sync_bn"], "on one process"),
+        (getattr(config, "balance", "loss") != "loss", ["balance_weight"], "without balance='loss'"),
+        (getattr(config, "max_experts", None) is None, ["min_experts", *_names(config, "lifecycle")], "without max_experts"),
+        (
+            isinstance(config, ExpertRunConfig) and config.replan.planner is None,
+            [name for name in _names(config, "replan") if name != "replan.planner"],
+            "without replan.planner",
         ),
         (own_loader, ["num_workers"], "because the DataLoader has its own"),
         (alone, ["dense_parallel"], spread),
@@ -81,7 +103,7 @@ def print_idle_settings(
 
 
 def _names(config: Options, group: str) -> list[str]:
-    return [f"{group}.{name}" for name in type(getattr(config, group)).model_fields]
+    return [f"{group}.{name}" for name in getattr(type(getattr(config, group, None)), "model_fields", ())]
 
 
 def _changed(config: Options, name: str) -> Any:
@@ -92,6 +114,10 @@ def _changed(config: Options, name: str) -> Any:
     if rest and isinstance(value, Options):
         return _changed(value, rest)
     return None if field is None or value == field.default else value
+
+
+def _gpus(run: Run) -> str:
+    return f" ({gpu_names()})" if run.device.type == "cuda" else ""
 
 
 def _other_gpus(run: Run) -> str:

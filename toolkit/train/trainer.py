@@ -23,6 +23,7 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
+from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.ownership import owned
@@ -105,6 +106,7 @@ class Trainer:
         self.micro_batches: list[Batch] = []
         """Of the last optimizer step, on this rank."""
         self.finite = FiniteCheck(self)
+        self.replicas = ReplicaCheck(model)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -126,6 +128,7 @@ class Trainer:
         Raises UserError on every rank where a run is continued on other data, and at most 16 steps after a loss, a
         gradient or a weight was not finite.
         """
+        self.enter("start")
         try:
             record_data(self.run, train=self.batches.identity())
             self.hooks("on_fit_start")
@@ -267,6 +270,7 @@ class Trainer:
     def emit(self) -> None:
         """Write one line of metrics: means since the last line, and what `record` was given."""
         refuse_late_parameters(self.raw_model, self.parameters)
+        self.check_replicas()
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.finite.check_line(self.state.step, means)
         self.sums.reset()
@@ -274,6 +278,11 @@ class Trainer:
         self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
         self._recorded = {}
         self._line_is_due = False
+
+    def check_replicas(self) -> None:
+        """Raise UserError on every rank where one has other weights than the others, such as by a callback of its own."""
+        if self.run.world_size > 1:
+            self.replicas.check(self.state.step)
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
@@ -289,6 +298,7 @@ class Trainer:
         """Collect what `save` writes: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
         self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
+        self.check_replicas()
         return checkpoint.begin_checkpoint(
             self.run.checkpoints,
             model=self.raw_model,

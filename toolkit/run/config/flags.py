@@ -35,7 +35,7 @@ REMEDIES: Mapping[str, str] = {
     "prefetch-factor": "use --num-workers",
     "rank": LAUNCHER,
     "save-dir": "use --run-dir",
-    "sync-batchnorm": "convert the model with torch.nn.SyncBatchNorm",
+    "sync-batchnorm": "use --sync-bn",
     "timeout": "use --process-timeout, in minutes",
     "use-gradient-checkpointing": "use --recompute full",
     "weight-decay": "use --optimizer.weight-decay",

@@ -86,6 +86,10 @@ class RunConfig(DenseOptions):
     """Optimizer steps between lines of metrics."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the end of the run is always evaluated."""
+    eval_every_steps: PositiveInt | None = None
+    """Optimizer steps between evaluations, in place of epochs."""
+    sync_bn: bool = False
+    """On several GPUs, take batch norm's mean and variance over the batch of all, with torch's SyncBatchNorm."""
     optimizer: OptimizerOptions = OptimizerOptions()
     schedule: ScheduleOptions = ScheduleOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()

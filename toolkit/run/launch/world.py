@@ -19,15 +19,15 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
 from toolkit.experts.parallel.nodes import launched_world, ranks_per_node
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
-from toolkit.run.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, past_restarts, restarted, send
+from toolkit.run.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, STORE, past_restarts, restarted, send
 
 OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
-    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", REPORT_PIPE, RESTARTED, ELASTIC),
+    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", REPORT_PIPE, RESTARTED, ELASTIC, STORE),
 )
 """Beginnings of environment variables that make a process a rank of a world, or one that is started again."""
 BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
@@ -52,7 +52,7 @@ def check_world(config: RunConfig) -> None:
     world = launched_world()
     asked = config.num_processes
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if _is_set(f"ACCELERATE_USE_{plugin}"):
+        if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
                 f"this launch asks for {plugin}, which would treat experts as replicated: "
                 "use accelerate_configs/ddp.yaml, with dense_parallel='fsdp2' to shard the other parameters."
@@ -85,7 +85,7 @@ def _check_devices(world: int, cpu: bool) -> None:
     """Raise UserError where Accelerate would let each of several processes train alone."""
     if not any(name in os.environ for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")):
         raise UserError(f"WORLD_SIZE={world} is set but RANK is not: use a launcher, or unset it.")
-    if cpu or _is_set("ACCELERATE_USE_CPU"):
+    if cpu or is_set("ACCELERATE_USE_CPU"):
         return
     import torch
 
@@ -102,7 +102,8 @@ def _check_devices(world: int, cpu: bool) -> None:
         )
 
 
-def _is_set(name: str) -> bool:
+def is_set(name: str) -> bool:
+    """Whether the environment says yes to `name`."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
@@ -152,6 +153,15 @@ def report(message: str, label: str = "error: ") -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed
         sys.stderr.write(line)
         sys.stderr.flush()
+
+
+def end_from_a_thread(line: str) -> NoReturn:
+    """Write `line` and end this process, whose main thread hangs."""
+    if not send(line):
+        with contextlib.suppress(OSError):
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+    os._exit(EXIT_BUG)
 
 
 def _on_stop_signals(handler: signal.Handlers) -> None:

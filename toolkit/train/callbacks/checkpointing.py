@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from toolkit.checkpoint.background import BackgroundSave
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
-STOP_NAMES = {number.name for number in STOP_SIGNALS}
+STOP_NAMES = {number.name for number in (*STOP_SIGNALS, signal.SIGINT)}
 LONGEST_WAIT_S = 30.0
 """For a checkpoint that is being written, where training ends with an error."""
 

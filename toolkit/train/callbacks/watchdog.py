@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -20,14 +19,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import EXIT_BUG
-from toolkit.run.launch.restarts import send
+from toolkit.run.launch.world import end_from_a_thread
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
 
-WATCHED = ("data", "step")
-"""The phases of a trainer that are alike each time; evaluations, saves and callbacks may take any time."""
+OF_A_STEP = ("data", "step")
+"""The phases of a trainer that are alike each time; evaluations, saves and callbacks may take longer."""
 STEPS_OF_LIMIT, LEAST_LIMIT_S = 20, 120.0
 LEARN_STEPS = 5
 """Steps before the median counts: the first ones compile, and fill caches."""
@@ -51,7 +50,7 @@ class Watchdog(Callback):
     """Ends all ranks (exit code 1) when a step, or the wait for its data, takes longer than `limit_s` seconds.
 
     By default the limit is 20 times the median of the run's own steps, at least two minutes and at most `longest_s`, as
-    for the first steps. At the limit a thread of the rank writes its Python stacks to `hang/` in the run's folder,
+    for the first steps, and for what callbacks, a batch of an evaluation and a save take. At the limit a thread of the rank writes its Python stacks to `hang/` in the run's folder,
     where those of other ranks see it and write theirs. The lowest rank whose step takes too long says which ranks do
     not answer, or where each is. Costs the training thread two readings of the clock a step. A process that was
     suspended as a whole, or is in a debugger, is not hung.
@@ -64,9 +63,10 @@ class Watchdog(Callback):
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def limit(self) -> float:
-        """Seconds that a step may take now."""
+    def limit_of(self, phase: str) -> float:
+        """Seconds that `phase` of a trainer may take now."""
+        if phase not in OF_A_STEP:
+            return self.longest_s
         if self.limit_s is not None:
             return self.limit_s
         if len(self._seconds) < LEARN_STEPS:
@@ -108,13 +108,14 @@ class Watchdog(Callback):
             now = time.monotonic()
             overslept = now - asleep_since - every
             asleep_since = now
-            every = min(2.0, self.limit / 5)
+            limit = self.limit_of(trainer.phase)
+            every = min(2.0, limit / 5)
             if trainer.phase_began != began:
                 began, paused = trainer.phase_began, 0.0
             if overslept > 2 * every:  # the process was suspended, and so was its main thread
                 paused += overslept
-            if trainer.phase in WATCHED and now - began - paused > self.limit:
-                self._end_run(trainer, began, every)
+            if now - began - paused > limit:
+                self._end_run(trainer, began, every, limit)
             elif (trainer.run.folder / HANG).exists():
                 self._report(trainer, late=False)
 
@@ -142,11 +143,11 @@ class Watchdog(Callback):
             unfinished.replace(path)
         return report
 
-    def _end_run(self, trainer: Trainer, began: float, every: float) -> None:
+    def _end_run(self, trainer: Trainer, began: float, every: float, limit: float) -> None:
         mine = self._report(trainer, late=True)
         if mine is None:
             return
-        run, limit = trainer.run, self.limit
+        run = trainer.run
         # The others notice meanwhile. Those that do not are stopped or gone.
         until = time.monotonic() + 2 * every + 1
         while time.monotonic() < until:
@@ -160,12 +161,11 @@ class Watchdog(Callback):
             time.sleep(1.0)  # so that the line is out before a launcher ends all
             os._exit(EXIT_BUG)
         silent = [rank for rank, report in found.items() if report is None]
-        line = f"error: {what_ranks_do(reports, silent, run.world_size)} Step {mine.step + 1:,} took longer than "
-        line += f"{limit:g} s (--step-timeout); stacks are in {run.folder / HANG}."
-        if not send(line):
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
-        os._exit(EXIT_BUG)
+        flag = "--step-timeout" if mine.phase in OF_A_STEP else "--process-timeout"
+        end_from_a_thread(
+            f"error: {what_ranks_do(reports, silent, run.world_size)} It took longer than {limit:g} s ({flag}); stacks "
+            f"are in {run.folder / HANG}."
+        )
 
 
 def what_ranks_do(reports: Sequence[Report], silent: Sequence[int], count: int) -> str:
