@@ -109,6 +109,28 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
         train(small_config(tmp_path / "none", extend=True))
 
 
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("refused", [{"max_steps": 10}, {"max_steps": 20, "resume_from": 5}])
+def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypatch, refused):
+    folder = tmp_path / "run"
+    often = {"checkpoint": CheckpointOptions(every_steps=5, keep=9)}
+    with small_trainer(small_config(folder, max_steps=10, **often)) as trainer:
+        trainer.run.finish(trainer.fit())
+    before = files(folder)
+
+    def does_not_fit(*_, **__):
+        raise tk.UserError("the model is another one.")
+
+    if "resume_from" in refused:
+        monkeypatch.setattr("toolkit.checkpoint.checkpoint.load_checkpoint", does_not_fit)
+    with pytest.raises(tk.UserError, match=r"has 10 steps already|the model is another one"):
+        train(small_config(folder, extend=True, **often, **refused))
+    assert files(folder) == before
+
+
 def test_gradient_accumulation_continues_exactly(tmp_path):
     settings = {"gradient_accumulation_steps": 2}
     whole = train(small_config(tmp_path / "whole", **settings))

@@ -121,7 +121,12 @@ def test_an_argument_that_is_a_setting_of_the_run_is_named_as_it_is_typed(said: 
 
 
 def test_help_has_presets_and_flags_and_does_not_load_torch():
-    done = run_recipe("mnist_moe", "--help", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    short = run_recipe("mnist_moe", "--help").stdout
+    assert len(short.splitlines()) <= 40
+    assert max(map(len, short.splitlines())) <= 110
+    for word in ("debug", "--experts", "--run-dir", "--help all lists every flag, those of", "lifecycle"):
+        assert word in short
+    done = run_recipe("mnist_moe", "--help", "all", env={"PYTHONPROFILEIMPORTTIME": "1"})
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0
     for word in ("python recipes/mnist_moe.py", "debug", "Seconds", "--experts", "--optimizer.weight-decay"):

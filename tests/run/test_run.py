@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ import torch.distributed as dist
 
 from tests.support.helpers import run_distributed
 from toolkit.errors import Preempted, UserError
+from toolkit.run import provenance
+from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.config.run import RunConfig
 from toolkit.run.process_settings import flushes_subnormals
 from toolkit.run.run import start_run
@@ -369,3 +374,66 @@ def test_ranks_share_one_folder_refuse_alike_and_hear_of_the_main_process_failin
     assert "batch_size=63" in first[0]
     assert first[5] == "division"
     assert len(list(read_metrics(Path(first[3]) / "metrics.jsonl"))) == 1
+
+
+def _started(changes: dict[str, Any], versions: dict[str, str]) -> str:
+    if dist.get_rank() == 1:
+        real = provenance.versions()
+        provenance.versions = lambda: real | versions
+    try:
+        start_run("toy", config(**(changes if dist.get_rank() == 1 else {}))).close()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "versions", "says"),
+    [
+        ({"lr": 0.5}, {}, "lr=0.5: so was rank 1 started, and rank 0 with 0.001: start all processes alike."),
+        ({"batch_size": 63}, {}, "batch_size=63: so was rank 1 started, and rank 0 with 64"),
+        ({"optimizer": OptimizerOptions(weight_decay=0.5)}, {}, "optimizer.weight_decay=0.5: so was rank 1 started"),
+        ({}, {"torch": "1.0"}, "torch='1.0': so was rank 1 started, and rank 0 with"),
+        ({"data_dir": Path("elsewhere")}, {"python": "3.0"}, ""),
+    ],
+)
+def test_ranks_that_were_started_with_something_else_are_refused_on_all(tmp_path, monkeypatch, changes, versions, says):
+    monkeypatch.chdir(tmp_path)
+    first, second = run_distributed(_started, 2, changes, versions)
+    assert first == second
+    assert first.startswith(says)
+    assert bool(first) == bool(says)
+
+
+def test_code_that_differs_is_told_by_its_digest(tmp_path, monkeypatch):
+    script = tmp_path / "recipe.py"
+    monkeypatch.setattr("sys.argv", [str(script)])
+    script.write_text("a = 1")
+    before = provenance._digest_of_code()
+    assert provenance._digest_of_code() == before
+    script.write_text("a = 2")
+    assert provenance._digest_of_code() != before
+
+
+def test_the_time_of_a_run_does_not_jump_with_the_clock(tmp_path, monkeypatch):
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        assert run.finish({})["wall_seconds"] >= 0
+
+
+def test_a_folder_of_other_files_is_refused_and_left_as_it_was(tmp_path):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.txt").write_text("one")
+    with pytest.raises(UserError, match="run_dir=.*thesis: it holds other files and no run"):
+        start_run("toy", config(run_dir=folder))
+    assert [path.name for path in folder.iterdir()] == ["chapter.txt"]
+
+
+def test_mps_is_refused_because_it_has_no_float64(monkeypatch):
+    class OnMps(SimpleNamespace):
+        device, mixed_precision = torch.device("mps"), "no"
+
+    monkeypatch.setattr("toolkit.run.accelerator.Accelerator", lambda **_: OnMps())
+    with pytest.raises(UserError, match="mps has no float64, in which samples are counted: use cpu=True"):
+        build_accelerator(RunConfig())

@@ -310,3 +310,9 @@ def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, mo
     monkeypatch.setitem(train.__globals__, "loader", shrinking)
     with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the dataset"):
         train(tmp_path / "run", "shrinking", stop_at=3)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_evaluations_come_every_few_steps_also_where_nobody_knows_an_epoch(tmp_path: Path, kind: str):
+    lines, _ = train(tmp_path, kind, epochs=3, eval_every_steps=4, max_steps=14)
+    assert [line["step"] for line in lines if "eval/loss" in line] == [4, 8, 12, 14]

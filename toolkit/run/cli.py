@@ -206,7 +206,7 @@ def _first_paragraph(box: str) -> str:
     """The first paragraph below the title of what tyro prints in a box, as a sentence."""
     lines = [line.strip("│| ") for line in box.splitlines()]
     below = itertools.dropwhile(_is_rule, itertools.islice(itertools.dropwhile(_is_rule, lines), 1, None))
-    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help."
+    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help all."
 
 
 def _is_rule(line: str) -> bool:

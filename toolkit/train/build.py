@@ -246,7 +246,7 @@ def standard_trainer(
         max_steps=max_steps,
     )
     _announce(run, model, samples, max_steps, epochs=max_steps / batches.steps_per_epoch)
-    model = _with_batch_norm(run, model)
+    model = with_batch_norm(run, model)
     if config.compile:
         model.compile()
     throughput = Throughput()
@@ -342,7 +342,7 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
     run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
 
 
-def _with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
+def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     """Returns `model` with the batch norm that the config asks for; on several processes, says where it differs from
     that of one. Raises UserError on a CPU."""
     of_each = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for module in model.modules())

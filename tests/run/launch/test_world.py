@@ -83,6 +83,15 @@ def wait_for_a_killed_rank(config):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
 
+def listen(config):
+    from toolkit.run.run import start_run
+    for number in range(2):
+        with start_run("toy", config.replace(run_dir=pathlib.Path(f"run{number}"))):
+            import psutil, torch.distributed as dist
+            dist.barrier()
+            listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+            pathlib.Path(f"listens{dist.get_rank()}").write_text(str(listening))
+
 def finish_run():
     from toolkit.run.launch.restarts import FINISHED, FOLDER, send
     for begin in (FOLDER, FINISHED):
@@ -191,6 +200,16 @@ def test_how_ranks_end_is_one_line_and_the_exit_code(toy: Path, lines: list[str]
     assert outcome(toy, *lines, num_processes=processes) == (code, said)
     assert all(has_ended(rank_facts(toy, rank)["pid"]) for rank in range(processes))
     assert ("late" in str(lines)) == (toy.parent / "late").exists()
+
+
+def test_ranks_of_one_machine_listen_to_no_other_one(toy: Path):
+    """torch's store listened on all interfaces. A second run of the same processes meets anew."""
+    process = start(toy, "listen(config)", flags=("--tracker", "none"))
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+    for rank in range(2):
+        listening = toy.parent.joinpath(f"listens{rank}").read_text()
+        assert "0.0.0.0" not in listening
+        assert "'::'" not in listening
 
 
 def test_a_bug_shows_its_traceback_and_leaves_with_1(toy: Path):
@@ -496,6 +515,19 @@ def test_a_port_that_another_program_has_is_one_line(tmp_path: Path):
         ended = run_forked(*recipe, env=env)
     line = f"error: MASTER_PORT {port}: another program on this machine listens there: take another.\n"
     assert (ended.returncode, ended.stderr) == (2, line)
+
+
+def test_a_port_that_takes_connections_and_says_nothing_ends_the_wait(tmp_path: Path):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--cpu", "--run-dir", str(tmp_path / "run")]
+        ended = run_forked(*recipe, "--process-timeout", "0.01", env=env, timeout_s=60)
+    assert ended.returncode == 1
+    assert f"127.0.0.1:{port} did not answer within --process-timeout" in ended.stderr
 
 
 def test_every_config_is_one_that_accelerate_reads_and_the_readme_speaks_of():

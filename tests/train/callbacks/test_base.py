@@ -9,6 +9,7 @@ from tests.support.helpers import run_distributed
 from tests.traps.toys import toy_data, toy_trainer
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
+from toolkit.errors import UserError
 from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks import base
 from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
@@ -113,6 +114,14 @@ def test_every_hook_is_a_method_of_callback_with_a_docstring():
 def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callback], message: str):
     with pytest.raises(ValueError, match=message):
         toy_trainer(max_steps=1, callbacks=callbacks)
+
+
+def test_a_method_that_is_no_hook_is_refused_with_the_nearest_name():
+    class Misspelt(Callback):
+        def on_steps_end(self, trainer: Trainer) -> None: ...
+
+    with pytest.raises(UserError, match=r"Misspelt\.on_steps_end is no hook .* did you mean on_step_end\?"):
+        check_callbacks([Misspelt()])
 
 
 def test_an_order_that_every_callback_declares_possible_is_accepted():

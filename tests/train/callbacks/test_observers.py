@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from pathlib import Path
 from statistics import median
@@ -205,3 +206,18 @@ def test_on_a_terminal_a_bar_is_drawn_on_stderr_and_is_gone_in_the_end(tmp_path,
     assert "━" in drawn.getvalue()
     assert drawn.getvalue().endswith("\x1b[2K"), "the bar is erased"
     assert "test acc" in drawn.getvalue() + capsys.readouterr().out
+
+
+def test_on_80_columns_the_bar_and_the_time_that_is_left_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_module, "can_redraw", lambda: True)
+    monkeypatch.setattr(progress_module, "REDRAW_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "80")
+    drawn = io.StringIO()
+    console = progress_module.Console(file=drawn, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(progress_module, "Console", lambda **_: console)
+    train(config(tmp_path), epochs=1)
+    frames = [frame for frame in re.split(r"[\r\n]|\x1b\[\w+", drawn.getvalue()) if "step " in frame]
+    assert frames
+    for frame in frames:
+        assert frame.startswith("━" * 20)
+        assert re.search(r"step +\d+/10 .*0:00:\d\d [-\d]:[-\d]{2}:[-\d]{2}$", frame.rstrip())

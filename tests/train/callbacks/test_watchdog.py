@@ -31,12 +31,17 @@ class Sleeps(tk.Callback):
             take = trainer.batches.steps
             trainer.task.loss = lambda *_: time.sleep(600)
 
+class Hangs(tk.Callback):
+    """An evaluation that does not end."""
+    def on_evaluate_end(self, trainer, name, metrics):
+        time.sleep(600)
+
 def main(config):
     first = not past_restarts()
     stop = Stop(7, "SIGSTOP", rank=1) if first and os.environ.get("WITH") == "SIGSTOP" else None
-    more = [Sleeps()] if first and os.environ.get("WITH") == "sleep" else []
-    watchdog = Watchdog(limit_s=config.step_timeout)
-    with small_trainer(config, stop, ep_size=2, callbacks=[watchdog, *more]) as trainer:
+    more = {"sleep": [Sleeps()], "evaluation": [Hangs()]}.get(os.environ.get("WITH"), []) if first else []
+    watchdog = Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout)
+    with small_trainer(config, stop, ep_size=config.num_processes, callbacks=[watchdog, *more]) as trainer:
         trainer.run.finish(trainer.fit())
 
 if __name__ == "__main__":
@@ -91,6 +96,14 @@ def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp
     assert "<lambda>" not in waits
 
 
+def test_an_evaluation_that_hangs_in_one_process_ends(tmp_path: Path):
+    done = run(tmp_path / "run", "evaluation", "--num-processes", "1", "--process-timeout", "0.05")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "rank 0 of 1 in on_evaluate_end (" in line
+    assert "longer than 3 s (--process-timeout)" in line
+
+
 def report(rank: int, **changes: object) -> Report:
     same = Report(rank, late=True, step=7, phase="step", frame="loss (a.py:1)")
     return replace(same, **changes)  # type: ignore[arg-type]
@@ -135,11 +148,12 @@ def test_the_frames_of_a_thread_are_read_while_others_run():
 
 def test_the_limit_follows_the_runs_own_steps():
     watchdog = Watchdog(longest_s=600)
-    assert watchdog.limit == 600
+    assert watchdog.limit_of("step") == 600
     watchdog._seconds.extend([0.1] * LEARN_STEPS)
-    assert watchdog.limit == 120
+    assert watchdog.limit_of("data") == 120
     watchdog._seconds.extend([10.0] * 101)
-    assert watchdog.limit == 200
+    assert watchdog.limit_of("step") == 200
     watchdog._seconds.extend([100.0] * 101)
-    assert watchdog.limit == 600
-    assert Watchdog(limit_s=3).limit == 3
+    assert watchdog.limit_of("step") == 600
+    assert Watchdog(limit_s=3).limit_of("step") == 3
+    assert Watchdog(limit_s=3).limit_of("evaluation") == 600

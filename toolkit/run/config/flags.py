@@ -84,7 +84,7 @@ def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
     named = re.findall(r"--[a-z][\w.-]*", remedy)
     if remedy and (not named or any(other in flags for other in named)):
         return f"{remedy}."
-    return nearest(flag, flags) or "see --help."
+    return nearest(flag, flags) or "see --help all."
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
