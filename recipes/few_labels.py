@@ -21,12 +21,13 @@ from digits.affine import AffineRange
 from digits.classifier import ConvolutionalClassifier, WeightAverage
 from digits.consistency import ConsistencyRegularization
 from digits.views import Views
+from toolkit.data.images import ImageData
 from toolkit.experts.options import FractionAboveZero, FractionBelowOne
 
 
 class Config(tk.RunConfig):
     dataset: str = "auto"
-    """auto, mnist, fashion_mnist or digits, :validation behind any."""
+    """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     method: Literal["fixmatch_vat", "fixmatch", "vat", "supervised"] = "fixmatch_vat"
     """What images without a label are used for: confident pseudo-labels (fixmatch), virtual adversarial training (vat),
     both, or nothing."""
@@ -87,10 +88,12 @@ def supervised() -> Config:
     return fixmatch_vat().replace(method="supervised", lr=1e-3, labelled_augment=1.0)
 
 
-def build(config: Config, num_classes: int) -> tuple[ConvolutionalClassifier, tk.Task]:
+def build(config: Config, data: ImageData) -> tuple[ConvolutionalClassifier, tk.Task]:
     """The model and its task."""
     radius = config.smoothness_radius
-    model = ConvolutionalClassifier(num_classes=num_classes, width=config.width, smoothness_radius=radius)
+    model = ConvolutionalClassifier(
+        shape=data.shape, num_classes=data.num_classes, width=config.width, smoothness_radius=radius
+    )
     terms: dict[str, float] = {}
     if "fixmatch" in config.method:
         terms |= {"pseudo_label_weight": config.pseudo_label_weight, "confidence": config.confidence}
@@ -106,9 +109,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("few_labels", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+        share = run.on_main_and_share
+        data = tk.load_images(config.dataset, config.data_dir, validation=config.validates, on_main=share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
-        model, task = build(config, data.num_classes)
+        model, task = build(config, data)
         optimizer = build_optimizer(config, model)
         vat = "vat" in config.method
         few = FewLabels(data.train, config.labels, num_classes=data.num_classes, seed=config.seed, directions=vat)
@@ -121,7 +125,7 @@ def main(config: Config) -> dict[str, Any]:
             seed=config.seed,
         )
         average = WeightAverage(config.weight_average)
-        few_labels = tk.Splits(few.table, data.test)
+        few_labels = tk.Splits(few.table, data.test, data.validation)
         return tk.fit(run, task, model, optimizer, few_labels, callbacks=[average], augment=views)
 
 

@@ -7,13 +7,14 @@ python recipes/har.py --num-processes 4 --batch-size 128 --scale-lr 32 --schedul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
 
 import toolkit as tk
 from activity.activity import ActivityData, load_activity
+from activity.activity_sources import Name
 from activity.confusion import ConfusionPicture
 from activity.voting import VotedClassification, class_weights
 from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
@@ -32,6 +33,8 @@ class Config(tk.RunConfig):
     first."""
     window_seconds: Annotated[float, Field(ge=1, le=60)] | None = None
     """Length of a window; None means 4 s, or the publisher's windows."""
+    rate_hz: PositiveFloat | None = None
+    """Readings per second of a data set of your own."""
     overlap: FractionBelowOne = 0.5
     """Fraction of a window that the next one shares; windows never span two trials."""
     fold: NonNegativeInt | None = None
@@ -59,7 +62,9 @@ class Config(tk.RunConfig):
         tk.require(fits, "freeze_encoder", True, "say which encoder with encoder_path, or train it")
 
     def idle(self) -> dict[str, str]:
-        return super().idle() | ({"overlap": "with dataset='uci_har'"} if self.dataset == "uci_har" else {})
+        known = self.dataset in ("auto", *get_args(Name))
+        names = (["rate_hz"] if known else []) + (["overlap"] if self.dataset == "uci_har" else [])
+        return super().idle() | dict.fromkeys(names, f"with dataset={self.dataset!r}")
 
 
 def full() -> Config:
@@ -113,6 +118,8 @@ def main(config: Config) -> dict[str, Any]:
             overlap=config.overlap,
             fold=config.fold,
             folds=config.folds,
+            rate_hz=config.rate_hz,
+            validation=config.validates,
             on_main=run.on_main_and_share,
         )
         model = build_model(config, data)

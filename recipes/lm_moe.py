@@ -98,6 +98,7 @@ def main(config: Config) -> dict[str, Any]:
             tokenizer=config.tokenizer,
             block_size=config.context,
             batch_size=config.batch_size,
+            validation=config.validates,
             on_main=run.on_main_and_share,
         )
         model = build_model(config, data.tokenizer.vocab_size)
@@ -114,6 +115,7 @@ def main(config: Config) -> dict[str, Any]:
             optimizer,
             train=data.train,
             test=data.test,
+            validation=data.validation,
             eval_batch_size=4 * config.batch_size,
         )
         results = trainer.fit()

@@ -128,6 +128,7 @@ def main(config: Config) -> dict[str, Any]:
             tail_s=config.tail_s,
             stride=config.stride if config.encoder == "memory" else 1,
             held_out_speaker=config.held_out_speaker,
+            validation=config.validates,
             on_main=run.on_main_and_share,
         )
         task, model = build(config, data, letters)
@@ -142,6 +143,7 @@ def main(config: Config) -> dict[str, Any]:
             optimizer,
             train=data.train,
             test=data.test,
+            validation=data.validation,
             order=BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed),
             augment=SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None,
             eval_batch_size=100,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class Config(tk.DynamicRunConfig):
     dataset: str = "auto"
-    """auto, mnist, fashion_mnist or digits, :validation behind any."""
+    """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     dim: PositiveInt = 384
     """Width of the stem and of what the experts read and write."""
     blank_pixels: FractionBelowOne = 0.0
@@ -36,7 +36,8 @@ class Config(tk.DynamicRunConfig):
 
 def full() -> Config:
     """The published run: five epochs of MNIST. Each image goes through a shared expert and one of eight others."""
-    return top2().replace(shared_expert=True, top_k=1, router_normalize=False, balance_weight=0.01)
+    one_of_eight = top2().replace(shared_expert=True, top_k=1, router_normalize=False)
+    return one_of_eight.replace(balance_weight=0.01, balance_within=900)  # the embedded digits are few steps
 
 
 def top2() -> Config:
@@ -81,7 +82,9 @@ def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Mod
         shared_expert = tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None
         block = tk.moe_from_config(config, config.dim, groups=groups, shared_expert=shared_expert)
     pixels = tk.Pixels(mean=data.mean, std=data.std, blank=config.blank_pixels)
-    return tk.ResidualClassifier(pixels, block, num_pixels=28 * 28, dim=config.dim, num_classes=data.num_classes)
+    return tk.ResidualClassifier(
+        pixels, block, num_pixels=data.num_pixels, dim=config.dim, num_classes=data.num_classes
+    )
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -91,13 +94,14 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("mnist_moe", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+        share = run.on_main_and_share
+        data = tk.load_images(config.dataset, config.data_dir, validation=config.validates, on_main=share)
         model = build_model(config, data, run.expert_groups)
         optimizer = build_optimizer(config, model)
         augment = None
         if config.blank_pixels:
             grey = round(255 * data.mean)
-            augment = tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=grey, seed=config.seed)
+            augment = tk.BlankPixels(config.blank_pixels, shape=data.shape, grey=grey, seed=config.seed)
         return tk.fit(run, tk.Classification(), model, optimizer, data, augment=augment)
 
 

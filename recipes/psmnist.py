@@ -15,17 +15,16 @@ from torch import nn
 
 import toolkit as tk
 from speech.lmu import LMU, ParallelLMU, SequenceClassifier
+from toolkit.data.images import ImageData
 from toolkit.experts.options import FractionBelowOne
 from toolkit.experts.parallel.seeding import generator
-
-PIXELS = 28 * 28
 
 
 class Config(tk.RunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
     dataset: str = "auto"
-    """auto, mnist, fashion_mnist or digits, :validation behind any."""
+    """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     unit: Literal["parallel", "cell"] = "parallel"
     """parallel: all steps at once; cell: the nonlinear unit, whose steps need each other."""
     order: PositiveInt = 468
@@ -56,17 +55,17 @@ def debug() -> Config:
     return parallel().replace(dataset="digits", epochs=3, batch_size=32, lr=5e-3, log_every=10, **small)
 
 
-def build_model(config: Config, num_classes: int) -> nn.Module:
+def build_model(config: Config, data: ImageData) -> nn.Module:
     hidden = config.hidden_size
     make_unit: Any = ParallelLMU
     if config.unit == "cell":
         make_unit = partial(LMU, remembers_input=True)
     return SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
-        make_unit(1, hidden, config.order, theta=PIXELS),
-        order=torch.randperm(PIXELS, generator=generator(config.permutation, "order of pixels")),
+        make_unit(1, hidden, config.order, theta=data.num_pixels),
+        order=torch.randperm(data.num_pixels, generator=generator(config.permutation, "order of pixels")),
         hidden_size=hidden,
-        num_classes=num_classes,
+        num_classes=data.num_classes,
         dropout=config.dropout,
     )
 
@@ -78,13 +77,14 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("psmnist", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
-        model = build_model(config, data.num_classes)
+        share = run.on_main_and_share
+        data = tk.load_images(config.dataset, config.data_dir, validation=config.validates, on_main=share)
+        model = build_model(config, data)
         optimizer = build_optimizer(config, model)
         run.describe(parameters=sum(p.numel() for p in model.parameters()))
         augment = None
         if config.blank_pixels:
-            augment = tk.BlankPixels(config.blank_pixels, shape=(28, 28), grey=0, seed=config.seed)
+            augment = tk.BlankPixels(config.blank_pixels, shape=data.shape, grey=0, seed=config.seed)
         return tk.fit(run, tk.Classification(), model, optimizer, data, augment=augment)
 
 

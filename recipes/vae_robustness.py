@@ -22,12 +22,13 @@ from autoencoder.leakage import StyleLeakage
 from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
 from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
 from autoencoder.vae import SemiSupervisedVAE
+from toolkit.data.images import ImageData
 from toolkit.experts.options import Fraction
 
 
 class Config(tk.RunConfig):
     dataset: str = "auto"
-    """auto, mnist, fashion_mnist or digits, :validation behind any."""
+    """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     objective: Literal["exact", "supervised", "pseudo_label", "reference"] = "exact"
     """M2 with all classes enumerated; the controls: the classifier on labelled images alone, or on those and its own
     confident answers; reference: relaxed classes, and labels by the batch, which shows most labels in time."""
@@ -81,9 +82,9 @@ def reference() -> Config:
     return known.replace(epochs=40, batch_size=256, schedule=tk.ScheduleOptions(name="constant"), optimizer=plain)
 
 
-def build(config: Config, num_classes: int) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:
+def build(config: Config, data: ImageData) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:
     """The model and its task."""
-    sizes = {"num_classes": num_classes, "hidden": config.hidden_size}
+    sizes = {"num_pixels": data.num_pixels, "num_classes": data.num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
         return RelaxedVAE(style_dim=config.style_dim, **sizes), RelaxedBound(config.supervision_weight)
     sizes["classifier_hidden"] = config.classifier_hidden_size
@@ -101,9 +102,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 def main(config: Config) -> dict[str, Any]:
     with tk.start_run("vae_robustness", config) as run:
-        data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
+        share = run.on_main_and_share
+        data = tk.load_images(config.dataset, config.data_dir, validation=config.validates, on_main=share)
         run.describe(dataset=data.name, dataset_notice=data.notice)
-        model, task = build(config, data.num_classes)
+        model, task = build(config, data)
         optimizer = build_optimizer(config, model)
         few = FewLabels(
             data.train,
@@ -121,7 +123,8 @@ def main(config: Config) -> dict[str, Any]:
         if config.objective == "reference":
             order, mask = reference_mask(len(data.train), config.labels, config.batch_size, seed=config.seed)
             callbacks.append(mask)
-        few_labels = tk.Splits(few.table, test)
+        validation = data.validation and with_noise(data.validation, model.noise_shape, seed=config.seed)
+        few_labels = tk.Splits(few.table, test, validation)
         return tk.fit(run, task, model, optimizer, few_labels, augment=few, order=order, callbacks=callbacks)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import io
 import os
 import re
 import shutil
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +36,7 @@ GRACE_S = 10.0
 NAMED_WITHIN_S = 10.0
 """How long after its timeout a process that hangs may be named."""
 NOT_COME = "the fault did not come"
+IMAGE_FILES = [f"{split}-00000-of-00001.parquet" for split in ("train", "test")]
 FAULT = re.compile(
     r"^fault: (?P<name>\w+) in the phase (?P<phase>\w+) after step (?P<step>\d+) at (?P<at>[\d.]+) s$", re.MULTILINE
 )
@@ -366,13 +367,27 @@ def matching(fault: Fault, every: Sequence[Seen]) -> str | None:
     return next((line for line in lines if re.search(fault.says, line)), None)
 
 
+def png(pixels: np.ndarray) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_parquet(path: Path, **columns: Any) -> None:
+    """Write columns with checksums, as publishers of data sets do."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, write_page_checksum=True)
+
+
 def write_images(folder: Path, seed: int, train: int = 320) -> None:
-    """A set in the files of MNIST's publishers, random."""
-    folder.mkdir(parents=True)
+    """A random set in the files of MNIST's publishers."""
     draws = np.random.default_rng(seed)
-    for stem, count in (("train", train), ("t10k", 64)):
+    for file, count in zip(IMAGE_FILES, (train, 64), strict=True):
         images = draws.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        head = struct.pack(">HBB3i", 0, 8, 3, *images.shape)
-        (folder / f"{stem}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-        labels = draws.integers(0, 10, count, dtype=np.uint8)
-        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBi", 0, 8, 1, count) + labels.tobytes())
+        labels = draws.integers(0, 10, count)
+        write_parquet(folder / file, image=[{"bytes": png(image), "path": None} for image in images], label=labels)

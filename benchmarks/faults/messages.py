@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.faults.lab import Attempt, Fault, Lab
+from benchmarks.faults.lab import Attempt, Fault, Lab, png, write_parquet
 from benchmarks.faults.server import ROOT, Process
 from toolkit.experts.state import manifest
 
@@ -90,14 +90,6 @@ sys.meta_path.insert(0, Interrupt())
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
-def png(pixels: np.ndarray) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def parquet_images(labels: Sequence[Any], black: Sequence[int] = ()) -> Callable[[Lab, Path], None]:
     """Write a set of Parquet files whose training split has `labels`, and black images in rows `black`."""
 
@@ -116,14 +108,6 @@ def parquet_images(labels: Sequence[Any], black: Sequence[int] = ()) -> Callable
 def bad_folder(folder: Path) -> Path:
     """Of the images for the run in `folder`."""
     return Path(f"{folder}-bad")
-
-
-def write_parquet(path: Path, **columns: Any) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, write_page_checksum=True)
 
 
 def flip_a_checked_bit(lab: Lab, folder: Path) -> None:

@@ -40,8 +40,7 @@ def mnist(path: Path, seed: int, balance_weight: float, steps: int) -> None:
             "--batch-size": 256,
             "--experts": EXPERTS,
             "--seed": seed,
-            "--balance": "loss" if balance_weight else "none",
-            "--balance-weight": balance_weight,
+            **({"--balance-weight": balance_weight} if balance_weight else {"--balance": "none"}),
             "--tracker": "none",
             "--run-dir": run,
         }

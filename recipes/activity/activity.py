@@ -15,19 +15,23 @@ from activity.activity_sources import (
     HMP_RATE_HZ,
     UCI_HAR_RATE_HZ,
     UCI_HAR_STEPS,
-    ActivityFiles,
     Name,
+    Recordings,
+    Windows,
+    cut,
+    find_own,
+    generate_trials,
     locate,
-    read_windows,
 )
-from toolkit.data.cache import cached_columns
-from toolkit.data.files import NotFoundHere, content_key
-from toolkit.data.images import OnMain
+from toolkit.data.cache import OnMain, Source, shared_columns, words_column, words_of
+from toolkit.data.files import NotFoundHere
+from toolkit.data.rows import is_own
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, require
 
 TITLES = "The wrist accelerometer set hmp and UCI-HAR"
-CACHE_FORMAT = 1
+MADE_UP = "Training on generated signals: made-up volunteers, whose accuracy says nothing about people."
+CACHE_FORMAT = 2
 """Goes up when what is cached for the same files changes."""
 
 
@@ -36,7 +40,7 @@ class ActivityData:
     """Two tables with the columns "input" (N, channels, readings) float32 and "label" (N,) int64."""
 
     name: str
-    """The name of the set: hmp, uci_har or generated."""
+    """The name of the set: hmp, uci_har, generated, or that of your own."""
     train: TensorTable
     test: TensorTable
     classes: tuple[str, ...]
@@ -49,7 +53,9 @@ class ActivityData:
     class_counts: Tensor
     """(classes,) training windows of each class."""
     notice: str | None = None
-    """A sentence for the user, when this is not a set of people."""
+    """A sentence for the user, when this is not a set of people, or how your own was read."""
+    validation: TensorTable | None = None
+    """Windows of further volunteers who are not trained on, for choices."""
 
     @property
     def num_channels(self) -> int:
@@ -79,36 +85,6 @@ class ActivityData:
         )
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What the main process found."""
-
-    files: ActivityFiles
-    window_seconds: float
-    overlap: float
-    notice: str | None = None
-
-    def columns(self, data_dir: Path | None) -> dict[str, Tensor]:
-        key = f"{self.files.name}-{content_key(self.files.paths)}"
-        if self.files.name != "uci_har":
-            key = f"{key}-{self.window_seconds:g}s-{self.overlap:g}"
-        return cached_columns(f"{key}-v{CACHE_FORMAT}", lambda: self._decode(data_dir))
-
-    def _decode(self, data_dir: Path | None) -> dict[str, np.ndarray]:
-        files = self.files
-        if not all(path.exists() for path in files.paths):  # another machine than the main process's, with its own copy
-            files = locate([files.name], data_dir)
-        windows = read_windows(files, self.window_seconds, self.overlap)
-        return {
-            "signal": windows.signal,
-            "label": windows.label,
-            "volunteer": windows.volunteer,
-            "official_test": windows.official_test,
-            "classes": _as_bytes(windows.classes),
-            "volunteers": _as_bytes(windows.volunteers),
-        }
-
-
 def load_activity(
     dataset: str,
     data_dir: Path | None,
@@ -118,91 +94,130 @@ def load_activity(
     overlap: float = 0.5,
     fold: int | None = None,
     folds: int = 5,
+    rate_hz: float | None = None,
+    validation: bool = False,
 ) -> ActivityData:
-    """The set `dataset`: "hmp", "uci_har", "generated", or "auto" for the first of them that can be had.
+    """Load windows of sensor signals.
 
-    Held out are the volunteers of `fold` of `folds`; with None those of the official split, or of fold 0 where there is
-    none. `window_seconds` None means 4, or the publisher's windows. Raises UserError on every rank alike.
+    Args:
+        dataset: "hmp", "uci_har", "generated", or "auto" for the first of them that can be had; or a file, a folder or
+            "owner/name" of the Hub with columns for subject, activity and signals, see `find_own`.
+        data_dir: The folder of a named set, or one above it; None looks in $TOOLKIT_DATA_DIR and on the Hub.
+        on_main: `Run.on_main_and_share`.
+        window_seconds: Length of a window; None means 4, or the publisher's windows.
+        overlap: Fraction of a window that the next one shares.
+        fold: Whose windows are the test data, of `folds` parts of the volunteers; None means those of the official
+            split, or of fold 0 where there is none.
+        folds: Parts into which volunteers are divided.
+        rate_hz: Readings per second of a set of your own.
+        validation: Hold out a part of the training volunteers, too.
+
+    Returns:
+        Its tables, and what a model has to know of them.
+
+    Raises:
+        UserError: On every rank, the set is not there, or holds what cannot be.
     """
-    columns: dict[str, Tensor] = {}
-
-    def decide() -> _Choice:
-        choice = _choose(dataset, data_dir, window_seconds, overlap)
-        columns.update(choice.columns(data_dir))
-        _held_out(columns, fold, folds)
-        return choice
-
-    choice: _Choice = on_main(decide)
-    columns = columns or choice.columns(data_dir)
-    classes = _as_names(columns["classes"])
-    volunteers = _as_names(columns["volunteers"])
-    held_out = _held_out(columns, fold, folds)
-    is_test = held_out[columns["volunteer"]]
-    train, test = (
-        TensorTable(input=columns["signal"][rows], label=columns["label"][rows]) for rows in (~is_test, is_test)
-    )
-    std, mean = torch.std_mean(train.columns["input"], dim=(0, 2))
+    name, notice, columns = shared_columns(lambda: _find(dataset, data_dir, window_seconds, overlap, rate_hz), on_main)
+    classes = words_of(columns["classes"])
+    volunteers = words_of(columns["volunteers"])
+    volunteer = columns["volunteer"]
+    held_out = _held_out(volunteer, columns["official_test"], fold, folds)
+    chosen_on = torch.zeros_like(held_out)
+    if validation:
+        rest = volunteer[~held_out[volunteer]]
+        others = len(rest.unique())
+        require(others > 1, "validation", True, "there is one volunteer to train on: leave it out")
+        chosen_on = _fold(rest, 0, min(folds, others), len(held_out))
+    parts = {"train": ~(held_out | chosen_on), "test": held_out, "validation": chosen_on}
+    tables = {
+        part: TensorTable(input=columns["signal"][who[volunteer]], label=columns["label"][who[volunteer]])
+        for part, who in parts.items()
+    }
+    std, mean = torch.std_mean(tables["train"].columns["input"], dim=(0, 2))
     return ActivityData(
-        name=choice.files.name,
-        train=train,
-        test=test,
+        name=name,
+        train=tables["train"],
+        test=tables["test"],
         classes=classes,
         held_out=tuple(volunteers[i] for i in held_out.nonzero()[:, 0].tolist()),
-        rate_hz=UCI_HAR_RATE_HZ if choice.files.name == "uci_har" else HMP_RATE_HZ,
+        rate_hz=columns["rate_hz"].item(),
         mean=mean,
         std=std.clamp_min(1e-6),
-        class_counts=torch.bincount(train.columns["label"], minlength=len(classes)),
-        notice=choice.notice,
+        class_counts=torch.bincount(tables["train"].columns["label"], minlength=len(classes)),
+        notice=notice,
+        validation=tables["validation"] if validation else None,
     )
 
 
-def _held_out(columns: dict[str, Tensor], fold: int | None, folds: int) -> Tensor:
-    """(volunteers,) bool: who is held out. Folds have about the same number of windows."""
-    volunteer = columns["volunteer"]
-    official = columns["official_test"]
+def _held_out(volunteer: Tensor, official: Tensor, fold: int | None, folds: int) -> Tensor:
+    """(volunteers,) bool: who is held out."""
     count = int(volunteer.max()) + 1
     if fold is None and official.any():
-        return volunteer[official].bincount(minlength=count) > 0
+        held_out = volunteer[official].bincount(minlength=count) > 0
+        require(not held_out.all(), "fold", None, "everybody is in the test split: give fold=0")
+        return held_out
     require(folds <= count, "folds", folds, f"take at most {count}, the number of volunteers")
+    return _fold(volunteer, fold or 0, folds, count)
+
+
+def _fold(volunteer: Tensor, fold: int, folds: int, count: int) -> Tensor:
+    """(count,) bool: who is in one of `folds` parts, which have about the same number of windows."""
     from sklearn.model_selection import GroupKFold
 
     parts = GroupKFold(folds).split(np.empty(len(volunteer)), groups=volunteer.numpy())
-    _, test = next(itertools.islice(parts, fold or 0, None))
+    _, test = next(itertools.islice(parts, fold, None))
     return volunteer[torch.from_numpy(test)].bincount(minlength=count) > 0
 
 
-def _choose(dataset: str, data_dir: Path | None, window_seconds: float | None, overlap: float) -> _Choice:
-    if dataset not in ("auto", *get_args(Name)):
-        raise UserError(f"dataset={dataset!r}: there is no such set; choose one of auto, {', '.join(get_args(Name))}.")
+def _find(
+    dataset: str, data_dir: Path | None, window_seconds: float | None, overlap: float, rate_hz: float | None
+) -> Source:
     seconds = window_seconds or 4.0
-    if dataset == "generated":
-        return _generated(seconds, overlap)
-    names: list[Name] = ["hmp", "uci_har"] if dataset == "auto" else [dataset]  # type: ignore[list-item]
-    try:
-        files = locate(names, data_dir)
-    except NotFoundHere as reason:
-        if data_dir is not None:
+    notice = None
+    if dataset not in ("auto", *get_args(Name)):
+        if not is_own(dataset):
+            names = ", ".join(("auto", *get_args(Name)))
             raise UserError(
-                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or one above it."
-            ) from None
-        if dataset != "auto":
-            raise UserError(f"dataset={dataset!r}: {reason}; give data_dir, or take generated.") from None
-        return _generated(seconds, overlap, f"{TITLES} could not be reached ({reason}); ")
+                f"dataset={dataset!r}: there is no such set; choose one of {names}, a file, a folder, or owner/name of "
+                "the Hub."
+            )
+        found = find_own(dataset, rate_hz)
+        notice = found.notice
+    elif dataset == "generated":
+        found = Recordings("generated", "generated", HMP_RATE_HZ, generate_trials)
+        notice = MADE_UP
+    else:
+        wanted = ["hmp", "uci_har"] if dataset == "auto" else [dataset]
+        try:
+            found = locate(wanted, data_dir)
+        except NotFoundHere as reason:
+            if data_dir is not None:
+                raise UserError(
+                    f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or one above it."
+                ) from None
+            if dataset != "auto":
+                raise UserError(f"dataset={dataset!r}: {reason}; give data_dir, or take generated.") from None
+            found = Recordings("generated", "generated", HMP_RATE_HZ, generate_trials)
+            notice = f"{TITLES} could not be reached ({reason}); {MADE_UP}"
     published = UCI_HAR_STEPS / UCI_HAR_RATE_HZ
-    if files.name == "uci_har" and window_seconds not in (None, published):
+    if found.name == "uci_har" and window_seconds not in (None, published):
         raise UserError(f"window_seconds={window_seconds}: UCI-HAR is published in windows of {published} s.")
-    return _Choice(files, seconds, overlap)
+    steps = round(seconds * found.rate_hz)
+    require(steps >= 8, "window_seconds", seconds, f"take at least {8 / found.rate_hz:g}, 8 readings")
+    key = f"{found.name}-{found.key}" + ("" if found.name == "uci_har" else f"-{seconds:g}s-{overlap:g}")
 
+    def read() -> dict[str, np.ndarray]:
+        recordings = found.read()
+        windows = recordings if isinstance(recordings, Windows) else cut(recordings, steps=steps, overlap=overlap)
+        return {
+            "signal": windows.signal,
+            "label": windows.label,
+            "volunteer": windows.volunteer,
+            "official_test": windows.official_test,
+            "classes": words_column(windows.classes),
+            "volunteers": words_column(windows.volunteers),
+            "rate_hz": np.array([found.rate_hz]),
+        }
 
-def _generated(seconds: float, overlap: float, reason: str = "") -> _Choice:
-    notice = f"{reason}Training on generated signals: made-up volunteers, whose accuracy says nothing about people."
-    return _Choice(ActivityFiles("generated"), seconds, overlap, notice)
-
-
-def _as_bytes(names: tuple[str, ...]) -> np.ndarray:
-    """Names as a column that a cache entry can hold."""
-    return np.frombuffer("\n".join(names).encode(), dtype=np.uint8).copy()
-
-
-def _as_names(column: Tensor) -> tuple[str, ...]:
-    return tuple(bytes(column.tolist()).decode().split("\n"))
+    return Source(found.name, f"activity-{key}-v{CACHE_FORMAT}", read, notice)

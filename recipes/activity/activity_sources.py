@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from toolkit.data.files import SPLITS, NotFoundHere, damaged, data_folder, read_columns
+from toolkit.data.files import SPLITS, NotFoundHere, all_parts, content_key, damaged, data_folder, read_columns
 from toolkit.data.hub import find_on_hub
-from toolkit.errors import one_line
+from toolkit.data.rows import find_column, load_splits
+from toolkit.errors import UserError, one_line, require
 
 Name = Literal["hmp", "uci_har", "generated"]
 
@@ -45,6 +46,8 @@ class Trial:
     """(channels, readings) float32."""
     activity: str
     volunteer: str
+    official_test: bool = False
+    """Held out by the publisher."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,26 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class ActivityFiles:
-    """The files of one set."""
+class Recordings:
+    """A set that was found and is not yet read."""
 
-    name: Name
-    paths: tuple[Path, ...] = ()
+    name: str
+    key: str
+    """Changes when its content does."""
+    rate_hz: float
+    read: Callable[[], list[Trial] | Windows]
+    notice: str | None = None
+    """What the user is told of how it is read."""
 
 
 # --- where sets lie ----------------------------------------------------------------------------------------------
 
 
-def locate(names: Sequence[Name], data_dir: Path | None) -> ActivityFiles:
+def locate(names: Sequence[str], data_dir: Path | None) -> Recordings:
     """The files of the first of `names` that is found: in `data_dir` and nowhere else, if given; else in
     $TOOLKIT_DATA_DIR; UCI-HAR also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
     """
-    looks: list[Callable[[], ActivityFiles]] = [
+    looks: list[Callable[[], Recordings]] = [
         partial(lambda name: find_in_folder(data_folder(data_dir), name), name) for name in names
     ]
     if data_dir is None and "uci_har" in names:
@@ -93,15 +101,15 @@ def locate(names: Sequence[Name], data_dir: Path | None) -> ActivityFiles:
     raise NotFoundHere("; ".join(dict.fromkeys(reasons)))
 
 
-def find_in_folder(folder: Path, name: Name) -> ActivityFiles:
+def find_in_folder(folder: Path, name: str) -> Recordings:
     """The files of `name` in a folder that is called after the set and lies in `folder`, or is `folder`.
 
     Raises NotFoundHere where there are none, or not all.
     """
     if name == "hmp":
         for place in (folder / "hmp", folder):
-            if place.name == "hmp" and (paths := tuple(sorted(place.glob("train-*.parquet")))):
-                return ActivityFiles("hmp", paths)
+            if place.name == "hmp" and (paths := tuple(all_parts(place.glob("train-*.parquet")))):
+                return Recordings("hmp", content_key(paths), HMP_RATE_HZ, partial(read_hmp, paths))
         raise NotFoundHere(f"{folder} does not hold hmp/train-*.parquet")
     for place in (folder / "UCI HAR Dataset", folder / "uci_har", folder):
         if (place / "train").is_dir():
@@ -109,7 +117,7 @@ def find_in_folder(folder: Path, name: Name) -> ActivityFiles:
     raise NotFoundHere(f"{folder} does not hold train/Inertial Signals/*.txt of UCI-HAR")
 
 
-def _uci_har_files(folder: Path) -> ActivityFiles:
+def _uci_har_files(folder: Path) -> Recordings:
     paths = tuple(
         folder / split / part
         for split in SPLITS
@@ -121,18 +129,85 @@ def _uci_har_files(folder: Path) -> ActivityFiles:
     )
     if missing := [path for path in paths if not path.is_file()]:
         raise NotFoundHere(f"{folder} has no {missing[0].relative_to(folder)}")
-    return ActivityFiles("uci_har", paths)
+    return Recordings("uci_har", content_key(paths), UCI_HAR_RATE_HZ, partial(read_uci_har, folder))
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def read_windows(files: ActivityFiles, window_seconds: float, overlap: float) -> Windows:
-    """Everything in `files`, cut into windows; UCI-HAR comes cut. Raises UserError for what cannot be."""
-    if files.name == "uci_har":
-        return read_uci_har(files.paths[0].parent.parent)
-    trials = generate_trials() if files.name == "generated" else read_hmp(files.paths)
-    return cut(trials, steps=round(window_seconds * HMP_RATE_HZ), overlap=overlap)
+SUBJECT = ("subject", "volunteer", "participant", "user")
+ACTIVITY = ("activity", "label")
+TRIAL, NO_SIGNALS = "trial", ("time", "timestamp", "index", "Unnamed: 0")
+"""Names of columns of your own data; the last is what pandas calls the numbers of rows that it wrote."""
+
+
+def find_own(dataset: str, rate_hz: float | None) -> Recordings:
+    """Find trials of your own: a file, a folder or a data set of the Hub, read by `datasets`.
+
+    A row is a reading, and neighbouring rows of one subject, one activity and, where there is such a column, one
+    `trial` are one trial; or a row is a trial, and its signals are lists. The columns of subject and activity have one
+    of the names `SUBJECT` and `ACTIVITY`; all others with numbers are signals, except `NO_SIGNALS`.
+
+    Args:
+        dataset: What `load_splits` takes; where it has a split `test`, the subjects in it are held out.
+        rate_hz: Readings per second.
+
+    Raises:
+        UserError: It cannot be loaded, lacks a column, or `rate_hz` is None.
+    """
+    require(rate_hz is not None, "rate_hz", rate_hz, f"say how many readings per second {dataset} has")
+    assert rate_hz is not None
+    splits, key = load_splits(dataset)
+    first = next(iter(splits.values()))
+    subject = find_column(dataset, first, "subject", SUBJECT)
+    activity = find_column(dataset, first, "activity", ACTIVITY)
+    known = (subject, activity, TRIAL, *NO_SIGNALS)
+    signals = [name for name, kind in first.features.items() if name not in known and _is_number(kind)]
+    if not signals:
+        raise UserError(f"dataset={dataset!r}: no column of {', '.join(first.column_names)} is a signal, a number.")
+    name = Path(dataset).name if Path(dataset).exists() else dataset
+    notice = f"{name} has the signals {', '.join(signals)} at {rate_hz:g} Hz."
+    read = partial(_own_trials, dataset, splits, subject, activity, signals)
+    return Recordings(name, f"{key}-{rate_hz:g}", rate_hz, read, notice)
+
+
+def _is_number(kind: Any) -> bool:
+    kind = getattr(kind, "feature", kind)  # of a list
+    return getattr(kind, "dtype", "").startswith(("int", "uint", "float", "double"))
+
+
+def _own_trials(dataset: str, splits: Any, subject: str, activity: str, signals: Sequence[str]) -> list[Trial]:
+    trials = []
+    for split, rows in splits.items():
+        named = rows.features[activity]
+        names = named.names if hasattr(named, "names") else None
+        table = rows.select_columns([subject, activity, *signals, *([TRIAL] if TRIAL in rows.column_names else [])])
+        table = table.to_pandas()
+        for row in np.flatnonzero(table.isna().any(axis=1)):
+            raise UserError(f"dataset={dataset!r}: row {row} of the {split} split lacks a value: fill it or drop it.")
+        if isinstance(table[signals[0]].iloc[0], np.ndarray):
+            pieces = [table.iloc[row : row + 1] for row in range(len(table))]
+        else:
+            known = [name for name in (subject, activity, TRIAL) if name in table]
+            begins = (table[known] != table[known].shift()).any(axis=1).cumsum()
+            pieces = [piece for _, piece in table.groupby(begins)]
+        for piece in pieces:
+            readings = [np.concatenate([np.atleast_1d(value) for value in piece[name]]) for name in signals]
+            if len({len(axis) for axis in readings}) > 1 or not all(np.isfinite(axis).all() for axis in readings):
+                raise UserError(
+                    f"dataset={dataset!r}: row {piece.index[0]} of the {split} split has signals of unequal length or "
+                    "readings that are not finite: mend or drop it."
+                )
+            done = piece[activity].iloc[0]
+            trials.append(
+                Trial(
+                    np.stack(readings).astype(np.float32),
+                    str(done if names is None else names[done]),
+                    str(piece[subject].iloc[0]),
+                    split == "test",
+                )
+            )
+    return trials
 
 
 def read_uci_har(folder: Path) -> Windows:
@@ -213,7 +288,7 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
     classes = tuple(sorted({trial.activity for trial in trials}))
     volunteers = tuple(sorted({trial.volunteer for trial in trials}))
     stride = max(1, round(steps * (1 - overlap)))
-    pieces, labels, owners = [], [], []
+    pieces, labels, owners, official = [], [], [], []
     for trial in trials:
         short = max(0, steps - trial.signal.shape[1])
         signal = np.pad(trial.signal, ((0, 0), (0, short)), mode="edge")
@@ -221,11 +296,12 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
         pieces.append(views)
         labels += [classes.index(trial.activity)] * len(views)
         owners += [volunteers.index(trial.volunteer)] * len(views)
+        official += [trial.official_test] * len(views)
     return Windows(
         signal=np.concatenate(pieces),
         label=np.array(labels, dtype=np.int64),
         volunteer=np.array(owners, dtype=np.int64),
-        official_test=np.zeros(len(labels), dtype=bool),
+        official_test=np.array(official, dtype=bool),
         classes=classes,
         volunteers=volunteers,
     )

@@ -32,7 +32,7 @@ class AffineRange:
         return AffineRange(**{name: factor * value for name, value in vars(self).items()})
 
 
-def warp(images: UInt8[Tensor, "N H W"], draws: Float[Tensor, "N 5"], largest: AffineRange) -> UInt8[Tensor, "N H W"]:
+def warp(images: UInt8[Tensor, "N ..."], draws: Float[Tensor, "N 5"], largest: AffineRange) -> UInt8[Tensor, "N ..."]:
     """`images`, each under the affine map that its row of `draws` (N, 5) gives: angle, scale, shear, and the shifts
     along x and y, each between -1 and 1 in units of `largest`. Bilinear, black beyond the border.
     """
@@ -40,12 +40,13 @@ def warp(images: UInt8[Tensor, "N H W"], draws: Float[Tensor, "N 5"], largest: A
         return images
     angle = draws[:, 0] * math.radians(largest.degrees)
     scale = 1 + draws[:, 1] * largest.scale
-    height, width = images.shape[1:]
+    height, width = images.shape[-2:]
+    stacked = images.view(len(images), -1, height, width).float()
     turn = torch.stack([torch.stack([angle.cos(), -angle.sin()], 1), torch.stack([angle.sin(), angle.cos()], 1)], 1)
     slant = torch.eye(2).repeat(len(images), 1, 1)
     slant[:, 0, 1] = draws[:, 2] * largest.shear
     # The image reaches from -1 to 1.
     shift = torch.stack([draws[:, 3] * (2 * largest.shift / width), draws[:, 4] * (2 * largest.shift / height)], 1)
     theta = torch.cat([turn @ slant * scale[:, None, None], shift[:, :, None]], 2)
-    grid = F.affine_grid(theta, [len(images), 1, height, width], align_corners=False)
-    return F.grid_sample(images[:, None].float(), grid, align_corners=False)[:, 0].round().to(torch.uint8)
+    grid = F.affine_grid(theta, list(stacked.shape), align_corners=False)
+    return F.grid_sample(stacked, grid, align_corners=False).round().to(torch.uint8).view(images.shape)

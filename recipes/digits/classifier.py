@@ -1,8 +1,10 @@
-"""A small convolutional network for images of one channel."""
+"""A small convolutional network for images."""
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,16 +22,28 @@ if TYPE_CHECKING:
 class ConvolutionalClassifier(nn.Module):
     """Four convolutions, the first with stride 2, max-pooling after the second and fourth, and a linear head.
 
-    `width` channels in the first two, twice as many in the others: 75,754 parameters at 32. Nothing depends on the
+    For images of `shape`, with channels first where there are several. `width` channels in the first two convolutions,
+    twice as many in the others: 75,754 parameters at 32. Nothing depends on the
     other images of a batch. `average` has the same layers with averaged weights, see `WeightAverage`, and answers in
     evaluation. `smoothness_radius` is the 2-norm of the perturbations of `local_divergence`.
     """
 
-    def __init__(self, *, num_classes: int = 10, size: int = 28, width: int = 32, smoothness_radius: float = 1.0):
+    def __init__(
+        self,
+        *,
+        shape: Sequence[int] = (28, 28),
+        num_classes: int = 10,
+        width: int = 32,
+        smoothness_radius: float = 1.0,
+    ):
         super().__init__()
+        *channels, height, size = shape
+        depth = channels[0] if channels else 1
+        # What the convolution with a stride, the pooling that rounds down and the one that rounds up leave.
+        area = math.prod(-(-((side + 1) // 2 // 2) // 2) for side in (height, size))
         self.layers = nn.Sequential(
-            nn.Unflatten(1, (1, size, size)),
-            nn.Conv2d(1, width, 5, stride=2, padding=2),
+            nn.Unflatten(1, (depth, height, size)),
+            nn.Conv2d(depth, width, 5, stride=2, padding=2),
             nn.ReLU(),
             nn.Conv2d(width, width, 3, padding=1),
             nn.ReLU(),
@@ -40,7 +54,7 @@ class ConvolutionalClassifier(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2, ceil_mode=True),
             nn.Flatten(),
-            nn.Linear(2 * width * (-(-size // 8)) ** 2, num_classes),
+            nn.Linear(2 * width * area, num_classes),
         )
         self.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
         self.average = copy.deepcopy(self.layers).requires_grad_(False)
@@ -48,11 +62,11 @@ class ConvolutionalClassifier(nn.Module):
 
     def forward(
         self,
-        images: UInt8[Tensor, "B H W"],
+        images: UInt8[Tensor, "B ..."],
         *,
         averaged: bool = False,
-        paired: UInt8[Tensor, "B2 H W"] | None = None,
-        strong: UInt8[Tensor, "B H W"] | None = None,
+        paired: UInt8[Tensor, "B2 ..."] | None = None,
+        strong: UInt8[Tensor, "B ..."] | None = None,
         directions: Float[Tensor, "B P"] | None = None,
     ) -> dict[str, Tensor]:
         """`logits` (B, C) of uint8 `images`, in evaluation or where `averaged` those of the averaged weights.

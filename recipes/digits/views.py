@@ -19,7 +19,7 @@ BANK_SIZES = {"weak view": 65_479, "strong view": 65_449, "labelled view": 65_44
 class Views:
     """An `Augment` that sees the images of `few` through random affine maps, other ones at each visit.
 
-    "input" is the weak view of an image, "strong" (B, H, W) another one with larger changes, of which a square of
+    "input" is the weak view of an image, "strong" (B, ...) another one with larger changes, of which a square of
     `blank` pixels is black; labelled images ("paired_input") are changed as strongly, without the square. Without
     `strong` there is no "strong" view.
     """
@@ -53,10 +53,11 @@ class Views:
         return {**batch, **seen}
 
 
-def blanked(images: UInt8[Tensor, "N H W"], centres: Float[Tensor, "N 2"], side: int) -> UInt8[Tensor, "N H W"]:
+def blanked(images: UInt8[Tensor, "N ..."], centres: Float[Tensor, "N 2"], side: int) -> UInt8[Tensor, "N ..."]:
     """`images` with a black square of `side` pixels each (DeVries and Taylor 2017, "Cutout"), about `centres`: y and x,
     from -1 to 1 across the image. It may reach beyond the border."""
-    height, width = images.shape[1:]
+    height, width = images.shape[-2:]
     y = (torch.arange(height) + 0.5 - (centres[:, :1] + 1) / 2 * height).abs() <= side / 2
     x = (torch.arange(width) + 0.5 - (centres[:, 1:] + 1) / 2 * width).abs() <= side / 2
-    return images.masked_fill(y[:, :, None] & x[:, None, :], 0)
+    hidden = (y[:, :, None] & x[:, None, :]).view(len(images), *[1] * (images.ndim - 3), height, width)
+    return images.masked_fill(hidden, 0)

@@ -16,20 +16,33 @@ from torch import Tensor
 
 from toolkit.errors import UserError, one_line
 
+RATES_HZ = (1_000, 1_000_000)
+STREAMED = 0x7FFF0000
+"""A WAV that was written to a pipe claims at least so many bytes, because its length was not known."""
+
 
 def decode(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
-    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file, for samples that
-    are not finite, too.
+    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file, for sound without
+    samples, with one that is not finite, or at a rate at which nobody records, too.
     """
     samples, rate = _decode_any(content, name)
-    if not np.isfinite(samples).all() or rate < 1:
-        raise UserError(f"{name} has a sample that is not finite, or no rate: replace the file.")
+    fault = None
+    if not len(samples):
+        fault = "has no samples"
+    elif not np.isfinite(samples).all():
+        fault = "has a sample that is not finite"
+    elif not RATES_HZ[0] <= rate <= RATES_HZ[1]:
+        fault = f"claims {rate:,} samples per second, which is not from {RATES_HZ[0]:,} to {RATES_HZ[1]:,}"
+    if fault:
+        raise UserError(f"{name} {fault}: replace the file.")
     return samples, rate
 
 
 def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     try:
-        return _decode_wav(content)
+        return _decode_wav(content, name)
+    except UserError:
+        raise
     except (wave.Error, EOFError, ValueError):  # another format, or a kind of WAV that the standard library has not
         pass
     try:
@@ -46,12 +59,16 @@ def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     return samples.mean(1), rate
 
 
-def _decode_wav(content: bytes) -> tuple[np.ndarray, int]:
+def _decode_wav(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     with wave.open(io.BytesIO(content)) as file:
         rate = file.getframerate()
         channels = file.getnchannels()
         width = file.getsampwidth()
+        claimed = file.getnframes() * channels * width
         data = file.readframes(file.getnframes())
+    if len(data) < claimed < STREAMED:
+        raise UserError(f"{name} has {len(data):,} of {claimed:,} bytes of sound: copy it again.")
+    data = data[: len(data) // (channels * width) * channels * width]
     if width == 1:  # the one width that WAV stores unsigned
         samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
     elif width == 3:

@@ -16,14 +16,18 @@ from speech import speech_sources as sources
 from speech.audio import LogMel, resample
 from speech.characters import Characters, min_frames
 from speech.speech_sources import Source, Utterance
-from toolkit.data.cache import cached_columns, mapped_columns
+from toolkit.data.cache import OnMain, shared_columns, words_column, words_of
+from toolkit.data.cache import Source as Found
 from toolkit.data.files import NotFoundHere, data_folder, unreadable
-from toolkit.data.images import OnMain
 from toolkit.data.ragged import RaggedColumn, RaggedTable
+from toolkit.data.rows import is_own
 from toolkit.errors import UserError
+from toolkit.experts.parallel.seeding import generator
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Goes up when what is cached for the same files changes."""
+KNOWN = ("auto", "fsdd", "connected_digits", "librispeech", "gigaspeech", "manifest", "tones")
+SPLITS = ("train", "test", "validation")
 CONNECTED = {"train": 4000, "test": 500}
 """How many utterances of connected digits are made."""
 
@@ -42,6 +46,8 @@ class SpeechData:
     speakers: tuple[str, ...]
     notice: str | None = None
     """A sentence for the user, when this is not the set that was wished for, or not all of it."""
+    validation: RaggedTable | None = None
+    """Utterances that are neither trained nor tested on, for choices."""
 
     @property
     def num_mels(self) -> int:
@@ -83,6 +89,7 @@ def load_speech(
     tail_s: float,
     stride: int,
     held_out_speaker: str | None = None,
+    validation: bool = False,
     on_main: OnMain,
 ) -> SpeechData:
     """Load a set of utterances.
@@ -92,14 +99,16 @@ def load_speech(
 
     Args:
         dataset: "fsdd" (or "fsdd:validation", which tests on a part of its training split), "connected_digits",
-            "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; or "auto":
-            spoken digits where they are available, else tones.
+            "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; "auto": spoken
+            digits where they are available, else tones; or a set of your own, see `speech_sources.find_own`.
         data_dir: The folder of the set; None is $TOOLKIT_DATA_DIR.
         features: Makes frames of sound.
         characters: The vocabulary of transcripts.
         tail_s: Seconds of silence after each utterance, so that a causal model has time to output the last characters.
         stride: Frames per step of the model.
         held_out_speaker: Test on this speaker alone, and train on the others.
+        validation: Hold out a part of the training utterances, too: the split `validation` of a set that has one,
+            else a tenth, always the same.
         on_main: `Run.on_main_and_share`.
 
     Returns:
@@ -108,41 +117,46 @@ def load_speech(
     Raises:
         UserError: On every rank, the set is not there or cannot be read.
     """
-    built: dict[str, Tensor] = {}
     settings = hashlib.sha256(repr((features, characters, tail_s, stride)).encode()).hexdigest()[:12]
 
-    def build() -> tuple[str, str | None]:
+    def find() -> Found:
         source, notice = _choose(dataset, data_dir)
-        key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}"
-        built.update(cached_columns(key, lambda: _build(source, features, characters, tail_s, stride)))
-        return key, notice
+        key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}".replace("/", "-")
+        return Found(source.name, key, lambda: _build(source, features, characters, tail_s, stride), notice)
 
-    key, notice = on_main(build)
-    if not built:
-        built.update(mapped_columns(key) or {})
-    if not built:  # another machine than the main process's: find or download the set there
-        build()
-    name, *speakers = bytes(built["names"].numpy()).decode().split("\n")
+    _, notice, built = shared_columns(find, on_main)
+    name, *speakers = words_of(built["names"])
     left_out, total = built["left_out"].tolist()
     if left_out:
         dropped = f"{left_out} of {total} utterances were left out: text empty, not in the vocabulary, or too long."
         notice = f"{notice} {dropped}" if notice else dropped
-    train, test = (
-        RaggedTable(
+    tables = {
+        split: RaggedTable(
             input=RaggedColumn.packed(built[f"{split}_input"], built[f"{split}_input_length"]),
             target=RaggedColumn.packed(built[f"{split}_target"], built[f"{split}_target_length"]),
             label=built[f"{split}_label"],
             speaker=built[f"{split}_speaker"],
         )
-        for split in ("train", "test")
-    )
-    data = SpeechData(name, train, test, built["mean"], built["std"], tuple(speakers), notice)
-    return data if held_out_speaker is None else data.hold_out(held_out_speaker)
+        for split in SPLITS
+        if f"{split}_label" in built
+    }
+    data = SpeechData(name, tables["train"], tables["test"], built["mean"], built["std"], tuple(speakers), notice)
+    if held_out_speaker is not None:
+        data = data.hold_out(held_out_speaker)
+    if not validation:
+        return data
+    if "validation" in tables and held_out_speaker is None:
+        return replace(data, validation=tables["validation"])
+    rows = torch.randperm(len(data.train), generator=generator(0, "validation utterances"))
+    cut = max(1, len(rows) // 10)
+    return replace(data, train=data.train.select(rows[cut:].sort().values), validation=data.train.select(rows[:cut]))
 
 
 def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
     name, _, subset = dataset.partition(":")
     try:
+        if name not in KNOWN and is_own(dataset):
+            return sources.find_own(dataset)
         if name == "tones":
             return sources.tones(), "Synthetic tones in place of speech: good for trying things out, no more."
         if name == "auto":
@@ -172,8 +186,10 @@ def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
         raise UserError(f"dataset={dataset!r}: {reason}; give data_dir with the folder that does.") from None
     except OSError as error:
         raise unreadable(error) from None
-    known = "auto, fsdd, connected_digits, librispeech, gigaspeech, manifest or tones"
-    raise UserError(f"dataset={dataset!r}: there is no such set; choose one of {known}.")
+    raise UserError(
+        f"dataset={dataset!r}: there is no such set; choose one of {', '.join(KNOWN)}, a folder, or owner/name of the "
+        "Hub."
+    )
 
 
 # --- features --------------------------------------------------------------------------------------------------------
@@ -185,7 +201,7 @@ def _build(
     speakers: dict[str, int] = {}
     columns: dict[str, np.ndarray] = {}
     left_out = total = 0
-    for split in ("train", "test"):
+    for split in source.splits:
         frames, targets, labels, voices = [], [], [], []
         for utterance in _at_rate(source.read(split), features.sample_rate):
             total += 1
@@ -214,7 +230,7 @@ def _build(
         "mean": every.mean(0),
         "std": every.std(0).clip(min=1e-3),
         "left_out": np.array([left_out, total]),
-        "names": np.frombuffer("\n".join([source.name, *speakers]).encode(), np.uint8).copy(),
+        "names": words_column([source.name, *speakers]),
     }
 
 

@@ -7,6 +7,7 @@ its files. Sound files are bytes until then; nothing here needs torchcodec.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from speech.audio import decode
 from speech.characters import without_tags
 from toolkit.data.files import NotFoundHere, content_key, damaged, parquet_splits, read_columns
 from toolkit.data.hub import why_out_of_reach
+from toolkit.data.rows import find_column, load_splits, train_and_test
 from toolkit.errors import UserError, one_line
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -50,7 +53,8 @@ class Source:
     key: str
     """Changes when the files do."""
     read: Callable[[str], Iterator[Utterance]]
-    """The utterances of "train" or of "test"."""
+    """The utterances of one of `splits`."""
+    splits: tuple[str, ...] = ("train", "test")
 
 
 def _sound(path: Path) -> tuple[np.ndarray, int]:
@@ -193,6 +197,79 @@ def _sounds_of(manifests: Iterable[Path]) -> list[Path]:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 named.append(path.parent / json.loads(line)["audio"])
     return [path for path in named if path.is_file()]
+
+
+TEXT = ("text", "transcription", "transcript", "sentence")
+SOUNDS = {".wav", ".flac", ".ogg", ".opus", ".mp3"}
+SPEAKER = ("speaker", "speaker_id", "client_id")
+"""Names of columns of your own recordings."""
+
+
+def find_own(dataset: str) -> tuple[Source, str | None]:
+    """Recordings of your own: Parquet files or a data set of the Hub with a column of sound and one of text; or a
+    folder of recordings with `metadata.csv`, whose columns are `file_name` and `text`, or with a folder for each word.
+
+    Returns the source, and how it was split where it does not say. Raises UserError where it cannot be loaded.
+    """
+    import datasets
+
+    here = Path(dataset).expanduser()
+    splits, key = (here.is_dir() and _recordings_in(here)) or load_splits(dataset)
+    train, test, said = train_and_test(splits)
+    audio = find_column(dataset, train, "sound", ("audio",), (datasets.Audio,))
+    text = find_column(dataset, train, "text", TEXT, (datasets.ClassLabel,))
+    speaker = next((name for name in SPEAKER if name in train.column_names), None)
+    kind = train.features[text]
+    words = kind.names if isinstance(kind, datasets.ClassLabel) else None
+    parts = {"train": train, "test": test}
+    if "validation" in splits and not any(splits["validation"] is part for part in (train, test)):
+        parts["validation"] = splits["validation"]
+
+    def read(split: str) -> Iterator[Utterance]:
+        rows = parts[split]
+        if isinstance(rows.features[audio], datasets.Audio):
+            rows = rows.cast_column(audio, datasets.Audio(decode=False))
+        for number, row in enumerate(rows):
+            where = f"dataset={dataset!r}: row {number} of the {split} split"
+            sound = row[audio]
+            try:
+                content = Path(sound).read_bytes() if isinstance(sound, str) else sound["bytes"]
+                content = content or Path(sound["path"]).read_bytes()
+            except (OSError, TypeError):
+                raise UserError(f"{where} has no sound: give the file, or drop the row.") from None
+            samples, rate = decode(content, where)
+            said = row[text] if words is None else words[row[text]]
+            label = -1 if words is None else row[text]
+            yield Utterance(samples, rate, str(said or ""), str(row[speaker]) if speaker else "", label)
+
+    name = Path(dataset).name if Path(dataset).exists() else dataset
+    return Source(name, key, read, tuple(parts)), said and f"{name}: {said}"
+
+
+def _recordings_in(folder: Path) -> tuple[Any, str] | None:
+    """The splits of a folder of recordings, in the layout of `datasets`' audiofolder, which itself needs torchcodec,
+    and a key of its content; None where there are no recordings."""
+    import datasets
+
+    sounds = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SOUNDS)
+    tables = sorted(folder.rglob("metadata.csv"))
+    if not sounds:
+        return None
+    splits: dict[str, list[dict[str, str]]] = {}
+    for table in tables:
+        split = table.parent.name if table.parent != folder else "train"
+        with table.open(encoding="utf-8", newline="") as file:
+            splits[split] = [{**row, "audio": str(table.parent / row["file_name"])} for row in csv.DictReader(file)]
+    if not tables:
+        for path in sounds:
+            first = path.relative_to(folder).parts[0]
+            split = first if first in ("test", "validation") else "train"
+            splits.setdefault(split, []).append({"audio": str(path), "text": path.parent.name})
+    rows = datasets.DatasetDict({split: datasets.Dataset.from_list(each) for split, each in splits.items()})
+    if not tables:
+        words = sorted({path.parent.name for path in sounds})
+        rows = rows.cast_column("text", datasets.ClassLabel(names=words))
+    return rows, content_key([*tables, *sounds])
 
 
 def find_librispeech(folder: Path) -> Source:

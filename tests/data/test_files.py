@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import toolkit.data.files
-from toolkit.data.files import content_key, read_columns
+from toolkit.data.files import all_parts, content_key, read_columns
 from toolkit.errors import UserError
 
 SMALL = {"everything is read": 2**27, "a part is read": 100}
@@ -71,3 +71,12 @@ def test_a_flipped_bit_in_a_parquet_file_with_checksums_is_refused(tmp_path):
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"{path} cannot be read as Parquet"):
         read_columns(path, ["label"])
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_a_set_that_lacks_a_part_is_refused(tmp_path, missing):
+    paths = [tmp_path / f"train-{part:05d}-of-00003.parquet" for part in range(3)]
+    assert all_parts(reversed(paths)) == paths
+    gone = paths.pop(missing)
+    with pytest.raises(UserError, match=f"is one of 3 parts, and {gone.name} is missing: copy all of them"):
+        all_parts(paths)

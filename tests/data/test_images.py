@@ -176,6 +176,67 @@ def test_a_truncated_parquet_file_is_named(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+# --- your own
+
+
+def write_classes(folder: Path, shape: tuple[int, ...], count: int = 20) -> Path:
+    """A folder of images for each class, which are as bright as the class says."""
+    for place, name in enumerate(("bird", "cat")):
+        (folder / name).mkdir(parents=True)
+        for number in range(count // 2):
+            pixels = np.full(shape, 50 + 100 * place, np.uint8)
+            pixels[0, 0] = number
+            (folder / name / f"{number}.png").write_bytes(png(pixels))
+    return folder
+
+
+def test_a_folder_for_each_class_is_a_set_of_any_size_and_colour(tmp_path):
+    write_classes(tmp_path / "animals" / "train", (12, 20, 3))
+    write_classes(tmp_path / "animals" / "test", (12, 20, 3), count=4)
+    data = load(str(tmp_path / "animals"))
+    assert (data.name, data.shape, data.num_classes, data.notice) == ("animals", (3, 12, 20), 2, None)
+    assert (len(data.train), len(data.test)) == (20, 4)
+    assert data.train.columns["input"][:, 0, 5, 5].tolist() == [50] * 10 + [150] * 10
+    assert data.train.columns["label"].tolist() == [0] * 10 + [1] * 10
+
+
+def test_a_set_without_a_test_split_holds_out_a_tenth_of_each_class_and_says_so(tmp_path):
+    data = load(str(write_classes(tmp_path / "animals", (9, 9))))
+    assert data.shape == (9, 9)
+    assert data.test.columns["label"].tolist() in ([0, 1], [1, 0])
+    assert data.notice == "animals: it has no test split: 2 of 20 rows, drawn with seed 0, are held out."
+
+
+def test_rows_of_a_file_have_labels_that_are_words_or_numbers_and_a_validation_split(tmp_path):
+    for split, words in {"train": ["no", "yes"] * 3, "test": ["yes"], "validation": ["no"]}.items():
+        write_parquet(tmp_path / f"{split}.parquet", [ONE_IMAGE] * len(words), words, image="img")
+    data = load_images(str(tmp_path), None, validation=True, on_main=lambda decide: decide())
+    assert [len(table) for table in (data.train, data.test, data.validation)] == [6, 1, 1]
+    assert data.validation.columns["label"].tolist() == [0]
+    write_parquet(tmp_path / "test.parquet", [ONE_IMAGE], ["perhaps"], image="img")
+    assert "the label 'perhaps' in row 0, which no training row has" in refusal(str(tmp_path))
+
+
+def test_images_of_16_bits_keep_their_upper_8(tmp_path):
+    ramp = (np.arange(81, dtype=np.uint16) * 800).reshape(9, 9)
+    write_parquet(tmp_path / "ramps.parquet", [png(ramp)] * 20, [0, 1] * 10)
+    data = load(str(tmp_path / "ramps.parquet"))
+    assert np.array_equal(data.train.columns["input"][0].numpy(), (ramp >> 8).astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("images", "fault"),
+    [
+        ([ONE_IMAGE] * 19 + [png(TEST[0][0][:20])], "has an image of shape"),
+        ([png(np.full((5, 5), 7, np.uint8))] * 20, "all pixels of the training images have one value"),
+        ([ONE_IMAGE] * 19 + [b"no image"], "cannot be decoded"),
+    ],
+)
+def test_images_that_no_model_can_learn_from_are_refused(tmp_path, images, fault):
+    write_parquet(tmp_path / "images.parquet", images, [0, 1] * 10)
+    assert fault in refusal(str(tmp_path / "images.parquet"))
+
+
 # --- several processes
 
 

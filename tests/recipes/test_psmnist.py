@@ -7,6 +7,7 @@ import torch
 
 import toolkit as tk
 from recipes.psmnist import Config, build_model, cell, debug, main, parallel
+from tests.recipes.digits_data import DIGITS
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.run.tracking.jsonl import read_metrics
@@ -14,17 +15,17 @@ from toolkit.run.tracking.jsonl import read_metrics
 
 @pytest.mark.parametrize(("preset", "parameters"), [(parallel, 166_092), (cell, 102_027)])
 def test_the_published_networks_have_their_sizes(preset, parameters):
-    assert sum(p.numel() for p in build_model(preset(), 10).parameters()) == parameters
+    assert sum(p.numel() for p in build_model(preset(), DIGITS).parameters()) == parameters
 
 
 @pytest.mark.parametrize("unit", ["parallel", "cell"])
 def test_every_pixel_is_seen_once_in_an_order_that_the_seed_does_not_change(unit):
     torch.manual_seed(0)
     config = Config(unit=unit, order=8, hidden_size=6)
-    model = build_model(config, 10).eval()
+    model = build_model(config, DIGITS).eval()
     assert sorted(model.order.tolist()) == list(range(784))
-    assert torch.equal(model.order, build_model(config.replace(seed=1), 10).order)
-    assert not torch.equal(model.order, build_model(config.replace(permutation=1), 10).order)
+    assert torch.equal(model.order, build_model(config.replace(seed=1), DIGITS).order)
+    assert not torch.equal(model.order, build_model(config.replace(permutation=1), DIGITS).order)
     images = torch.zeros(2, 28, 28, dtype=torch.uint8)
     images[1].view(-1)[model.order[-1]] = 255
     logits = model(images)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes import vae_robustness
+from tests.recipes.digits_data import DIGITS
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import Preempted, UserError
@@ -128,5 +129,5 @@ def test_settings_without_a_meaning_are_refused(field):
 @pytest.mark.parametrize("objective", ["exact", "supervised"])
 def test_the_size_of_the_classifier_reaches_the_model(objective):
     small = vae_robustness.debug().replace(objective=objective, classifier_hidden_size=6)
-    model, _ = vae_robustness.build(small, 10)
+    model, _ = vae_robustness.build(small, DIGITS)
     assert [layer.out_features for layer in model.classifier if hasattr(layer, "out_features")] == [6, 3, 10]

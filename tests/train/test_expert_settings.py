@@ -33,6 +33,8 @@ def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[
         try:
             trainer = standard_trainer(run, tk.Classification(), model, train=table, test=table)
         except UserError as error:
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # another rank may be on its way into a group yet
             return str(error)
         return [type(callback) for callback in trainer.callbacks]
 
@@ -97,19 +99,12 @@ def summary(
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({}, "raise balance_weight=0.007, or use balance='bias'"),
+        ({}, "the balance loss has the weight 0.007: raise balance_weight=0.007"),
         ({"balance": "none"}, "use balance='loss'"),
-        ({"max_steps": 9}, "raise balance_weight=0.007, or use balance='bias'"),
-        (
-            {"kind": AdapterConfig},
-            "routers are frozen: freeze_router=False trains them, replan.planner='swap' moves experts between "
-            "processes",
-        ),
-        (
-            {"kind": AdapterConfig, "replan": ReplanOptions(planner="swap")},
-            "routers are frozen: freeze_router=False trains them",
-        ),
-        ({"kind": AdapterConfig, "freeze_router": False}, "raise balance_weight=0.007"),
+        ({"max_steps": 9}, "the balance loss has the weight 0.007: raise balance_weight=0.007"),
+        ({"balance_within": 50}, "the balance loss has the weight 0.035: raise balance_weight=0.007"),
+        ({"kind": AdapterConfig}, "routers are frozen: freeze_router=False trains them"),
+        ({"kind": AdapterConfig, "freeze_router": False}, "give the task a RouterPenalty with a balance_weight"),
     ],
 )
 def test_an_uneven_load_is_a_line_of_the_summary_with_a_remedy(tmp_path: Path, settings: dict[str, Any], remedy: str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,19 @@ def data_folder(data_dir: Path | None) -> Path:
 
 def parquet_splits(folder: Path) -> dict[str, list[Path]] | None:
     """The Parquet files of "train" and "test", named as on the Hub; None where `folder` lacks those of either."""
-    files = {split: sorted(folder.glob(f"{split}-*.parquet")) for split in SPLITS}
+    files = {split: all_parts(folder.glob(f"{split}-*.parquet")) for split in SPLITS}
     return files if all(files.values()) else None
+
+
+def all_parts(paths: Iterable[Path]) -> list[Path]:
+    """The sorted `paths`. Raises UserError where one is a part, such as -00001-of-00003, and another is missing."""
+    files = sorted(paths)
+    for path in files:
+        if part := re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", path.name):
+            names = (f"{part[1]}{number:05d}{part[2]}" for number in range(int(part[3])))
+            if missing := next((name for name in names if path.with_name(name) not in files), None):
+                raise UserError(f"{path} is one of {int(part[3])} parts, and {missing} is missing: copy all of them.")
+    return files
 
 
 def content_key(paths: Iterable[Path]) -> str:

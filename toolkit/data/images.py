@@ -1,19 +1,21 @@
-"""Sets of small grey images with labels, decoded once: MNIST, Fashion-MNIST, and the digits inside scikit-learn."""
+"""Sets of images with labels, decoded once: MNIST, Fashion-MNIST, the digits inside scikit-learn, and your own."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.data.cache import cached_columns
+from toolkit.data.cache import OnMain, Source, shared_columns, words_column, words_of
 from toolkit.data.files import (
     SPLITS,
     NotFoundHere,
@@ -25,6 +27,7 @@ from toolkit.data.files import (
     unreadable,
 )
 from toolkit.data.hub import find_on_hub
+from toolkit.data.rows import find_column, is_own, load_splits, train_and_test
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, one_line
 
@@ -33,16 +36,19 @@ TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 HUB_PATTERNS = ("*train-*.parquet", "*test-*.parquet")
 SIZE = 28
 NUM_CLASSES = 10
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Goes up when what is cached for the same files changes."""
+VALIDATION = ":validation"
+"""Behind the name of a set: its training split alone, of which a twelfth takes the place of the test set."""
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Two tables with the columns "input" (N, 28, 28) uint8 and "label" (N,) int64."""
+    """Two tables with the columns "input" uint8 and "label" (N,) int64: grey images are (N, height, width), those with
+    colours (N, 3, height, width)."""
 
     name: str
-    """The name of the set: mnist, fashion_mnist or digits."""
+    """The name of the set: mnist, fashion_mnist, digits, or that of a folder, a file or a set of the Hub."""
     train: TensorTable
     test: TensorTable
     mean: float
@@ -50,72 +56,59 @@ class ImageData:
     std: float
     """Their standard deviation."""
     notice: str | None = None
-    """A sentence for the user, when this is not the set that was asked for."""
+    """A sentence for the user, when this is not the set that was asked for, or how it was split."""
     num_classes: int = NUM_CLASSES
+    validation: TensorTable | None = None
+    """A part of the training split that is not trained on, for choices."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one image."""
+        return tuple(self.train.columns["input"].shape[1:])
+
+    @property
+    def num_pixels(self) -> int:
+        """Numbers in one image, over all its channels."""
+        return math.prod(self.shape)
 
 
-class OnMain(Protocol):
-    """`Run.on_main_and_share`: runs a function on the main process; its result, or UserError, reaches every rank."""
-
-    def __call__(self, decide: Callable[[], Any], /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What the main process chose."""
-
-    name: str
-    files: dict[str, list[Path]] | None
-    key: str
-    notice: str | None = None
-
-    def columns(self, data_dir: Path | None) -> dict[str, Tensor]:
-        return cached_columns(self.key, lambda: self._decode(data_dir))
-
-    def _decode(self, data_dir: Path | None) -> dict[str, np.ndarray]:
-        if self.files is None:
-            columns = read_digits()
-        elif all(path.exists() for path in [*self.files["train"], *self.files["test"]]):
-            columns = read_files(self.files)
-        else:  # another machine than the main process's: find or download the set there
-            columns = read_files(locate(self.name, data_dir))
-        columns["pixel_mean_std"] = _mean_std(columns["train_input"])
-        return columns
-
-
-VALIDATION = ":validation"
-"""Behind the name of a set: its training split alone, of which a twelfth takes the place of the test set."""
-
-
-def load_images(dataset: str, data_dir: Path | None, *, on_main: OnMain) -> ImageData:
+def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False, on_main: OnMain) -> ImageData:
     """Load a set of images. The main process chooses, checks and decodes the files, and the others map the result.
 
     Args:
-        dataset: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the digits.
-            `VALIDATION` behind it gives `held_out` of the set, for choices.
+        dataset: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the digits; or a
+            set of your own: a folder with a folder of images for each class, Parquet files with a column of images and
+            one of labels, or "owner/name" of the Hub. `VALIDATION` behind it has the part that `validation` holds out
+            in place of the test set, which is not read.
         data_dir: The folder of the set, or one that holds it; None looks in $TOOLKIT_DATA_DIR and on the Hub.
+        validation: Hold out a part of the training split: its split `validation`, else its last twelfth.
         on_main: `Run.on_main_and_share`.
 
     Returns:
-        Its two tables, and what a model has to know of them.
+        Its tables, and what a model has to know of them.
 
     Raises:
         UserError: On every rank, the set is not found, or a file is invalid.
     """
     if dataset.endswith(VALIDATION):
-        return held_out(load_images(dataset.removesuffix(VALIDATION), data_dir, on_main=on_main))
-    columns: dict[str, Tensor] = {}
-
-    def decide() -> _Choice:
-        choice = _choose(dataset, data_dir)
-        columns.update(choice.columns(data_dir))
-        return choice
-
-    choice: _Choice = on_main(decide)
-    columns = columns or choice.columns(data_dir)
-    train, test = (TensorTable(input=columns[f"{s}_input"], label=columns[f"{s}_label"]) for s in SPLITS)
+        held = load_images(dataset.removesuffix(VALIDATION), data_dir, validation=True, on_main=on_main)
+        assert held.validation is not None
+        return replace(held, name=held.name + VALIDATION, test=held.validation, validation=None)
+    name, notice, columns = shared_columns(lambda: _find(dataset, data_dir), on_main)
+    tables = {split: _table(columns, split) for split in SPLITS}
     mean, std = columns["pixel_mean_std"].tolist()
-    return ImageData(choice.name, train, test, mean, std, choice.notice)
+    classes = len(words_of(columns["classes"]))
+    data = ImageData(name, tables["train"], tables["test"], mean, std, notice, classes)
+    if not validation:
+        return data
+    if "validation_input" in columns:
+        return replace(data, validation=_table(columns, "validation"))
+    held = held_out(data)
+    return replace(data, train=held.train, validation=held.test)
+
+
+def _table(columns: dict[str, Tensor], split: str) -> TensorTable:
+    return TensorTable(input=columns[f"{split}_input"], label=columns[f"{split}_label"])
 
 
 def held_out(data: ImageData) -> ImageData:
@@ -134,15 +127,19 @@ def held_out(data: ImageData) -> ImageData:
     )
 
 
-def _choose(dataset: str, data_dir: Path | None) -> _Choice:
+def _find(dataset: str, data_dir: Path | None) -> Source:
     if dataset not in ("auto", "digits", *HUB_REPOS):
+        if is_own(dataset):
+            return _find_own(dataset)
         names = ", ".join(("auto", *HUB_REPOS, "digits"))
-        raise UserError(f"dataset={dataset!r}: there is no such set; choose one of {names}.")
-    digits = f"digits-v{CACHE_FORMAT}"
+        raise UserError(
+            f"dataset={dataset!r}: there is no such set; choose one of {names}, a folder, or owner/name of the Hub."
+        )
+    digits = Source("digits", f"digits-v{CACHE_FORMAT}", lambda: _with_facts(read_digits(), map(str, range(10))))
     if dataset == "digits":
         if data_dir is not None:
             raise UserError(f"data_dir={str(data_dir)!r}: the digits come with scikit-learn; leave data_dir out.")
-        return _Choice("digits", None, digits)
+        return digits
     name = "mnist" if dataset == "auto" else dataset
     try:
         files = locate(name, data_dir)
@@ -157,8 +154,9 @@ def _choose(dataset: str, data_dir: Path | None) -> _Choice:
             f"MNIST could not be reached ({reason}); "
             "training on scikit-learn's 1,797 handwritten digits, scaled to 28x28."
         )
-        return _Choice("digits", None, digits, notice)
-    return _Choice(name, files, f"{name}-{content_key([*files['train'], *files['test']])}-v{CACHE_FORMAT}")
+        return replace(digits, notice=notice)
+    key = content_key([*files["train"], *files["test"]])
+    return Source(name, f"{name}-{key}-v{CACHE_FORMAT}", lambda: _with_facts(read_files(files), map(str, range(10))))
 
 
 def locate(name: str, data_dir: Path | None) -> dict[str, list[Path]]:
@@ -214,7 +212,7 @@ def read_files(files: dict[str, list[Path]]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
     for split, paths in files.items():
         parts = [(path, read_columns(path, ("image", "label"))) for path in paths]
-        images = [image for path, part in parts for image in _decoded(path, part["image"])]
+        images = [image for path, part in parts for image in _of_known_size(path, part["image"])]
         labels = [label for path, part in parts for label in _labels(path, part["label"])]
         columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(labels, dtype=np.int64)}
     return columns
@@ -227,18 +225,102 @@ def _labels(path: Path, labels: list[Any]) -> list[int]:
     return labels
 
 
-def _decoded(path: Path, images: list[Any]) -> Iterator[np.ndarray]:
-    """Grey images (28, 28) uint8 from structs with the encoded `bytes`."""
-    from PIL import Image
-
-    for row, image in enumerate(images):
-        try:
-            pixels = np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("L"))
-        except Exception as error:
-            raise damaged(path, f"has an image that cannot be decoded in row {row} ({one_line(error)})") from None
+def _of_known_size(path: Path, images: list[Any]) -> Iterator[np.ndarray]:
+    for row, pixels in enumerate(decode_images(images, str(path), grey=True)):
         if pixels.shape != (SIZE, SIZE):
             raise damaged(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
         yield pixels
+
+
+def decode_images(images: Iterable[Any], where: str, *, grey: bool = False) -> Iterator[np.ndarray]:
+    """Decode images with 8 bits per channel, or with 16, of which the upper 8 are taken.
+
+    Args:
+        images: Structs with the encoded `bytes`, or the `path` of a file.
+        where: What they are from, for a message.
+        grey: Make those with colours grey.
+
+    Yields:
+        Arrays uint8 (height, width), or (3, height, width) of an image with colours.
+
+    Raises:
+        UserError: One of them cannot be decoded.
+    """
+    from PIL import Image
+
+    for row, encoded in enumerate(images):
+        try:
+            content = encoded["bytes"]
+            with Image.open(encoded["path"] if content is None else io.BytesIO(content)) as image:
+                if image.mode == "F":
+                    raise ValueError("its pixels are fractions, whose scale nobody knows")
+                if image.mode.startswith("I"):  # Pillow would cut off all values above 255
+                    yield (np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)
+                elif grey or image.mode in ("L", "1", "LA"):
+                    yield np.asarray(image.convert("L"))
+                else:
+                    yield np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        except Exception as error:
+            raise UserError(
+                f"{where} has an image that cannot be decoded in row {row} ({one_line(error)}): replace it."
+            ) from None
+
+
+# --- your own ----------------------------------------------------------------------------------------------------
+
+
+def _find_own(dataset: str) -> Source:
+    import datasets
+
+    splits, key = load_splits(dataset)
+    train, test, said = train_and_test(splits)
+    image = find_column(dataset, train, "image", ("image", "img"), (datasets.Image,))
+    label = find_column(dataset, train, "label", ("label", "labels"), (datasets.ClassLabel,))
+    parts = {"train": train, "test": test}
+    if "validation" in splits and splits["validation"] not in (train, test):
+        parts["validation"] = splits["validation"]
+    name = Path(dataset).name if Path(dataset).exists() else dataset
+    notice = said and f"{name}: {said}"
+    return Source(name, f"images-{key}-v{CACHE_FORMAT}", partial(_read_own, dataset, parts, image, label), notice)
+
+
+def _read_own(dataset: str, parts: dict[str, Any], image: str, label: str) -> dict[str, np.ndarray]:
+    import datasets
+
+    columns: dict[str, np.ndarray] = {}
+    kind = parts["train"].features[label]
+    classes = list(kind.names) if isinstance(kind, datasets.ClassLabel) else sorted(set(parts["train"][label]))
+    if not isinstance(kind, datasets.ClassLabel) and classes and isinstance(classes[0], int):
+        classes = list(range(max(classes) + 1))
+    for split, rows in parts.items():
+        where = f"dataset={dataset!r}: the {split} split"
+        images = list(decode_images(rows.cast_column(image, datasets.Image(decode=False))[image], where))
+        if any(pixels.ndim == 3 for pixels in images):
+            images = [pixels if pixels.ndim == 3 else np.stack([pixels] * 3) for pixels in images]
+        wanted = columns["train_input"].shape[1:] if columns else images[0].shape
+        for row, pixels in enumerate(images):
+            if pixels.shape != wanted:
+                raise UserError(
+                    f"{where} has an image of shape {pixels.shape} in row {row} where others are {wanted}: "
+                    "scale all images to one size, and give all of them colours or none."
+                )
+        labels = rows[label]
+        if not isinstance(kind, datasets.ClassLabel):
+            places = {name: place for place, name in enumerate(classes)}
+            labels = [places.get(name, -1) for name in labels]
+        for row, place in enumerate(labels):
+            if place is None or place < 0:
+                raise UserError(f"{where} has the label {rows[label][row]!r} in row {row}, which no training row has.")
+        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(labels, dtype=np.int64)}
+    return _with_facts(columns, map(str, classes))
+
+
+def _with_facts(columns: dict[str, np.ndarray], classes: Iterable[str]) -> dict[str, np.ndarray]:
+    """`columns`, with mean and deviation of the training pixels, and the names of the classes."""
+    mean_std = _mean_std(columns["train_input"])
+    if not mean_std[1]:
+        raise UserError("all pixels of the training images have one value: there is nothing to learn from them.")
+    return columns | {"pixel_mean_std": mean_std, "classes": words_column([*classes])}
 
 
 def read_digits() -> dict[str, np.ndarray]:

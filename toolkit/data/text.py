@@ -7,7 +7,7 @@ import importlib.util
 import math
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,25 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.compat import fingerprint
-from toolkit.data.cache import cache_dir, cached_columns
+from toolkit.data.cache import OnMain, cached_columns
 from toolkit.data.files import NotFoundHere, content_key, data_folder, unreadable
-from toolkit.data.hub import why_out_of_reach
-from toolkit.data.images import VALIDATION, OnMain
+from toolkit.data.images import VALIDATION
+from toolkit.data.rows import load_splits
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError
 
 SHAKESPEARE, STDLIB, FOLDER, REFERENCE, PROSE = "tinyshakespeare", "stdlib", "folder", "reference", "prose"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
 """Suffixes of the files that are read as text."""
-ROWS = {".jsonl": "json", ".parquet": "parquet"}
-"""Suffixes of the files that `datasets` reads, and as what."""
+ROWS = (".jsonl", ".parquet")
+"""Suffixes of the files that hold rows."""
 IGNORED = -1
 """Stands where a block of held-out text has no token left."""
 MANY = 10
 """From so many documents on, every tenth is held out; of fewer, the last tenth of each."""
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Goes up when what is cached for the same text changes."""
 
 
@@ -52,6 +51,8 @@ class TextData:
     """The mean over the held-out text."""
     notice: str | None = None
     """A sentence for the user, when this is not the text that was asked for."""
+    validation: TensorTable | None = None
+    """As `test`, of text that is neither trained nor tested on, for choices."""
 
     def prompts(self, count: int, length: int) -> Tensor:
         """int64 (count, length): how blocks begin that lie evenly over the held-out text; fewer where it is short."""
@@ -82,18 +83,14 @@ class _Corpus:
     def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
         """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
         if self.kind == "dataset":
-            train, test, key = _read_dataset(tokenizer, *self.source)
-            return self._cached(key, tokenizer, lambda: (train, test))
-        return self._cached(content_key(map(Path, self.source)), tokenizer, lambda: split(self._documents()))
+            train, test, key = _read_dataset(tokenizer, self.validation, *self.source)
+            return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
 
-    def _cached(
-        self, key: str, tokenizer: Tokenizer, documents: Callable[[], tuple[Sequence[bytes], Sequence[bytes]]]
-    ) -> dict[str, Tensor]:
         def encode() -> dict[str, np.ndarray]:
-            train, test = documents()
+            train, test = split(self._documents())
             return _encode(*(split(train) if self.validation else (train, test)), tokenizer)
 
-        return cached_columns(self._entry(key, tokenizer), encode)
+        return cached_columns(self._entry(content_key(map(Path, self.source)), tokenizer), encode)
 
     def _entry(self, key: str, tokenizer: Tokenizer) -> str:
         return f"text-{key}-{tokenizer.key}{'-validation' * self.validation}-v{CACHE_FORMAT}"
@@ -110,7 +107,14 @@ class _Corpus:
 
 
 def load_text(
-    dataset: str, data_dir: Path | None, *, tokenizer: str, block_size: int, batch_size: int, on_main: OnMain
+    dataset: str,
+    data_dir: Path | None,
+    *,
+    tokenizer: str,
+    block_size: int,
+    batch_size: int,
+    validation: bool = False,
+    on_main: OnMain,
 ) -> TextData:
     """Load text as blocks of tokens.
 
@@ -129,6 +133,8 @@ def load_text(
         tokenizer: "bytes", or the tokenizer in a folder or on the Hub.
         block_size: Tokens that a block predicts.
         batch_size: Blocks per optimizer step.
+        validation: Hold out a part of the training text, too: the split `validation` of a data set that has a split
+            `test` as well, else a tenth.
         on_main: `Run.on_main_and_share`.
 
     Returns:
@@ -137,17 +143,24 @@ def load_text(
     Raises:
         UserError: On every rank, the text is not found, not readable, or too short.
     """
+    validation = validation and not dataset.endswith(VALIDATION)
     columns: dict[str, Tensor] = {}
     found: list[Tokenizer] = []
+
+    def read(corpus: _Corpus, tokenizer: Tokenizer) -> None:
+        columns.update(corpus.columns(tokenizer))
+        if validation:
+            held_out = replace(corpus, validation=True).columns(tokenizer)
+            columns.update(train=held_out["train"], validation=held_out["test"])
 
     def decide() -> _Corpus:
         corpus = _choose(dataset.removesuffix(VALIDATION), data_dir)
         if dataset.endswith(VALIDATION):
             corpus = replace(corpus, name=corpus.name + VALIDATION, validation=True)
         found.append(load_tokenizer(tokenizer))
-        columns.update(corpus.columns(found[0]))
+        read(corpus, found[0])
         blocks = (len(columns["train"]) - 1) // block_size
-        if blocks < batch_size or len(columns["test"]) < 2:
+        if blocks < batch_size or len(columns["test"]) < 2 or (validation and len(columns["validation"]) < 2):
             raise UserError(
                 f"dataset={dataset!r}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens where "
                 f"a batch takes {batch_size}: use more text, shorter blocks, or a smaller batch_size."
@@ -156,20 +169,25 @@ def load_text(
 
     corpus: _Corpus = on_main(decide)
     here = found[0] if found else load_tokenizer(tokenizer)
-    columns = columns or corpus.columns(here)
+    if not columns:
+        read(corpus, here)
     train = columns["train"]
-    test = columns["test"]
     blocks = (len(train) - 1) // block_size // batch_size * batch_size
-    filled = math.ceil((len(test) - 1) / block_size) * block_size + 1
-    padded = torch.nn.functional.pad(test.int(), (0, filled - len(test)), value=IGNORED)
     return TextData(
         corpus.name,
         TensorTable(tokens=train.unfold(0, block_size + 1, block_size)[:blocks]),
-        TensorTable(tokens=padded.unfold(0, block_size + 1, block_size)),
+        _filled_up(columns["test"], block_size),
         here,
-        columns["test_bytes"].item() / len(test),
+        columns["test_bytes"].item() / len(columns["test"]),
         corpus.notice,
+        _filled_up(columns["validation"], block_size) if validation else None,
     )
+
+
+def _filled_up(ids: Tensor, block_size: int) -> TensorTable:
+    filled = math.ceil((len(ids) - 1) / block_size) * block_size + 1
+    padded = torch.nn.functional.pad(ids.int(), (0, filled - len(ids)), value=IGNORED)
+    return TensorTable(tokens=padded.unfold(0, block_size + 1, block_size))
 
 
 # --- where text lies -----------------------------------------------------------------------------------------------
@@ -254,48 +272,26 @@ def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
 
 
 def _read_dataset(
-    tokenizer: Tokenizer, name: str, config: str | None = None
+    tokenizer: Tokenizer, validation: bool, name: str, config: str | None = None
 ) -> tuple[Sequence[bytes], Sequence[bytes], str]:
     """Training and held-out documents of a data set of the Hub, or in a file or folder, and what changes when they
     do."""
-    import datasets
-    from huggingface_hub import constants
-
-    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):
-        raise UserError(
-            f"dataset={name!r}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
-            "and dataset='stdlib' needs no network."
-        )
-    key = ""
-    what: dict[str, Any] = {"path": name, "name": config}
-    here = Path(name)
-    if here.exists():  # `datasets` tells local files by path and time alone
-        files = [here] if here.is_file() else sorted(path for path in here.rglob("*") if path.is_file())
-        key = content_key(files)
-        what["cache_dir"] = str(cache_dir() / "datasets" / key)
-        if here.is_file():
-            what |= {"path": ROWS[here.suffix], "data_files": name}
-    try:
-        splits = datasets.load_dataset(**what)
-    # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
-    except Exception as error:
-        raise UserError(
-            f"dataset={name!r}: cannot be loaded ({one_line(error)}): check its name and the network."
-        ) from error
-    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    splits, key = load_splits(name, config)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     column = _text_column(name, train)
 
-    def documents(split: Any) -> list[bytes]:
+    def documents(rows: Any) -> list[bytes]:
         if column == MESSAGES:
-            return [write_conversation(tokenizer, row, f"dataset={name!r}") for row in split[column]]
-        return [text.encode() for text in split[column] if text]
+            return [write_conversation(tokenizer, row, f"dataset={name!r}") for row in rows[column]]
+        return [text.encode() for text in rows[column] if text]
 
-    key += "".join(fingerprint(splits[part]) for part in splits) + (tokenizer.chat if column == MESSAGES else "")
-    key = hashlib.sha256(key.encode()).hexdigest()[:16]
-    if held_out is None or splits[held_out] is train:
-        return *split(documents(train)), key
-    return documents(train), documents(splits[held_out]), key
+    if column == MESSAGES:
+        key = hashlib.sha256(f"{key}{tokenizer.chat}".encode()).hexdigest()[:16]
+    held_out = [splits[part] for part in ("test", "validation") if part in splits and splits[part] is not train]
+    if validation and len(held_out) == 2:
+        return documents(train), documents(held_out[1]), key
+    parts = (documents(train), documents(held_out[0])) if held_out else split(documents(train))
+    return *(split(parts[0]) if validation else parts), key
 
 
 def _text_column(name: str, rows: Any) -> str:

@@ -41,9 +41,10 @@ class Options(BaseModel):
         """Raise UserError where fields that are fine alone do not go together. Overrides call `super()`'s first."""
 
     def idle(self) -> dict[str, str]:
-        """Fields and groups that have no effect beside the values of the others, each with the reason, such as
-        "with method='vat'". Overrides add to `super()`'s. A command line refuses them where they are typed."""
-        return {}
+        """Fields and groups, of parts too, that have no effect beside the values of the others, each with the reason,
+        such as "with method='vat'". Overrides add to `super()`'s. A command line refuses them where they are typed."""
+        parts = {name: part for name in type(self).model_fields if isinstance(part := getattr(self, name), Options)}
+        return {f"{name}.{field}": why for name, part in parts.items() for field, why in part.idle().items()}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

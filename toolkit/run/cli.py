@@ -126,7 +126,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         is_of_file = culprit in in_file and culprit not in words
         raise UserError(f"{where if is_of_file else ''}{said}") from None
     for field, reason in config.idle().items():
-        flag = re.compile(rf"--(no-)?{field.replace('_', '-')}(\..*)?")
+        group, dot, name = field.replace("_", "-").rpartition(".")
+        flag = re.compile(rf"--{group}{dot}(no-)?{name}(\..*)?")
         if typed := next(filter(flag.fullmatch, words), None):
             raise UserError(as_typed(UserError(f"{typed} has no effect {reason}: leave it out."), config))
     object.__setattr__(config, "preset", preset)  # which is frozen

@@ -79,6 +79,7 @@ class Splits(NamedTuple):
 
     train: TensorTable | Dataset[Any] | Iterable[Any]
     test: TensorTable | Dataset[Any] | Iterable[Any] | None = None
+    validation: TensorTable | Dataset[Any] | Iterable[Any] | None = None
 
 
 def fit(
@@ -106,7 +107,7 @@ def fit(
         task: Says what a loss is.
         model: As the recipe built it.
         optimizer: The recipe's, of any kind that treats each row of experts by itself.
-        data: Has `train` and `test`: tables, data sets or DataLoaders.
+        data: Has `train` and `test`, and may have `validation`: tables, data sets or DataLoaders.
         schedule: A scheduler that was made for `optimizer`, in place of the config's.
         schedule_metric: See `Trainer`.
         augment: See `standard_trainer`, as for the others.
@@ -130,6 +131,7 @@ def fit(
         optimizer,
         train=data.train,
         test=data.test if evaluation is None else None,
+        validation=getattr(data, "validation", None) if evaluation is None else None,
         schedule=schedule,
         schedule_metric=schedule_metric,
         augment=augment,
@@ -150,6 +152,7 @@ def standard_trainer(
     *,
     train: TensorTable | Dataset[Any] | Iterable[Any],
     test: TensorTable | Dataset[Any] | Iterable[Any] | None = None,
+    validation: TensorTable | Dataset[Any] | Iterable[Any] | None = None,
     steps_per_epoch: int | None = None,
     augment: Augment | None = None,
     order: Order | None = None,
@@ -172,6 +175,7 @@ def standard_trainer(
         optimizer: The recipe's, of any kind that treats each row of experts by itself.
         train: A table; or a data set or a DataLoader that gives global batches, dicts of tensors with a row per sample.
         test: The same, to evaluate on; None with `evaluation`.
+        validation: The same, to choose by: early stopping goes by it, and by `test` where there is none.
         steps_per_epoch: Of a DataLoader, by default the number of its batches; where that is not known, the run ends at
             the config's `max_steps` and counts as one epoch.
         augment: Changes training batches, and what is replayed from a memory: `toolkit.data.visit_draws.BlankPixels`.
@@ -197,7 +201,7 @@ def standard_trainer(
     if test is None and config.early_stopping.patience is not None:
         remedy = "this run has no single test set, leave it out"
         raise UserError(field="early_stopping.patience", value=config.early_stopping.patience, remedy=remedy)
-    for which, data in (("training", train), ("test", test)):
+    for which, data in (("training", train), ("test", test), ("validation", validation)):
         if data is None:
             continue
         refuse_columns(which, data)
@@ -206,7 +210,9 @@ def standard_trainer(
             raise UserError(f"the {which} data give no batches: pass a data set with samples{why}.")
     if isinstance(task, Classification):
         tables = {
-            name: table for name, table in (("training", train), ("test", test)) if isinstance(table, TensorTable)
+            name: table
+            for name, table in (("training", train), ("test", test), ("validation", validation))
+            if isinstance(table, TensorTable)
         }
         for name, table in tables.items() if _reads_known_columns(task) else ():
             as_in_batches = AugmentedTable(table, augment) if augment and name == "training" else table
@@ -216,7 +222,6 @@ def standard_trainer(
     _check_experts(run, model)
     if isinstance(config, ExpertRunConfig):
         run.describe(**describe_experts(model, run.expert_groups))
-    of_experts = expert_callbacks(run, model, task, callbacks, train=train, num_classes=num_classes)
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):
         batches = _table_batches(run, train, augment, order)
@@ -226,15 +231,21 @@ def standard_trainer(
             raise ValueError("`augment` and `order` are for a TensorTable: change or order samples in the DataLoader")
         batches = _loader_batches(run, train, steps_per_epoch, max_steps, _look(task, "training"))
         samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
+    every_steps = config.eval_every_steps or config.eval_every * batches.steps_per_epoch
     if test is not None:
-        every_steps = config.eval_every_steps or config.eval_every * batches.steps_per_epoch
         evaluation = Evaluation(
             eval_batches(run, test, eval_batch_size, _look(task, "test")), every_steps, at_start=eval_at_start
         )
     assert evaluation is not None
+    if validation is not None:
+        chosen_by = eval_batches(run, validation, eval_batch_size, _look(task, "validation"))
+        more_evaluations = [*more_evaluations, Evaluation(chosen_by, every_steps, name="validation")]
+    elif config.validates:
+        run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
     max_steps = max_steps or config.epochs * batches.steps_per_epoch
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
+    of_experts = expert_callbacks(run, model, task, callbacks, steps=max_steps, train=train, num_classes=num_classes)
     print_idle_settings(
         run,
         model,
@@ -272,7 +283,7 @@ def standard_trainer(
             *more_evaluations,
             Checkpointing(config.checkpoint),
             *([Profile()] if config.profile else []),
-            EarlyStopping(config.early_stopping),
+            EarlyStopping(config.early_stopping, "eval" if validation is None else "validation"),
             Preemption(),
             Pictures(),
             Progress(),
@@ -403,6 +414,7 @@ def expert_callbacks(
     task: Task,
     given: Sequence[Callback] = (),
     *,
+    steps: int,
     train: Any = None,
     num_classes: int | None = None,
 ) -> list[Callback]:
@@ -415,6 +427,7 @@ def expert_callbacks(
         model: Holds the experts.
         task: Gets the balance loss as its `penalty`.
         given: The recipe's own: one of a kind takes the place of ours.
+        steps: The optimizer steps of the run.
         train: For dynamic experts, a table of labelled samples.
         num_classes: Its classes.
 
@@ -430,16 +443,17 @@ def expert_callbacks(
         if task.penalty is None:
             task.penalty = RouterPenalty(
                 model,
-                balance_weight=config.balance_weight if config.balance == "loss" else 0.0,
+                balance_weight=config.balance_weight_in(steps),
                 z_weight=config.z_weight,
                 balance_scope=config.balance_scope,
             )
+            if (weight := task.penalty.balance_weight) > config.balance_weight:
+                run.print(f"the balance loss has the weight {weight:.2g}, because the run has {steps:,} steps only")
         if isinstance(task.penalty, RouterPenalty):
             callbacks.append(WholeStepBalance(task.penalty))
         callbacks.append(BiasBalancing(model))
     if not stacks:
         return callbacks
-    callbacks.append(ExpertLoad(model))
     if config.record_traces:
         callbacks.append(TraceRecorder(model))
     if config.replan.planner:
@@ -447,6 +461,7 @@ def expert_callbacks(
     has_lifecycle = any(isinstance(callback, Lifecycle) for callback in given)
     if isinstance(config, DynamicRunConfig) and config.max_experts is not None and not has_lifecycle:
         callbacks += lifecycle_callbacks(config, model, task, train, num_classes)
+    callbacks.append(ExpertLoad(model))  # which does not judge experts that were pruned in this step
     kinds = {type(callback) for callback in given}
     return [callback for callback in callbacks if type(callback) not in kinds]
 

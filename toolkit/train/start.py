@@ -75,13 +75,6 @@ def print_idle_settings(
         (config.eval_every_steps is not None, ["eval_every"], "with eval_every_steps"),
         (own_evaluation, ["eval_every", "eval_every_steps"], "because the recipe evaluates by itself"),
         (alone, ["sync_bn"], "on one process"),
-        (getattr(config, "balance", "loss") != "loss", ["balance_weight"], "without balance='loss'"),
-        (getattr(config, "max_experts", None) is None, ["min_experts", *_names(config, "lifecycle")], "without max_experts"),
-        (
-            isinstance(config, ExpertRunConfig) and config.replan.planner is None,
-            [name for name in _names(config, "replan") if name != "replan.planner"],
-            "without replan.planner",
-        ),
         (own_loader, ["num_workers"], "because the DataLoader has its own"),
         (alone, ["dense_parallel"], spread),
         (alone or config.dense_parallel == "ddp", ["fsdp_size"], spread),
@@ -103,7 +96,7 @@ def print_idle_settings(
 
 
 def _names(config: Options, group: str) -> list[str]:
-    return [f"{group}.{name}" for name in getattr(type(getattr(config, group, None)), "model_fields", ())]
+    return [f"{group}.{name}" for name in type(getattr(config, group)).model_fields]
 
 
 def _changed(config: Options, name: str) -> Any:

@@ -178,12 +178,18 @@ def test_damage_is_one_line_with_the_remedy(toy, capsys, name, content):
 def test_a_search_chooses_among_the_same_cells(toy, capsys):
     words = ["--search", "3", "--grid", "labels=100,600", "--grid", "rate=0,1"]
     assert main(sweep(toy, *words)) == EXIT_DONE
-    assert "best of 3: test_accuracy" in capsys.readouterr().err
+    assert "best of 3: validation_accuracy" in capsys.readouterr().err
     before = starts(toy)
     words[1] = "5"
     assert main(sweep(toy, *words)) == EXIT_DONE
     assert "best of 5" in capsys.readouterr().err
     assert all(starts(toy)[cell] == count for cell, count in before.items()), "cells are not run twice"
+
+
+@pytest.mark.parametrize("metric", ["test_accuracy", "best_test_loss"])
+def test_a_search_does_not_choose_by_the_test_data(toy, metric, capsys):
+    assert main(sweep(toy, "--search", "3", "--grid", "labels=100,600", "--metric", metric)) == EXIT_USER_ERROR
+    assert f"--metric {metric}: a search must not choose by the test data: take " in capsys.readouterr().err
 
 
 def test_tasks_of_an_array_do_not_write_the_tables_at_the_same_time(toy, monkeypatch):

@@ -49,5 +49,6 @@ if __name__ == "__main__":
         time.sleep(60)
     (folder / "config.json").write_text(json.dumps({"recipe": "toy", **to_dict(config)}))
     accuracy = 0.9 - config.rate / 10 + config.labels / 10_000 + config.seed / 100
-    (folder / "results.json").write_text(json.dumps({"test_accuracy": accuracy, "test_loss": 1.0, "device": "cpu"}))
+    (folder / "results.json").write_text(json.dumps({"test_accuracy": accuracy, "test_loss": 1.0, "device": "cpu"}
+        | ({"validation_accuracy": accuracy} if config.validation else {})))
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -136,6 +137,52 @@ def test_every_volunteer_is_held_out_in_one_fold_and_absent_from_its_training(tm
         seen = {float(value) for value in data.train.columns["input"][:, 0, 0]}
         assert not seen & {float(value) for value in data.test.columns["input"][:, 0, 0]}
         assert len(data.train) + len(data.test) == 2 * (1 + 2 + 3 + 4 + 5)
+
+
+def test_validation_volunteers_are_neither_trained_nor_tested_on(tmp_path):
+    data = load("hmp", hmp(tmp_path), fold=1, folds=3, validation=True)
+    plain = load("hmp", tmp_path, fold=1, folds=3)
+    tables = (data.train, data.validation, data.test)
+    # A volunteer's windows begin with codes of their own.
+    begins = [{float(value) for value in table.columns["input"][:, 0, 0]} for table in tables]
+    assert len(begins[0] | begins[1] | begins[2]) == sum(map(len, begins))
+    assert len(data.train) + len(data.validation) == len(plain.train)
+    assert data.held_out == plain.held_out
+
+
+def write_trials(path: Path, **changes: Any) -> Path:
+    """Four subjects, two activities, 40 readings of each of two signals, a row per reading."""
+    rows = [(name, done, t / 20, t + 100 * i, -t) for i, name in enumerate("abcd") for done in "xy" for t in range(40)]
+    frame = pandas.DataFrame(rows, columns=["subject", "activity", "time", "left", "right"]).assign(**changes)
+    frame.to_csv(path) if path.suffix == ".csv" else frame.to_parquet(path)
+    return path
+
+
+def test_trials_of_ones_own_are_cut_by_their_rate_and_subjects_are_held_out(tmp_path):
+    path = write_trials(tmp_path / "trials.csv", index=0)
+    data = load(str(path), rate_hz=20.0, window_seconds=1.0, overlap=0.0, folds=4)
+    assert (data.classes, data.num_channels, data.rate_hz) == (("x", "y"), 2, 20.0)
+    assert (len(data.train), len(data.test), len(data.held_out)) == (12, 4, 1)
+    assert data.notice == "trials.csv has the signals left, right at 20 Hz."
+    first = data.test.columns["input"][0]
+    assert torch.equal(first[0] - first[0, 0], torch.arange(20.0)), "no window spans two trials"
+    assert "rate_hz=None: say how many readings per second" in refusal(str(path))
+
+
+def test_trials_in_lists_with_a_test_split_hold_out_its_subjects(tmp_path):
+    for split, subjects in {"train": "abc", "test": "d"}.items():
+        rows = [{"user": name, "label": "sit", "x": [1.5] * 16, "y": [2.5] * 16} for name in subjects]
+        pandas.DataFrame(rows).to_parquet(tmp_path / f"{split}.parquet")
+    data = load(str(tmp_path), rate_hz=8.0, window_seconds=2.0)
+    assert (data.held_out, len(data.train), len(data.test)) == (("d",), 3, 1)
+    assert data.test.columns["input"][0].tolist() == [[1.5] * 16, [2.5] * 16]
+
+
+def test_a_reading_that_is_missing_is_named_by_its_row(tmp_path):
+    path = write_trials(tmp_path / "trials.parquet", left=[None, *range(319)])
+    assert "row 0 of the train split lacks a value" in refusal(str(path), rate_hz=20.0)
+    path = write_trials(tmp_path / "trials.parquet", subject=0.5, left="a", right="b")
+    assert "is a signal, a number" in refusal(str(path), rate_hz=20.0)
 
 
 def test_the_environment_names_a_folder_of_sets(tmp_path, monkeypatch):

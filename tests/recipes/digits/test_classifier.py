@@ -12,7 +12,7 @@ from digits.classifier import ConvolutionalClassifier, WeightAverage
 
 def test_evaluation_is_by_a_running_mean_of_the_weights():
     torch.manual_seed(0)
-    model = ConvolutionalClassifier(num_classes=3, size=8, width=2)
+    model = ConvolutionalClassifier(num_classes=3, shape=(8, 8), width=2)
     images = torch.randint(0, 256, (4, 8, 8), dtype=torch.uint8)
     bias, mean = model.layers[-1].bias, model.average[-1].bias
     expected = bias.detach().clone()
@@ -28,3 +28,9 @@ def test_evaluation_is_by_a_running_mean_of_the_weights():
     by_weights, by_mean = model(images)["logits"], model(images, averaged=True)["logits"]
     assert (by_weights - by_mean).mean().item() == pytest.approx(ahead, rel=1e-3)
     assert torch.equal(model.eval()(images)["logits"], by_mean)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (3, 12, 21), (1, 9, 5)])
+def test_images_of_any_size_and_channels_are_classified(shape):
+    model = ConvolutionalClassifier(shape=shape, num_classes=4, width=2).eval()
+    assert model(torch.zeros(3, *shape, dtype=torch.uint8))["logits"].shape == (3, 4)

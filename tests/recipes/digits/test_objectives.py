@@ -48,7 +48,7 @@ def batch(count: int = 10) -> dict[str, torch.Tensor]:
 
 def network() -> ConvolutionalClassifier:
     torch.manual_seed(0)
-    return ConvolutionalClassifier(num_classes=3, size=8, width=4, smoothness_radius=0.5)
+    return ConvolutionalClassifier(num_classes=3, shape=(8, 8), width=4, smoothness_radius=0.5)
 
 
 FIXMATCH = {"pseudo_label_weight": 0.5, "confidence": 0.35}

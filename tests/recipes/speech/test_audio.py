@@ -47,6 +47,32 @@ def test_wav_of_every_width_is_read_without_a_codec(data, width, monkeypatch):
     assert samples.tolist() == [-1, -0.5, 0, 0.5]
 
 
+def at_rate(rate: int) -> bytes:
+    content = bytearray(wav(bytes(200), 2))
+    content[24:28] = rate.to_bytes(4, "little")
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (wav(bytes(200), 2)[:-100], "a.wav has 100 of 200 bytes of sound: copy it again."),
+        (wav(b"", 2), "a.wav has no samples"),
+        (at_rate(0), "a.wav claims 0 samples per second"),
+        (at_rate(4_000_000_000), "a.wav claims 4,000,000,000 samples per second, which is not from 1,000 to 1,000,000"),
+    ],
+)
+def test_a_wav_that_lost_its_sound_or_its_rate_is_refused(content, fault):
+    with pytest.raises(UserError, match=fault):
+        decode(content, "a.wav")
+
+
+def test_a_wav_that_was_written_to_a_pipe_may_claim_any_length():
+    content = bytearray(wav(bytes(200), 2))
+    content[40:44] = (0xFFFFFFFF).to_bytes(4, "little")
+    assert len(decode(bytes(content), "a.wav")[0]) == 100
+
+
 def test_channels_are_averaged():
     samples, _ = decode(wav(np.array([2**14, 0, -(2**14), 0], "<i2").tobytes(), 2, channels=2), "a.wav")
     assert samples.tolist() == [0.25, -0.25]

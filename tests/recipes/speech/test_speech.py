@@ -218,6 +218,28 @@ def test_utterances_that_do_not_fit_are_left_out_and_counted(tmp_path):
     assert data.notice == "3 of 5 utterances were left out: text empty, not in the vocabulary, or too long."
 
 
+def test_recordings_of_ones_own_have_text_in_a_table_or_a_folder_for_each_word(tmp_path):
+    for split, count in {"train": 3, "test": 1, "validation": 1}.items():
+        folder = tmp_path / "said" / split
+        folder.mkdir(parents=True)
+        lines = ["file_name,text"]
+        for number in range(count):
+            (folder / f"{number}.wav").write_bytes(encode_wav(noise(0.6, number), RATE))
+            lines.append(f"{number}.wav,{split} one")
+        (folder / "metadata.csv").write_text("\n".join(lines))
+    data = load(str(tmp_path / "said"), validation=True)
+    assert [len(table) for table in (data.train, data.test, data.validation)] == [3, 1, 1]
+    assert (texts(data), texts(data, "validation")) == (["TRAIN ONE"] * 3, ["VALIDATION ONE"])
+    for word, number in itertools.product(("no", "yes"), range(10)):
+        path = tmp_path / "words" / word / f"{number}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode_wav(noise(0.5, number), RATE))
+    data = load(str(tmp_path / "words"), validation=True)
+    assert (data.num_digits(), sorted(set(texts(data)))) == (2, ["NO", "YES"])
+    assert [len(table) for table in (data.train, data.test, data.validation)] == [17, 2, 1]
+    assert data.notice == "words: it has no test split: 2 of 20 rows, drawn with seed 0, are held out."
+
+
 def test_a_speaker_can_be_held_out_with_all_recordings(tmp_path):
     data = load("fsdd", write_recordings(tmp_path), held_out_speaker="theo")
     assert (data.name, texts(data), texts(data, "test")) == (

@@ -25,7 +25,9 @@ lr: 1e-3
 mixed_precision: no
 max-steps: null
 cpu: true
+max-experts: 12
 replan:
+  planner: swap
   guarded: false
   every: 20
 optimizer:
@@ -47,7 +49,8 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
         mixed_precision="no",
         max_steps=None,
         cpu=True,
-        replan=ReplanOptions(guarded=False, every=20),
+        max_experts=12,
+        replan=ReplanOptions(planner="swap", guarded=False, every=20),
         optimizer=OptimizerOptions(weight_decay=0.5),
         lifecycle=full().lifecycle.replace(merge=False),
     )

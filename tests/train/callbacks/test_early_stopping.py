@@ -109,3 +109,28 @@ def test_evaluations_come_every_few_epochs_until_the_run_ends(settings, epochs, 
     assert note.epochs == epochs
     assert results["epochs"] == epochs[-1]
     assert ("stopped_early" in results) == (epochs[-1] < 3)
+
+
+class NoBetter(tk.Callback):
+    """Says that each evaluation of one kind is as good as the one before, and each of another kind better."""
+
+    def __init__(self, name):
+        self.name, self.loss = name, 1.0
+
+    def on_evaluate_end(self, trainer, name, metrics):  # noqa: ARG002
+        self.loss /= 2
+        metrics[f"{name}/loss"] = 1.0 if name == self.name else self.loss
+
+
+@pytest.mark.parametrize(("no_better", "epochs"), [("validation", 2), ("eval", 3)])
+def test_validation_data_decide_where_there_are_some(no_better, epochs, tmp_path):
+    config = small_config(tmp_path / "run", epochs=3, early_stopping=EarlyStoppingOptions(patience=1))
+    with tk.start_run("small", config) as run:
+        table = tk.TensorTable(input=torch.randn(20, 4), label=torch.arange(20) % 2)
+        model = tk.MLP(4, 2)
+        data = tk.Splits(table, table, validation=table)
+        results = tk.fit(
+            run, tk.Classification(), model, tk.adamw(model, config), data, callbacks=[NoBetter(no_better)]
+        )
+    assert results["epochs"] == epochs
+    assert {"validation_loss", "test_loss"} <= results.keys()

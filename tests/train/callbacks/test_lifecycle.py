@@ -15,7 +15,9 @@ from tests.support.helpers import run_distributed
 from toolkit.data.table import Batch
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.lifecycle import Lifecycle
+from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.lifecycle import COUNTED, Lifecycle
+from toolkit.train.trainer import Trainer
 
 Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
 
@@ -99,9 +101,17 @@ def test_a_run_resumes_between_any_two_events_on_another_number_of_ranks(tmp_pat
     assert results["test_loss"] == pytest.approx(alone[2]["test_loss"], rel=1e-5)
 
 
+class StopsAt(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.state.step == self.step:
+            trainer.request_stop("enough")
+
+
 def train_until(folder: Path, ep_size: int, stop: int) -> None:
-    with dynamic_trainer(dynamic_config(folder), ep_size=ep_size) as (trainer, _):
-        trainer.max_steps = stop
+    with dynamic_trainer(dynamic_config(folder), ep_size=ep_size, callbacks=(StopsAt(stop),)) as (trainer, _):
         trainer.fit()
     if dist.is_initialized():
         dist.barrier()
@@ -206,3 +216,15 @@ def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
     _, _, pruned = run_distributed(train, 1, tmp_path / "pruned", 1, {"lifecycle": greedy})[0]
     assert pruned["lifecycle_kept"] == 0
     assert pruned["lifecycle_prune"] >= 2
+
+
+def test_the_end_of_a_run_leaves_no_idle_expert_and_none_that_was_split_too_late(tmp_path: Path) -> None:
+    """No sleep comes before the end, and one expert is hardly used."""
+    late = {"min_sleep_every": 500, "sleep_every": 500, "max_sleep_every": 500}
+    lifecycle = EVENTFUL.replace(**late, grow_every=5, merge=False, min_age=30)
+    config = dynamic_config(tmp_path / "run", lifecycle=lifecycle, max_experts=32)
+    with dynamic_trainer(config) as (trainer, watched):
+        trainer.fit()
+    steps_of = {kind: [step for step, found, _ in history_of(watched) if found == kind] for kind in COUNTED}
+    assert max(steps_of["grow"]) == trainer.max_steps - 30
+    assert set(steps_of["prune"]) == {trainer.max_steps}

@@ -16,7 +16,7 @@ from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.run.tracking.lifecycle_records import read_lifecycle
 
-STEPS = 62
+STEPS = 66
 """The second task starts after 50."""
 
 

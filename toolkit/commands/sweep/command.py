@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from toolkit.run.console import log_line
 EXAMPLE = """
   toolkit sweep --grid labels=100,600 --grid corruption-rate=0,0.2 --num-seeds 5 recipes/vae_robustness.py full --cpu
 """
-METRIC = "test_accuracy"
-"""What is drawn, or searched for, where --metric names nothing else."""
+METRIC, SEARCHED = "test_accuracy", "validation_accuracy"
+"""What is drawn, and what is searched for, where --metric names nothing else."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,12 +31,15 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.run.recipe_script import load_recipe
     from toolkit.run.runs_table import Table, gather, write_tables
 
-    recipe = load_recipe(args.recipe, args.arguments)
+    if args.search and re.match("(best_)?test_", args.metric or SEARCHED):
+        name = args.metric.replace("test_", "validation_", 1)
+        raise UserError(f"--metric {args.metric}: a search must not choose by the test data: take {name}.")
+    recipe = load_recipe(args.recipe, [*args.arguments, *(["--validation"] if args.search else [])])
     axes = parse_axes(args.grid)
     first = recipe.config(()).seed + args.seed_offset
     cells = grid_cells(recipe, axes, range(first, first + args.num_seeds))
     folder = args.out / "cells"
-    metric = args.metric or METRIC
+    metric = args.metric or (SEARCHED if args.search else METRIC)
     runner = CellRunner(recipe, folder, jobs=args.jobs, log=log_line)
 
     def write() -> Table:
@@ -95,7 +99,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the sweep (runs/sweep)")
-    parser.add_argument("--metric", help=f"what is drawn, or searched for ({METRIC})")
+    parser.add_argument("--metric", help=f"what is drawn ({METRIC}), or searched for ({SEARCHED})")
     parser.add_argument(
         "--search", type=int, metavar="TRIALS", help="let Optuna choose so many cells instead of running all"
     )

@@ -65,3 +65,26 @@ class LifecycleOptions(Options):
         fits = self.min_sleep_every <= self.max_sleep_every
         remedy = f"take at most max_sleep_every={self.max_sleep_every}"
         require(fits, "min_sleep_every", self.min_sleep_every, remedy)
+
+    def idle(self) -> dict[str, str]:
+        found = super().idle()
+        if not self.grow:
+            names = ("grow_every", "check_every", "check_samples", "plateau_threshold", "cooldown_checks")
+            found |= dict.fromkeys(names, "with grow=False")
+        if not self.merge:
+            found |= dict.fromkeys(("merge_distance", "merge_similarity"), "with merge=False")
+        if not self.prune:
+            found["prune_below"] = "with prune=False"
+        if not self.sleep:
+            asleep = (
+                "merge",
+                "merge_distance",
+                "merge_similarity",
+                "prune",
+                "prune_below",
+                "trial_gain",
+                "sleep_every",
+            )
+            more = ("adaptive_sleep", "min_sleep_every", "max_sleep_every", "replay_steps", "replay_lr", "undo_above")
+            found |= dict.fromkeys((*asleep, *more), "with sleep=False")
+        return found

@@ -36,6 +36,10 @@ class RouterOptions(Options):
     force_balanced: bool = False
     """Route round-robin whatever the scores are; for benchmarks only."""
 
+    def idle(self) -> dict[str, str]:
+        ungrouped = {"router_group_score": "with router_groups=1"} if self.router_groups == 1 else {}
+        return super().idle() | ungrouped
+
     def check_fits(self, experts: int, top_k: int) -> None:
         """Raise UserError unless a router with so many `experts` can have these options."""
         most = max(1, experts)

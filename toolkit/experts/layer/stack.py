@@ -71,6 +71,8 @@ class ExpertStack:
         """Of a copy: whether a warning said so."""
         self.awaits_step = False
         """Whether gradients came since the optimizer's last step, after `note_gradients`."""
+        self.has_stepped = False
+        """Whether the optimizer of `note_gradients` has made a step since then, so that it has states."""
         self._is_synchronising: Callable[[], bool] | None = None
         self.mark()
 
@@ -78,7 +80,7 @@ class ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""
         other = memo[id(self)] = object.__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        other.is_known_to_stay = False
+        other.is_known_to_stay = other.has_stepped = False
         self.copies.add(other)
         return other
 
@@ -119,6 +121,7 @@ class ExpertStack:
             def call(*_: Any) -> None:
                 if (found := stack()) is not None:
                     found.awaits_step = awaits_step
+                    found.has_stepped = found.has_stepped or not awaits_step
 
             return call
 

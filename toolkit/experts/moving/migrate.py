@@ -54,7 +54,7 @@ class MigrationReport:
 
 
 @torch.no_grad()
-def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | None = None) -> MigrationReport:
+def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | None) -> MigrationReport:
     """Move the rows of `stack` to where `new` has them, and route by it. A collective of each EP group.
 
     Call it between an optimizer step and the next backward: gradients of the stack are dropped. Every replica gets the
@@ -73,7 +73,7 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
         warnings.warn(
             "experts move, and those of a copy of this model (an EMA, a reference model) stay where they are, which is "
             "right for what it computes. Before weights of the two are averaged or exchanged, call "
-            "toolkit.experts.moving.migrate.place_experts(copy, placements).",
+            "toolkit.experts.moving.migrate.place_experts(copy, placements, None).",
             stacklevel=2,
         )
     groups = stack.storage_groups
@@ -108,13 +108,22 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
 def place_experts(
     model: nn.Module,
     placement: ExpertPlacement | Mapping[str, ExpertPlacement],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | None,
 ) -> dict[str, MigrationReport]:
     """Move the experts of all layers, or of those named, between a step and the next forward. A collective.
 
-    Pass the optimizer once it has stepped, so that its rows move too. Gradients of experts are dropped. Raises
-    UserError, on every rank alike, for a model or layer without experts of ours to move, for a placement with other
-    slots or experts than the layer has, and under `ExpertParallel` where there are gradients that no step has taken.
+    Gradients of experts are dropped.
+
+    Args:
+        model: The model.
+        placement: Where all layers' experts go, or those of the layers that it names.
+        optimizer: The optimizer of the experts, whose rows move with them; None for a model that none trains. Without
+            it each expert would go on with the moments of the one that was in its slot.
+
+    Raises:
+        UserError: On every rank alike, for a model or layer without experts of ours to move; for a placement with other
+            slots or experts than the layer has; under `ExpertParallel` where there are gradients that no step has
+            taken, and without the optimizer that has stepped.
     """
     stacks = expert_stacks(model)
     if not stacks:
@@ -134,6 +143,8 @@ def place_experts(
                 f"{name!r}, which has {experts} experts and {slots} slots: move experts between the slots there are."
             )
     _refuse_new_gradients(stacks.values())
+    if optimizer is None and any(stacks[name].has_stepped for name in wanted):
+        raise UserError(field="optimizer", value=None, remedy="pass the optimizer, whose moments move with the experts")
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
 
 

@@ -45,3 +45,10 @@ class ReplanOptions(Options):
     """What the guard assumes of a step to be spent in experts and their transfers, as a fraction."""
     planner_options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of the planner beside the load and the present placement."""
+
+    def idle(self) -> dict[str, str]:
+        if self.planner is None:
+            others = [name for name in type(self).model_fields if name != "planner"]
+            return super().idle() | dict.fromkeys(others, "with planner=None")
+        of_guard = () if self.guarded else ("link_gbytes_per_second", "expert_time_share")
+        return super().idle() | dict.fromkeys(of_guard, "with guarded=False")

@@ -19,7 +19,7 @@ class CheckpointOptions(Options):
 
 
 class EarlyStoppingOptions(Options):
-    """Early stopping, by evaluations."""
+    """Early stopping, by evaluations on validation data."""
 
     patience: PositiveInt | None = None
     """Stop after this many evaluations without improvement; none: never."""

@@ -87,6 +87,9 @@ class MoERunConfig(ExpertRunConfig, RouterOptions):
 
     balance_scope: Literal["global", "local", "sequence"] = "global"
     """Average the balance loss over the tokens of the global batch, of each process, or of each sequence."""
+    balance_within: PositiveInt | None = None
+    """Raise the weight of the balance loss in a run of fewer optimizer steps, in proportion, up to ten times; none: the
+    same weight in every run."""
     capacity_factor: PositiveFloat | None = None
     """Drop assignments of an expert beyond this many times the mean load; none drops nothing."""
     drop_policy: Literal["probs", "position"] = "probs"
@@ -97,6 +100,17 @@ class MoERunConfig(ExpertRunConfig, RouterOptions):
     def check_together(self) -> None:
         super().check_together()
         self.check_fits(self.experts, self.top_k)
+
+    def idle(self) -> dict[str, str]:
+        of_loss = ("balance_weight", "balance_scope", "balance_within") if self.balance != "loss" else ()
+        undropped = {"drop_policy": "with capacity_factor=None"} if self.capacity_factor is None else {}
+        return super().idle() | dict.fromkeys(of_loss, f"with balance={self.balance!r}") | undropped
+
+    def balance_weight_in(self, steps: int) -> float:
+        """Returns the weight of the balance loss in a run of so many optimizer steps; 0 where nothing asks for it."""
+        if self.balance != "loss":
+            return 0.0
+        return self.balance_weight * min(10.0, max(1.0, (self.balance_within or 0) / steps))
 
     @property
     def router_options(self) -> RouterOptions:
@@ -116,6 +130,10 @@ class DynamicRunConfig(MoERunConfig):
     min_experts: PositiveInt = 2
     """Minimum number of experts per layer, with --max-experts."""
     lifecycle: LifecycleOptions = LifecycleOptions()
+
+    def idle(self) -> dict[str, str]:
+        fixed = ("min_experts", "lifecycle") if self.max_experts is None else ()
+        return super().idle() | dict.fromkeys(fixed, "with max_experts=None")
 
     def check_together(self) -> None:
         super().check_together()

@@ -84,6 +84,9 @@ class RunConfig(DenseOptions):
     """Log metrics there, too."""
     log_every: PositiveInt = 50
     """Optimizer steps between lines of metrics."""
+    validation: bool = False
+    """Hold out a part of the training data, too, and evaluate on it: for choices, which the test data must not make.
+    Early stopping does so by itself."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the end of the run is always evaluated."""
     eval_every_steps: PositiveInt | None = None
@@ -111,6 +114,11 @@ class RunConfig(DenseOptions):
         require(not (self.extend and begins), "extend", self.extend, "leave resume='no' out")
         pieces = (world or 1) * self.gradient_accumulation_steps
         require_divisible(self.batch_size, world or 1, self.gradient_accumulation_steps, pieces)
+
+    @property
+    def validates(self) -> bool:
+        """Whether a part of the training data is held out, because something is chosen by it."""
+        return self.validation or self.early_stopping.patience is not None
 
     @property
     def peak_lr(self) -> float:

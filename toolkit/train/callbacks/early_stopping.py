@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stops after a number of evaluations in a row whose metric did not beat the best, as `options` say.
 
-    Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement. The test set
-    thereby decides when training ends: hold out a validation set where that matters.
+    Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement. `by` is the
+    name of the evaluation: "validation", or "eval" in a run without validation data, whose test set then decides when
+    training ends.
     """
 
     runs_after = (Checkpointing,)
     """A run that stopped early and is continued loads that before it would train another step."""
 
-    def __init__(self, options: EarlyStoppingOptions):
+    def __init__(self, options: EarlyStoppingOptions, by: str = "eval"):
+        self.by = by
         self.patience, self.metric, self.min_delta = options.patience, options.metric, options.min_delta
         self._sign = -1 if is_share(options.metric) else 1
         self._best: float | None = None
@@ -35,12 +37,12 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:
-        if self.patience is None or name != "eval":
+        if self.patience is None or name != self.by:
             return
-        if f"eval/{self.metric}" not in metrics:
-            known = ", ".join(sorted(key.removeprefix("eval/") for key in metrics))
+        if f"{name}/{self.metric}" not in metrics:
+            known = ", ".join(sorted(key.removeprefix(f"{name}/") for key in metrics))
             raise UserError(field="metric", value=self.metric, remedy=f"an evaluation gives {known}: take one of them")
-        value = self._sign * metrics[f"eval/{self.metric}"]
+        value = self._sign * metrics[f"{name}/{self.metric}"]
         if not math.isnan(value) and (self._best is None or value < self._best - self.min_delta):
             self._best, self._waited = value, 0
         else:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.metrics import Window
 from toolkit.train.callbacks.base import Callback
@@ -83,10 +84,25 @@ class ExpertLoad(Callback):
                 least = times_mean_E.min()
                 if busiest > BUSY or least < IDLE:
                     said = f"the busiest expert has {busiest:.1f} times the mean load, the least busy {least:.2f} times"
-                    uneven[busiest - least] = f"uneven in {layer}: {said}; {_remedy(trainer.run.config)}"
+                    uneven[busiest - least] = f"uneven in {layer}: {said}; {self._remedy(trainer)}"
         trainer.results.pop("expert_load_notice", None)
         if uneven:
             trainer.results["expert_load_notice"] = uneven[max(uneven)]
+
+    def _remedy(self, trainer: Trainer) -> str:
+        """Returns what to change, in words, of what this run has."""
+        config: Any = trainer.run.config
+        if getattr(config, "freeze_router", False):
+            moves = self.meter.stacks[0].groups.ep_size > 1 and not config.replan.planner
+            elsewhere = ", replan.planner='swap' moves experts between processes" if moves else ""
+            return f"routers are frozen: freeze_router=False trains them{elsewhere}"
+        if getattr(config, "balance", "loss") != "loss":
+            return "use balance='loss'"
+        penalty = getattr(trainer.task, "penalty", None)
+        if isinstance(penalty, RouterPenalty) and hasattr(config, "balance_weight"):
+            weight = f"{penalty.balance_weight:.2g}"
+            return f"the balance loss has the weight {weight}: raise balance_weight={config.balance_weight:g}"
+        return "give the task a RouterPenalty with a balance_weight"
 
     def _add(self, window: Window | None) -> None:
         if window is not None:
@@ -109,17 +125,3 @@ class ExpertLoad(Callback):
         self.meter.load_state_dict(state)
         self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
         self._stayed_active_LE = np.array(state["stayed_active"], dtype=bool)
-
-
-def _remedy(config: Any) -> str:
-    """Returns what to change in a run with the settings `config`, in words."""
-    if getattr(config, "freeze_router", False):
-        move = "" if config.replan.planner else ", replan.planner='swap' moves experts between processes"
-        return f"routers are frozen: freeze_router=False trains them{move}"
-    balance = getattr(config, "balance", None)
-    if balance in ("bias", "none"):
-        return "use balance='loss'"
-    weight = getattr(config, "balance_weight", None)
-    if weight is None:
-        return "raise the weight of the balance loss"
-    return f"raise balance_weight={weight:g}" + (", or use balance='bias'" if balance else "")

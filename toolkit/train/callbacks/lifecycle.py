@@ -142,6 +142,8 @@ class Lifecycle(Callback):
             self.grow(trainer, "schedule")
         if self.config.sleep and step >= self.next_sleep:
             self.sleep(trainer)
+        elif self.config.sleep and step == trainer.max_steps:
+            self.judge(trainer)
         if trainer.at_log_step:
             active = [len(roster) for roster in self.rosters.values()]
             trainer.record("lifecycle/experts", sum(active) / len(active))
@@ -174,7 +176,10 @@ class Lifecycle(Callback):
             self.grow(trainer, lack)
 
     def grow(self, trainer: Trainer, lack: Lack) -> None:
-        """Splits in each layer the expert with the most routing weight of uncovered tokens."""
+        """Splits in each layer the expert with the most routing weight of uncovered tokens; but none so late that the
+        new one will not be old enough to be judged before the run ends."""
+        if self.config.sleep and trainer.max_steps - trainer.state.step < self.config.min_age:
+            return
         rows = self._with_remembered(trainer, next_rows(trainer, PROBE_SAMPLES), "grow")
         probe = self._probe(trainer, rows, list(self.layers.values()))
         for index, (name, layer) in enumerate(self.layers.items()):
@@ -199,11 +204,7 @@ class Lifecycle(Callback):
         before = now = self._probe(trainer, rows)
         if self.config.replay_steps and len(self.memory):
             now = self._attempt(trainer, rows, now, "", partial(self._replay, trainer))
-        for name, load_E in zip(self.layers, loads, strict=True):
-            for plan in self._removals(trainer, name, rows, load_E.tolist()):
-                now = self._attempt(trainer, rows, now, name, partial(self._carry_out, trainer, name, plan))
-            if self.config.trial_gain is not None:
-                now = self._try_without(trainer, name, rows, now, self.config.trial_gain)
+        now = self._remove(trainer, rows, now, loads)
         for name, layer in self.layers.items():
             roster = self.rosters[name]
             graph = self._graph(name)
@@ -216,6 +217,21 @@ class Lifecycle(Callback):
         detail = {"before": before.loss, "after": now.loss, "changes": changes}
         self.history.append(LifecycleEvent(step, "", "sleep", (), detail))
         self.next_sleep = step + self._steps_until_sleep()
+
+    def judge(self, trainer: Trainer) -> None:
+        """Merges and prunes at the end of a run, when no sleep follows that would."""
+        loads = take_loads(list(self._cursors.values()))
+        rows = self._with_remembered(trainer, last_rows(trainer, PROBE_SAMPLES), "sleep")
+        self._remove(trainer, rows, self._probe(trainer, rows), loads)
+
+    def _remove(self, trainer: Trainer, rows: Tensor, now: Probe, loads: Sequence[Tensor]) -> Probe:
+        """Merges and prunes, given the loads since the last sleep; returns the losses afterwards."""
+        for name, load_E in zip(self.layers, loads, strict=True):
+            for plan in self._removals(trainer, name, rows, load_E.tolist()):
+                now = self._attempt(trainer, rows, now, name, partial(self._carry_out, trainer, name, plan))
+            if self.config.trial_gain is not None:
+                now = self._try_without(trainer, name, rows, now, self.config.trial_gain)
+        return now
 
     def _steps_until_sleep(self) -> int:
         config = self.config

@@ -86,7 +86,7 @@ def average_while_experts_move() -> tuple[dict[str, Tensor], list[str]]:
         warnings.simplefilter("always")
         for _ in range(4):
             step(accelerator, model, optimizer)
-            place_experts(average.module, {name: stack.placement for name, stack in experts.stacks.items()})
+            place_experts(average.module, {name: stack.placement for name, stack in experts.stacks.items()}, None)
             average.update_parameters(raw)
     return by_id(average.module, lambda p: p.detach()), [str(w.message) for w in caught if w.category is UserWarning]
 

@@ -142,7 +142,7 @@ def test_weights_that_drifted_apart_are_noticed_at_the_next_check():
 
 def placed_amid_a_step() -> list[str]:
     """What is said of experts that are placed with gradients that no step has taken: after a backward, once they are
-    dropped, and after a step whose gradients are still there."""
+    dropped, and after a step whose gradients are still there; then without the optimizer, which has states by now."""
     accelerator, model = Accelerator(cpu=True), Model()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
@@ -160,15 +160,17 @@ def placed_amid_a_step() -> list[str]:
     accelerator.backward(prepared(batch()).square().mean())
     optimizer.step()
     said.append(refused(place))
+    said.append(refused(lambda: place_experts(model, moved, None)))
     return said
 
 
 def test_experts_are_not_placed_between_a_backward_and_its_step():
     first, second = run_distributed(placed_amid_a_step, 2)
     assert first == second
-    amid, dropped, after = first
+    amid, dropped, after, alone = first
     assert amid.startswith("experts cannot be placed between a backward and optimizer.step(), which would lose their")
     assert dropped == after == ""
+    assert alone == "optimizer=None: pass the optimizer, whose moments move with the experts."
 
 
 def steps_with_an_unused_parameter() -> list[str]:

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.experts.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
+from tests.experts.hosts.transformers.mixtures import build, outputs
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.pretrained_files import write_pretrained
 from toolkit.experts.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
+from toolkit.experts.hosts.transformers.router_watch import has_sigmoid_scores
 from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
 
 
@@ -56,16 +58,34 @@ def test_with_one_layer_the_balance_loss_is_transformers_own():
     assert 2 * penalty().item() == pytest.approx(load_balancing_loss_func(logits, EXPERTS, 2).item(), rel=1e-6)
 
 
-def test_sigmoid_scores_are_balanced_as_shares_of_their_sum():
-    model = model_of("deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "hy_v3", "lfm2_moe", "flint", "cohere2_moe"])
+def test_sigmoid_scores_are_balanced_as_shares_of_their_sum(family: str):
+    model = build(family)
+    for module in model.modules():
+        if hasattr(module, "expert_selection_fn"):  # cohere2_moe has both
+            module.expert_selection_fn = "sigmoid"
     penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
-    model(input_ids=tokens(0, 4))
+    ids = tokens(0, 4)
+    outputs(model, ids)
     (watch,) = penalty.layers
     assert watch.routing is not None
     scores = watch.routing.logits_TE.sigmoid()
     share = scores / scores.sum(1, keepdim=True)
-    expected = load_balancing_share(share, watch.last_load_E / watch.last_load_E.sum(), 48)
+    expected = load_balancing_share(share, watch.last_load_E / watch.last_load_E.sum(), ids.numel())
     assert penalty().item() == pytest.approx(expected.item())
+
+
+def test_the_score_of_a_router_is_read_from_its_weights_where_they_tell():
+    logits = torch.randn(50, EXPERTS, generator=torch.Generator().manual_seed(0))
+    for is_sigmoid, scores in ((True, logits.sigmoid()), (False, logits.softmax(-1))):
+        for top_k, scale in ((1, 1.0), (1, 2.5), (2, 1.0)):
+            weights, ids = scores.topk(top_k)
+            assert has_sigmoid_scores(logits, scale * weights, ids) is is_sigmoid
+            assert has_sigmoid_scores(logits.bfloat16(), (scale * weights).bfloat16(), ids) is is_sigmoid
+        normalised = weights / weights.sum(-1, keepdim=True)
+        assert has_sigmoid_scores(logits, normalised, ids) is is_sigmoid
+    assert has_sigmoid_scores(torch.zeros_like(logits), torch.full_like(weights, 0.5), ids) is None
+    assert has_sigmoid_scores(logits[:0], weights[:0], ids[:0]) is None
 
 
 def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:

@@ -100,11 +100,11 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         uneven = ExpertPlacement((ORDER[:5], ORDER[5:]))
         for wrong in (uneven, {"model.layers.7.mlp.experts": uneven}):
             try:
-                place_experts(model, wrong)
+                place_experts(model, wrong, None)
             except UserError as error:
                 refused.append(str(error))
     if placement in ("permuted", "recomputed"):
-        place_experts(model, ExpertPlacement.from_slot_of_expert(ORDER, ep_size))
+        place_experts(model, ExpertPlacement.from_slot_of_expert(ORDER, ep_size), None)
     callbacks = [replan] if placement == "replanned" else []
     out, recomputed = str(folder / "out"), placement == "recomputed"
     trainer, lines = fit(model, world, callbacks, output_dir=out, gradient_checkpointing=recomputed)
@@ -185,7 +185,7 @@ def test_placements_that_do_not_fit_are_refused_on_every_rank(runs: Any):
 
 def test_models_that_came_another_way_are_refused():
     with pytest.raises(UserError, match="has no experts that can move"):
-        place_experts(causal_lm(config("mixtral")), ExpertPlacement((ORDER,)))
+        place_experts(causal_lm(config("mixtral")), ExpertPlacement((ORDER,)), None)
 
 
 def trained_under_ddp(folder: Path) -> str:

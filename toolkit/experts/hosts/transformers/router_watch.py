@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.foreign import routers, rows_of_router
@@ -26,7 +27,8 @@ class RouterWatch:
         self.name, self.module = name, router
         self.num_choices = rows_of_router(router) or 0
         """Experts, over all ranks."""
-        self.sigmoid = hasattr(router, "e_score_correction_bias")
+        self.is_sigmoid: bool | None = None
+        """Whether it scores by the sigmoid of each logit and not by a softmax; None until a forward tells."""
         self.routing: Routing | None = None
         self.sequence_length: int | None = None
         """transformers flattens sequences before its routers see them."""
@@ -53,8 +55,10 @@ class RouterWatch:
             )
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
+        if self.is_sigmoid is None:
+            self.is_sigmoid = has_sigmoid_scores(logits_TE, weights_TK, ids_TK)
         probs_TE = logits_TE.softmax(-1)
-        if self.sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
+        if self.is_sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
             scores_TE = logits_TE.sigmoid()
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
         if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
@@ -64,6 +68,31 @@ class RouterWatch:
         kept_TK = None if counted_T is None else counted_T[:, None].expand_as(ids_TK)
         self.last_load_E = Choices(ids_TK, kept_TK).load(self.num_choices)
         self.model_balances = model_adds_balance_loss()
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def has_sigmoid_scores(logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> bool | None:
+    """Returns whether weights are made of the sigmoid of a router's logits, and not of a softmax; None where these
+    tokens do not tell, as with equal logits. A host sync.
+
+    Weights may be scaled, and normalised over a token's experts. So their ratios within a token are compared, or those
+    between tokens, where each has one expert.
+    """
+    if weights_TK.shape != ids_TK.shape or not weights_TK.numel():
+        return None
+    weights = weights_TK.double().clamp(min=1e-30).log()
+    logits_TE = logits_TE.double()
+
+    def distance(scores_TE: Tensor) -> Tensor:
+        ratios = weights - scores_TE.gather(1, ids_TK)
+        return (ratios - ratios.mean(1 if ids_TK.shape[1] > 1 else 0, keepdim=True)).square().mean()
+
+    to_sigmoid, to_softmax = torch.stack(
+        [distance(logsigmoid(logits_TE)), distance(logits_TE.log_softmax(-1))]
+    ).tolist()
+    nearer, farther = sorted((to_sigmoid, to_softmax))
+    return to_sigmoid < to_softmax if farther > max(4 * nearer, 1e-12) else None
 
 
 def watch_routers(model: nn.Module) -> list[RouterWatch]:

@@ -3,7 +3,7 @@
     use_toolkit_ep()
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="toolkit")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-    place_experts(model, placement)                              # any permutation, at any step boundary
+    place_experts(model, placement, optimizer)                   # any permutation, at any step boundary
     Trainer(model, args, callbacks=[replan_callback(ReplanOptions(planner="swap", every=200))], ...)
 
 transformers shards experts as `Shard(0)` DTensors, so every rank has equally many slots and no expert has replicas;
@@ -153,7 +153,7 @@ class ToolkitEP:
         for name, value in tensors.items():
             copied = shard_like(value, value.to_local().detach().clone())
             module.register_parameter(name, nn.Parameter(copied, requires_grad=False))
-        migrate(ShardedStack(module, held, self.stack.groups), wanted)
+        migrate(ShardedStack(module, held, self.stack.groups), wanted, None)
         return {name: parameter.data for name, parameter in module.named_parameters()}  # type: ignore[misc]
 
 
