@@ -425,7 +425,7 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_was(tmp_path):
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter.txt").write_text("one")
-    with pytest.raises(UserError, match="run_dir=.*thesis: it holds other files and no run"):
+    with pytest.raises(UserError, match=r"run_dir=.*thesis: it holds other files and no run"):
         start_run("toy", config(run_dir=folder))
     assert [path.name for path in folder.iterdir()] == ["chapter.txt"]
 

@@ -229,7 +229,9 @@ def drifted(folder: Path, settings: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{"log_every": 6}, {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}])
+@pytest.mark.parametrize(
+    "settings", [{"log_every": 6}, {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}]
+)
 def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_checkpoint(tmp_path: Path, settings):
     for told in run_distributed(drifted, 2, tmp_path, settings):
         assert told.startswith("step 6: the weights of 1 replicated parameter(s), first 'head.weight', differ between")

@@ -135,7 +135,9 @@ def normed(folder: Path, sync_bn: bool) -> str:
     with tk.start_run("mine", config) as run:
         run.print = said.append
         try:
-            standard_trainer(run, tk.Classification(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), train=table, test=table)
+            standard_trainer(
+                run, tk.Classification(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), train=table, test=table
+            )
         except tk.UserError as error:
             return str(error)
     return "\n".join(said)
@@ -165,7 +167,8 @@ def test_editors_and_type_checkers_find_the_package_that_make_installs(tmp_path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
-    code = f"import setuptools.build_meta as b; b.build_editable({str(tmp_path)!r}, {{'editable_mode': {mode and mode[1]!r}}})"
+    options = f"{str(tmp_path)!r}, {{'editable_mode': {mode and mode[1]!r}}}"
+    code = f"import setuptools.build_meta as build; build.build_editable({options})"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:

@@ -64,7 +64,9 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     finally:
         timer.cancel()
     if accelerator.device.type == "mps":
-        raise UserError(field="cpu", value=False, remedy="mps has no float64, in which samples are counted: use cpu=True")
+        raise UserError(
+            field="cpu", value=False, remedy="mps has no float64, in which samples are counted: use cpu=True"
+        )
     # Accelerate trains on in float32 here, without a word.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(field="mixed_precision", value="fp16", remedy="a CPU has no fp16 training: use bf16 or no")

@@ -34,7 +34,6 @@ def record_data(run: Run, **identities: Identity | None) -> None:
     run.record_data(run.on_main_and_share(decide))
 
 
-
 def other_data(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The first use of data, present in both, whose data differ: "train data of 3 rows (digest 1a), not of 4 ..."."""
     for part in before.keys() & now.keys():

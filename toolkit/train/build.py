@@ -360,7 +360,9 @@ def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     if not of_each or run.world_size == 1:
         return model
     if not run.config.sync_bn:
-        run.note("batch norm is over each process's part of the batch, unlike in one process: sync_bn=True has it over all")
+        run.note(
+            "batch norm is over each process's part of the batch, unlike in one process: sync_bn=True has it over all"
+        )
         return model
     if run.device.type == "cpu":
         raise UserError(field="sync_bn", value=True, remedy="torch has no SyncBatchNorm on a CPU: leave it out")

@@ -280,7 +280,7 @@ class Trainer:
         self._line_is_due = False
 
     def check_replicas(self) -> None:
-        """Raise UserError on every rank where one has other weights than the others, such as by a callback of its own."""
+        """Raise UserError on every rank where one has other weights than the others."""
         if self.run.world_size > 1:
             self.replicas.check(self.state.step)
 

@@ -63,6 +63,7 @@ def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):
     config = debug().replace(seed=3, lr=2.5e-3, max_experts=8, run_dir=tmp_path / "run", tracker="none", cpu=True)
     with tk.start_run("mnist_moe", config) as run:
         record_data(run, test=identity(tk.TensorTable(label=torch.arange(4))))
+        run.begin()
     text = (tmp_path / "run" / "config.json").read_text()
     assert set(json.loads(text)) == {"recipe", "data_identity", *to_dict(config)}
     elsewhere = tmp_path / "another"

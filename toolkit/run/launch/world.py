@@ -19,7 +19,15 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
+from toolkit.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_SMALLER_BATCHES,
+    Preempted,
+    StepOutOfMemory,
+    UserError,
+)
 from toolkit.experts.parallel.nodes import launched_world, ranks_per_node
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, STOP_SIGNALS, handle_signals

@@ -101,7 +101,9 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         for name in dir(later):
             if name.startswith("on_") and name not in HOOKS and callable(getattr(later, name)):
                 nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0)[0]
-                raise UserError(f"{type(later).__name__}.{name} is no hook and is never called: did you mean {nearest}?")
+                raise UserError(
+                    f"{type(later).__name__}.{name} is no hook and is never called: did you mean {nearest}?"
+                )
         for earlier in callbacks[:place]:
             if isinstance(later, earlier.runs_after):
                 first = type(later).__name__

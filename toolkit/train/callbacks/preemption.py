@@ -29,9 +29,9 @@ class Preemption(Callback):
 
     `Checkpointing` does the saving, so the list of callbacks must have it, before this one.
 
-    The handler only stores the signal's number, so a second of the others changes nothing. Ranks share it with an asynchronous
-    all-reduce (max) over a gloo group of its own, which is started after each step and read after the next one: by
-    then it has finished, and neither the host nor a GPU waits.
+    The handler only stores the signal's number, so a second of the others changes nothing. Ranks share it with an
+    asynchronous all-reduce (max) over a gloo group of its own, which is started after each step and read after the next
+    one: by then it has finished, and neither the host nor a GPU waits.
     """
 
     runs_after = (Checkpointing,)

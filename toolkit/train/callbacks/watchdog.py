@@ -50,10 +50,11 @@ class Watchdog(Callback):
     """Ends all ranks (exit code 1) when a step, or the wait for its data, takes longer than `limit_s` seconds.
 
     By default the limit is 20 times the median of the run's own steps, at least two minutes and at most `longest_s`, as
-    for the first steps, and for what callbacks, a batch of an evaluation and a save take. At the limit a thread of the rank writes its Python stacks to `hang/` in the run's folder,
-    where those of other ranks see it and write theirs. The lowest rank whose step takes too long says which ranks do
-    not answer, or where each is. Costs the training thread two readings of the clock a step. A process that was
-    suspended as a whole, or is in a debugger, is not hung.
+    for the first steps. That is also the limit of what callbacks, a batch of an evaluation and a save take. At the
+    limit a thread of the rank writes its Python stacks to `hang/` in the run's folder, where those of other ranks see
+    it and write theirs. The lowest rank that is late says which ranks do not answer, or where each is. Costs the
+    training thread two readings of the clock a step. A process that was suspended as a whole, or is in a debugger, is
+    not hung.
     """
 
     def __init__(self, *, limit_s: float | None = None, longest_s: float = 600.0):
