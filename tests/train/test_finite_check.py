@@ -15,6 +15,7 @@ from torch import Tensor
 import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.small_run import small_config, small_trainer
+from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
@@ -235,3 +236,15 @@ def drifted(folder: Path, settings: dict[str, Any]) -> str:
 def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_checkpoint(tmp_path: Path, settings):
     for told in run_distributed(drifted, 2, tmp_path, settings):
         assert told.startswith("step 6: the weights of 1 replicated parameter(s), first 'head.weight', differ between")
+
+
+@pytest.mark.parametrize("kind", ["table", "loader"])
+def test_the_row_of_the_data_that_is_not_finite_is_named(tmp_path: Path, kind: str):
+    inputs, labels = torch.zeros(20, 4), torch.arange(20) % 2
+    inputs[13, 2] = math.nan
+    table = tk.TensorTable(input=inputs, label=labels)
+    data = table if kind == "table" else torch.utils.data.TensorDataset(inputs, labels)
+    with tk.start_run("small", small_config(tmp_path, epochs=1)) as run, pytest.raises(UserError) as error:
+        standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=data, test=table).fit()
+    which = "row 13 of the training data" if kind == "table" else "the batch"
+    assert f"({which} is not finite in the column `input`; " in str(error.value)

@@ -19,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
+    TensorDataset,
 )
 
 import toolkit as tk
@@ -157,7 +158,12 @@ def refusal(
         (loader("stream"), {}, {}, "max_steps=None: nobody knows how many batches"),
         (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),
         (DataLoader([], batch_size=BATCH), {"max_steps": 3}, {"steps_per_epoch": 3}, "give no batches"),
-        (DataLoader(Points(), batch_size=BATCH), {}, {}, "a batch is a list: let samples be dicts, such as"),
+        (
+            rows_of(lambda y: (torch.zeros(4), y, y)),
+            {},
+            {},
+            "a batch is a list: let samples be pairs (input, label) or",
+        ),
         (
             DataLoader(Points(), BATCH, sampler=DistributedSampler(Points(), 2, 0)),
             {},
@@ -224,6 +230,20 @@ def test_data_that_are_no_samples_are_refused_in_one_line(tmp_path: Path, which:
         standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
     assert says in str(refused.value)
     assert str(refused.value).startswith("the training " if which == "train" else "the test ")
+
+
+@pytest.mark.parametrize("data", [TensorDataset, lambda *columns: DataLoader(TensorDataset(*columns), BATCH)])
+def test_pairs_are_inputs_and_labels(tmp_path: Path, data: Callable[..., Any]):
+    def fit(folder: str, train: Any) -> dict[str, Any]:
+        config = tk.RunConfig(run_dir=tmp_path / folder, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
+        with tk.start_run("loaders", config) as run:
+            torch.manual_seed(0)
+            table = tk.TensorTable(input=INPUTS, label=LABELS)
+            return standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=train, test=table).fit()
+
+    named = [{"input": row, "label": label} for row, label in zip(INPUTS, LABELS, strict=True)]
+    named = named if data is TensorDataset else DataLoader(named, BATCH)
+    assert fit("pairs", data(INPUTS, LABELS))["test_loss"] == fit("named", named)["test_loss"]
 
 
 @pytest.mark.parametrize("kind", [tuple, lambda rows: dict(enumerate(rows))])

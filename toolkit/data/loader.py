@@ -30,8 +30,8 @@ from toolkit.experts.parallel.seeding import derive_seed
 Look = Callable[[Mapping[str, Any]], object]
 """Raises UserError for a global batch that cannot be learned from: on every rank, because each reads all of it."""
 COLUMNS_AS_TABLE = (
-    "pass columns of tensors as tk.TensorTable(input=..., label=...), or a data set whose samples are dicts, such as "
-    '{"input": ..., "label": ...}'
+    "pass columns of tensors as tk.TensorTable(input=..., label=...), or a data set whose samples are pairs "
+    '(input, label) or dicts, such as {"input": ..., "label": ...}'
 )
 NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
 """What `TrainBatches` has beyond `LoaderBatches`: access to single rows."""
@@ -231,7 +231,13 @@ def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -
             batch = next(batches, None)
         if batch is None:
             return
-        yield batch
+        yield _named(batch)
+
+
+def _named(batch: Any) -> Any:
+    """A pair, as of a `TensorDataset` or of torchvision, becomes the columns "input" and "label"."""
+    pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(map(_has_rows, batch))
+    return {"input": batch[0], "label": batch[1]} if pair else batch
 
 
 @contextmanager
@@ -248,8 +254,8 @@ def size_of(batch: Any) -> int:
     """Samples in a batch. Raises UserError unless it is a mapping of values with one row per sample."""
     if not isinstance(batch, Mapping) or not batch:
         raise UserError(
-            f"a batch is a {type(batch).__name__}: let samples be dicts, such as "
-            '{"input": ..., "label": ...}, or the collate_fn of the DataLoader return a dict of tensors.'
+            f"a batch is a {type(batch).__name__}: let samples be pairs (input, label) or dicts, such as "
+            '{"input": ..., "label": ...}, or the collate_fn of the DataLoader return such.'
         )
     sizes = {name: len(value) if _has_rows(value) else type(value).__name__ for name, value in batch.items()}
     size = next(iter(sizes.values()))

@@ -173,7 +173,8 @@ def standard_trainer(
         task: Says what a loss is.
         model: As the recipe built it.
         optimizer: The recipe's, of any kind that treats each row of experts by itself.
-        train: A table; or a data set or a DataLoader that gives global batches, dicts of tensors with a row per sample.
+        train: A table; or a data set or a DataLoader that gives global batches: dicts of tensors with a row per sample,
+            or pairs, which become the columns `input` and `label`.
         test: The same, to evaluate on; None with `evaluation`.
         validation: The same, to choose by: early stopping goes by it, and by `test` where there is none.
         steps_per_epoch: Of a DataLoader, by default the number of its batches; where that is not known, the run ends at

@@ -159,6 +159,8 @@ class FiniteCheck:
         words = [f"the output of {module} is the first" if module else "the outputs of all modules are finite"]
         samples = trainer.batches.rows_of(step - 1)
         path = trainer.run.folder / REPORT
+        if bad := self._found_in_data(samples):
+            words.insert(0, bad)
         if samples:
             more = ", ..." if len(samples) > SHOWN_SAMPLES else ""
             words.append(f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more} (all in {path})")
@@ -167,6 +169,18 @@ class FiniteCheck:
             with suppress(OSError):
                 path.write_text(json.dumps(content) + "\n", encoding="utf-8")
         return " (" + "; ".join(words) + ")"
+
+    def _found_in_data(self, samples: list[int]) -> str | None:
+        """The first column of the batch that is not finite, and where `samples` are rows, its first. A collective."""
+        batches = [self._trainer.batches.table[torch.tensor(samples)]] if samples else self._trainer.micro_batches
+        mine = None
+        for batch in batches:
+            for name, column in batch.items():
+                if isinstance(column, torch.Tensor) and column.is_floating_point() and not column.isfinite().all():
+                    row = int((~column[:, None].flatten(1).isfinite().all(1)).nonzero()[0])
+                    which = f"row {samples[row]} of the training data" if samples else "the batch"
+                    mine = mine or f"{which} is not finite in the column `{name}`"
+        return next(filter(None, together(lambda: mine)), None)
 
     @staticmethod
     def _found(mine: str | None) -> str | None:
