@@ -14,6 +14,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# A path in place of a finder, which editors and type checkers cannot follow.
+EDITABLE := --config-settings editable_mode=compat -e
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # Without a GPU, a torch that is there before the resolver looks keeps it from fetching the CUDA packages.
 TORCH := $(if $(HAS_GPU),,torch==2.13.0)
@@ -89,7 +91,7 @@ test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two no
 
 .PHONY: test-ray
 test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine that loses a node and gets another, minutes
-	$(PY) -c 'import ray.train' 2>/dev/null || $(PIP) -e '.[ray]'
+	$(PY) -c 'import ray.train' 2>/dev/null || $(PIP) $(EDITABLE) '.[ray]'
 	$(PY) -m pytest -m ray tests/commands/test_ray_train.py
 
 .PHONY: check
@@ -144,13 +146,13 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV): about three minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
-	$(PIP) -e .
+	$(PIP) $(EDITABLE) .
 	@touch $@
 	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV): about three minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
-	$(PIP) -e '.[dev]'
+	$(PIP) $(EDITABLE) '.[dev]'
 	@touch $(VENV)/.installed $@
 	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"

@@ -16,6 +16,7 @@ from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT, run_distributed, run_recipe
 from toolkit.errors import UserError
 from toolkit.run import cli
+from toolkit.run.config.flags import as_typed
 from toolkit.run.launch import supervisor
 
 ON_PROCESSES = {1: [], 2: ["--num-processes", "2", "--cpu"]}
@@ -138,7 +139,7 @@ def attempt(*flags: str) -> str | None:
     try:
         main(config)
     except UserError as error:
-        return cli.as_typed(error, config)
+        return as_typed(error, config)
     return None
 
 

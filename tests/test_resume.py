@@ -91,7 +91,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
     folder = tmp_path / "run"
     with small_trainer(small_config(folder, max_steps=10)) as trainer:
         trainer.run.finish(trainer.fit())
-    with pytest.raises(tk.UserError, match=r"holds a finished run: .* --extend"):
+    with pytest.raises(tk.UserError, match=r"holds a finished run: .* extend=True"):
         train(small_config(folder, max_steps=20))
     with pytest.raises(tk.UserError, match="extend=True: the run has 10 steps already"):
         train(small_config(folder, max_steps=10, extend=True))
@@ -103,10 +103,32 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
     assert "extended to step 20: the schedule is that of a run of this length; the learning rate goes from" in (
         capsys.readouterr().out
     )
-    with pytest.raises(tk.UserError, match="--batch-size 5"):
+    with pytest.raises(tk.UserError, match="batch_size=5"):
         train(small_config(folder, max_steps=30, extend=True, batch_size=5))
-    with pytest.raises(tk.UserError, match="--extend True: no run in"):
+    with pytest.raises(tk.UserError, match="extend=True: no run in"):
         train(small_config(tmp_path / "none", extend=True))
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("refused", [{"max_steps": 10}, {"max_steps": 20, "resume_from": 5}])
+def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypatch, refused):
+    folder = tmp_path / "run"
+    often = {"checkpoint": CheckpointOptions(every_steps=5, keep=9)}
+    with small_trainer(small_config(folder, max_steps=10, **often)) as trainer:
+        trainer.run.finish(trainer.fit())
+    before = files(folder)
+
+    def does_not_fit(*_, **__):
+        raise tk.UserError("the model is another one.")
+
+    if "resume_from" in refused:
+        monkeypatch.setattr("toolkit.checkpoint.checkpoint.load_checkpoint", does_not_fit)
+    with pytest.raises(tk.UserError, match=r"has 10 steps already|the model is another one"):
+        train(small_config(folder, extend=True, **often, **refused))
+    assert files(folder) == before
 
 
 def test_gradient_accumulation_continues_exactly(tmp_path):

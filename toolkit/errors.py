@@ -73,8 +73,13 @@ def require_count(name: str, value: object, least: int = 1) -> None:
 class Preempted(BaseException):
     """The run was asked to stop, and left a verified checkpoint if it was training: `EXIT_PREEMPTED`.
 
-    No Exception, because a signal handler raises it anywhere: in an import, or in a `try` around reading a file.
+    No Exception, because a signal handler raises it anywhere: in an import, or in a `try` around reading a file. `code`
+    is the exit code: `EXIT_INTERRUPTED` after Ctrl-C.
     """
+
+    def __init__(self, message: str, code: int = EXIT_PREEMPTED):
+        super().__init__(message)
+        self.code = code
 
 
 class StepOutOfMemory(MemoryError):

@@ -33,7 +33,7 @@ from benchmarks.report import write_report
 from toolkit.run.tracking.jsonl import read_metrics
 
 RECIPE = """
-import os, sys, time
+import json, os, sys, time
 sys.path.insert(0, {root!r})
 from recipes import mnist_moe
 from tests.support.equality import in_float64
@@ -43,6 +43,8 @@ PRESETS = {{"debug": mnist_moe.debug}}
 step = Trainer.train_step
 
 def slowly(self, micro_batches):
+    beat = {{"rank": self.run.rank, "process": os.getpid(), "step": self.state.step}}
+    (self.run.folder / f".rank-{{self.run.rank}}.json").write_text(json.dumps(beat))
     time.sleep({pause})
     step(self, micro_batches)
 
@@ -131,10 +133,10 @@ class DisturbedRun:
     def ranks(self) -> dict[int, dict[str, Any]]:
         """What each rank that trains now wrote last, by its number."""
         found = {}
-        for path in (self.folder / ".heartbeats").glob("rank-*.json"):
+        for path in self.folder.glob(".rank-*.json"):
             try:
                 beat = json.loads(path.read_text())
-                os.kill(pid_of(beat), 0)
+                os.kill(beat["process"], 0)
             except (OSError, ValueError):
                 continue
             found[beat["rank"]] = beat
@@ -156,16 +158,12 @@ class DisturbedRun:
         self.wait_for(lambda: self.step() >= begun + steps or self.process.poll() == 0, f"{steps} more steps")
 
 
-def pid_of(beat: dict[str, Any]) -> int:
-    return int(beat["where"].rpartition(" ")[2])
-
-
 def disturb(run: DisturbedRun, cluster: Machines, kind: str, draws: random.Random) -> None:
     """One fault; the run trains again when this returns."""
     starts = run.starts()
     if kind == "kill":
         rank = draws.choice(sorted(run.ranks()))
-        os.kill(pid_of(run.ranks()[rank]), signal.SIGKILL)
+        os.kill(run.ranks()[rank]["process"], signal.SIGKILL)
     elif kind == "remove":
         cluster.remove(draws.randrange(len(cluster.nodes)))
     else:

@@ -44,7 +44,7 @@ def main(config: tk.RunConfig) -> dict[str, Any]:
         images, labels = data.train.columns["input"], data.train.columns["label"].long()
         model = build_model(data)
         model, optimizer = ExpertParallel(run.accelerator).prepare(model, build_optimizer(config, model))
-        run.begin_tracking()
+        run.begin()
         step, loss = 0, torch.tensor(0.0)
         for epoch in range(config.epochs):
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(config.seed + epoch))

@@ -23,7 +23,7 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         undisturbed = train(small_config(parent / "shared by both"), ep_size=2)
         mine = "ab"[dist.get_rank()]
-        with pytest.raises(UserError, match=r"--run-dir .* is not the same on all machines: give one that they share"):
+        with pytest.raises(UserError, match=r"run_dir=.* is not the same on all machines: give one that they share"):
             train(small_config(parent / mine), ep_size=2)
         settings = {"storage": f"file://{parent}/bucket/run"}
         with pytest.raises(Preempted):
@@ -105,23 +105,23 @@ def test_a_storage_that_does_not_answer_ends_a_start_and_not_a_run(bucket: str, 
     assert "step-00000020 is not in " in said
     assert "lacks the last files" in said
     monkeypatch.setattr(Storage, "names", fail)
-    with pytest.raises(UserError, match=r"--storage memory://.*: cannot be read \(no route\): choose another"):
+    with pytest.raises(UserError, match=r"storage=memory://.*: cannot be read \(no route\): choose another"):
         train(small(tmp_path / "other", bucket))
 
 
 def test_what_a_storage_holds_is_neither_begun_anew_nor_gone_back_in(bucket: str, tmp_path: Path):
     finish(small(tmp_path / "run", bucket))
     assert {"config.json", "metrics.jsonl", "results.json", "summary.txt"} <= {*Storage(bucket).names()}
-    with pytest.raises(UserError, match=r"--storage .*: holds a run, and --resume no was given"):
+    with pytest.raises(UserError, match=r"storage=.*: holds a run, and resume='no' was given"):
         train(small(tmp_path / "other", bucket, resume="no"))
-    with pytest.raises(UserError, match=r"--run-dir .*: holds a finished run"):
+    with pytest.raises(UserError, match=r"run_dir=.*: holds a finished run"):
         train(small(tmp_path / "another", bucket))
-    with pytest.raises(UserError, match="--resume yes: no run in memory://nothing"):
+    with pytest.raises(UserError, match="resume='yes': no run in memory://nothing"):
         train(small(tmp_path / "third", "memory://nothing", resume="yes"))
     with pytest.raises(UserError, match="resume_from=4: leave storage out"):
         small(tmp_path / "fourth", bucket, resume_from=4)
 
 
 def test_a_storage_that_fsspec_does_not_know_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"--storage nosuch://x: cannot be used \(.*nosuch"):
+    with pytest.raises(UserError, match=r"storage=nosuch://x: cannot be used \(.*nosuch"):
         train(small(tmp_path / "run", "nosuch://x"))

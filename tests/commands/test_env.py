@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -81,18 +79,3 @@ def test_the_limit_of_memory_is_the_least_of_the_groups(monkeypatch: pytest.Monk
     (tmp_path / "memory" / "job").mkdir(parents=True)
     (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{1 << 20}\n")
     assert hardware.memory_limit_bytes() == 1 << 20
-
-
-def test_the_limits_of_a_process_are_read_and_said(monkeypatch: pytest.MonkeyPatch):
-    limits = {resource.RLIMIT_AS: 9 << 30, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
-    used = SimpleNamespace(vms=3 << 30, data=1 << 30)
-    monkeypatch.setattr(hardware.resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
-    monkeypatch.setattr(hardware.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: used))
-    monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: 8 << 30)
-    assert hardware.mappable_bytes() == 6 << 30
-    limits[resource.RLIMIT_DATA] = 2 << 30
-    assert hardware.mappable_bytes() == 1 << 30
-    said = "8.0 GiB for all processes (control group), 1.0 GiB left of this process's own (ulimit)"
-    assert hardware.describe_memory_limits() == said
-    limits |= dict.fromkeys(limits, resource.RLIM_INFINITY)
-    assert hardware.mappable_bytes() is None

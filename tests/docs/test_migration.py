@@ -21,7 +21,7 @@ import pytest
 from tests.support.helpers import ROOT
 from toolkit.commands import COMMANDS
 from toolkit.run import cli
-from toolkit.run.config.foreign_flags import REMEDIES
+from toolkit.run.config.flags import REMEDIES, flags_of
 
 PAGES = sorted((ROOT / "docs" / "start" / "migration").glob("*.md"))
 COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")
@@ -35,7 +35,7 @@ def recipes_of(text: str) -> dict[str, Any]:
 
 
 def flags_of_recipe(recipe: Any) -> set[str]:
-    return set(cli.flags_of(type(next(iter(recipe.PRESETS.values()))())))
+    return set(flags_of(type(next(iter(recipe.PRESETS.values()))())))
 
 
 def flags_of_commands(text: str) -> set[str]:

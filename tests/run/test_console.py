@@ -55,6 +55,12 @@ def test_the_time_that_is_left_is_said_as_a_clock_would(seconds, said):
     assert metrics_line(values, 5, 10, seconds) == f"step  5/10  loss 0.1000  eta {said}"
 
 
+def test_a_narrow_line_keeps_the_step_and_the_time_that_is_left():
+    numbers = {"epoch": 12.5, "loss": 12.09213, "accuracy": 1.0, "learning_rate": 1.8e-3}
+    values = {f"train/{name}": value for name, value in numbers.items()} | {"perf/samples_per_second": 1_142_000.3}
+    assert metrics_line(values, 5, 10, 42, width=40) == "step  5/10  loss 12.0921  eta 0:42"
+
+
 def test_a_line_leaves_out_what_is_not_known():
     assert metrics_line({}, 5, 10) == "step  5/10"
 

@@ -68,12 +68,3 @@ def test_freed_memory_is_kept_inside_also_after_a_nested_use_and_returned_outsid
     before, inside, after = (int(line) for line in done.stdout.split())
     assert inside < before / 2
     assert inside < after / 2
-
-
-def test_it_decorates_a_function():
-    @process_settings()
-    def train() -> bool:
-        return flushes_subnormals()
-
-    assert train()
-    assert not flushes_subnormals()

@@ -6,34 +6,25 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import ROOT, run_distributed
+from tests.support.helpers import run_distributed
 from toolkit.errors import Preempted, UserError
+from toolkit.run import provenance
+from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.config.run import RunConfig
 from toolkit.run.process_settings import flushes_subnormals
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
-
-HOLD_FOLDER = """
-import sys, time
-from pathlib import Path
-from toolkit.run.config.run import RunConfig
-from toolkit.run.run import start_run
-run = start_run("toy", RunConfig(run_dir=Path(sys.argv[1]), tracker="none", cpu=True))
-run.log({"train/loss": 1.0}, 10)
-print("ready", flush=True)
-time.sleep(100)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -102,22 +93,6 @@ def test_subnormal_numbers_are_flushed_only_while_a_run_lasts(before):
         torch.set_flush_denormal(False)
 
 
-def test_numpy_finds_subnormal_numbers_in_spite_of_that(tmp_path):
-    """numpy 2.0 to 2.3 warned in the middle of a run, on stderr; newer ones answer alike with this and without."""
-    program = """
-import sys
-from pathlib import Path
-import numpy as np
-from toolkit.run.config.run import RunConfig
-from toolkit.run.run import start_run
-with start_run("recipe", RunConfig(cpu=True, tracker="none", run_dir=Path(sys.argv[1]))):
-    assert np.finfo(np.float32).smallest_subnormal == np.float32(1e-45), np.finfo(np.float32)
-    str(np.finfo(np.float64))
-"""
-    command = [sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path / "run")]
-    subprocess.run(command, check=True, cwd=ROOT)
-
-
 def test_lines_of_metrics_are_on_disk_before_the_run_ends():
     with start_run("toy", config()) as run:
         run.log({"train/loss": 0.5, "moe/load/block": [0.25, 0.75]}, 10)
@@ -130,21 +105,6 @@ def test_a_second_job_on_a_folder_is_refused(tmp_path):
         start_run("toy", config(run_dir=tmp_path))
     with start_run("toy", config(run_dir=tmp_path)) as run:
         assert run.continues
-
-
-def test_a_job_in_another_process_holds_its_folder_until_it_is_killed(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HOLD_FOLDER, str(tmp_path)]
-    holder = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    with holder, holder.stdout as said:
-        assert any(line == "ready\n" for line in said)
-        with pytest.raises(UserError, match="another job uses this folder"):
-            start_run("toy", config(run_dir=tmp_path))
-        holder.send_signal(signal.SIGKILL)
-    with start_run("toy", config(run_dir=tmp_path)) as run:
-        assert run.continues
-        assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [10]
 
 
 def test_the_same_command_continues_an_unfinished_run_in_one_unbroken_record(tmp_path):
@@ -176,7 +136,7 @@ def test_another_config_is_not_a_continuation_and_the_field_is_named(tmp_path):
     with start_run("toy", config(run_dir=tmp_path)) as run:
         pass
     changed = run.config.replace(optimizer=run.config.optimizer.replace(weight_decay=0.5))
-    with pytest.raises(UserError, match=r"--optimizer.weight-decay 0.5: .* started with 0.01: .*--run-dir"):
+    with pytest.raises(UserError, match=r"optimizer.weight_decay=0.5: .* started with 0.01: .* another run_dir"):
         start_run("toy", changed)
     with pytest.raises(UserError, match="a run of the recipe toy"):
         start_run("other", run.config)
@@ -281,14 +241,14 @@ def test_a_reader_that_has_enough_of_the_console_log_does_not_end_the_run(monkey
 
 def test_resume_no_refuses_a_used_folder(tmp_path):
     start_run("toy", config(run_dir=tmp_path, resume="no")).close()
-    with pytest.raises(UserError, match="--resume no"):
+    with pytest.raises(UserError, match="resume='no'"):
         start_run("toy", config(run_dir=tmp_path, resume="no"))
 
 
 def test_resume_yes_takes_the_newest_run_of_the_recipe_and_refuses_to_begin_one(tmp_path):
-    with pytest.raises(UserError, match="--resume yes: no run in"):
+    with pytest.raises(UserError, match="resume='yes': no run in"):
         start_run("toy", config(resume="yes"))
-    with pytest.raises(UserError, match="--resume yes: no run in"):
+    with pytest.raises(UserError, match="resume='yes': no run in"):
         start_run("toy", config(resume="yes", run_dir=tmp_path / "nothing"))
     assert not (tmp_path / "nothing").exists()
     for name in ("b", "a"):
@@ -300,7 +260,7 @@ def test_resume_yes_takes_the_newest_run_of_the_recipe_and_refuses_to_begin_one(
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--run-dir .*choose another"):
+    with pytest.raises(UserError, match=r"run_dir=.*choose another"):
         start_run("toy", config(run_dir=tmp_path / "file" / "run"))
 
 
@@ -315,7 +275,7 @@ def test_a_damaged_config_is_written_anew_and_said(damaged, tmp_path, capsys):
 
 
 def test_fp16_on_a_cpu_is_refused():
-    with pytest.raises(UserError, match=r"--mixed-precision fp16: .*bf16"):
+    with pytest.raises(UserError, match=r"mixed_precision='fp16': .*bf16"):
         start_run("toy", config(mixed_precision="fp16"))
 
 
@@ -414,3 +374,66 @@ def test_ranks_share_one_folder_refuse_alike_and_hear_of_the_main_process_failin
     assert "batch_size=63" in first[0]
     assert first[5] == "division"
     assert len(list(read_metrics(Path(first[3]) / "metrics.jsonl"))) == 1
+
+
+def _started(changes: dict[str, Any], versions: dict[str, str]) -> str:
+    if dist.get_rank() == 1:
+        real = provenance.versions()
+        provenance.versions = lambda: real | versions
+    try:
+        start_run("toy", config(**(changes if dist.get_rank() == 1 else {}))).close()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "versions", "says"),
+    [
+        ({"lr": 0.5}, {}, "lr=0.5: so was rank 1 started, and rank 0 with 0.001: start all processes alike."),
+        ({"batch_size": 63}, {}, "batch_size=63: so was rank 1 started, and rank 0 with 64"),
+        ({"optimizer": OptimizerOptions(weight_decay=0.5)}, {}, "optimizer.weight_decay=0.5: so was rank 1 started"),
+        ({}, {"torch": "1.0"}, "torch='1.0': so was rank 1 started, and rank 0 with"),
+        ({"data_dir": Path("elsewhere")}, {"python": "3.0"}, ""),
+    ],
+)
+def test_ranks_that_were_started_with_something_else_are_refused_on_all(tmp_path, monkeypatch, changes, versions, says):
+    monkeypatch.chdir(tmp_path)
+    first, second = run_distributed(_started, 2, changes, versions)
+    assert first == second
+    assert first.startswith(says)
+    assert bool(first) == bool(says)
+
+
+def test_code_that_differs_is_told_by_its_digest(tmp_path, monkeypatch):
+    script = tmp_path / "recipe.py"
+    monkeypatch.setattr("sys.argv", [str(script)])
+    script.write_text("a = 1")
+    before = provenance._digest_of_code()
+    assert provenance._digest_of_code() == before
+    script.write_text("a = 2")
+    assert provenance._digest_of_code() != before
+
+
+def test_the_time_of_a_run_does_not_jump_with_the_clock(tmp_path, monkeypatch):
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        assert run.finish({})["wall_seconds"] >= 0
+
+
+def test_a_folder_of_other_files_is_refused_and_left_as_it_was(tmp_path):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.txt").write_text("one")
+    with pytest.raises(UserError, match=r"run_dir=.*thesis: it holds other files and no run"):
+        start_run("toy", config(run_dir=folder))
+    assert [path.name for path in folder.iterdir()] == ["chapter.txt"]
+
+
+def test_mps_is_refused_because_it_has_no_float64(monkeypatch):
+    class OnMps(SimpleNamespace):
+        device, mixed_precision = torch.device("mps"), "no"
+
+    monkeypatch.setattr("toolkit.run.accelerator.Accelerator", lambda **_: OnMps())
+    with pytest.raises(UserError, match="mps has no float64, in which samples are counted: use cpu=True"):
+        build_accelerator(RunConfig())

@@ -67,7 +67,7 @@ class Stop(tk.Callback):
             os.kill(os.getpid(), getattr(signal, self.how))
 
 
-def small_config(folder: Path, **settings: Any) -> SmallConfig:
+def small_config(folder: Path | None, **settings: Any) -> SmallConfig:
     settings = {"batch_size": BATCH, "epochs": EPOCHS, "lr": 0.02, "log_every": 3} | settings
     return SmallConfig(run_dir=folder, tracker="none", cpu=True, **settings)
 

@@ -198,6 +198,48 @@ def test_nan_is_the_worst_of_all_evaluations(values: list[float], best: float):
     assert evaluation._results["test_loss"] == pytest.approx(values[-1], nan_ok=True)
 
 
+def test_a_second_moment_that_overflowed_is_never_saved(tmp_path: Path):
+    """It divides every later update of its weight to nothing, and loss and weights stay finite."""
+
+    class Overflow(tk.Callback):
+        def on_step_end(self, trainer: tk.Trainer) -> None:
+            if trainer.state.step == 4:
+                trainer.optimizer.state[trainer.raw_model.head.weight]["exp_avg_sq"][0, 0] = math.inf
+
+    config = small_config(tmp_path, checkpoint=CheckpointOptions(every_steps=2, keep=1))
+    with (
+        pytest.raises(UserError, match=r"after step 4: exp_avg_sq of head\.weight is not finite"),
+        small_trainer(config, callbacks=[Overflow()]) as trainer,
+    ):
+        trainer.fit()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+class Drift(tk.Callback):
+    """Changes a weight on one rank after step 4."""
+
+    def on_step_end(self, trainer: tk.Trainer) -> None:
+        if trainer.state.step == 4 and trainer.run.rank == 1:
+            trainer.raw_model.head.weight.data[0, 0] += 1e-3
+
+
+def drifted(folder: Path, settings: dict[str, Any]) -> str:
+    with (
+        pytest.raises(UserError) as error,
+        small_trainer(small_config(folder, **settings), ep_size=2, callbacks=[Drift()]) as trainer,
+    ):
+        trainer.fit()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"log_every": 6}, {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}]
+)
+def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_checkpoint(tmp_path: Path, settings):
+    for told in run_distributed(drifted, 2, tmp_path, settings):
+        assert told.startswith("step 6: the weights of 1 replicated parameter(s), first 'head.weight', differ between")
+
+
 @pytest.mark.parametrize("kind", ["table", "loader"])
 def test_the_row_of_the_data_that_is_not_finite_is_named(tmp_path: Path, kind: str):
     inputs, labels = torch.zeros(20, 4), torch.arange(20) % 2

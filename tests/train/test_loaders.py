@@ -155,7 +155,7 @@ def refusal(
     ("data", "settings", "options", "says"),
     [
         (loader("shuffled"), {"batch_size": 16}, {}, "batch_size=16: the DataLoader gives 8 samples"),
-        (loader("stream"), {}, {}, "--max-steps None: nobody knows how many batches"),
+        (loader("stream"), {}, {}, "max_steps=None: nobody knows how many batches"),
         (loader("shuffled"), {"epochs": 2}, {"steps_per_epoch": 9}, "ended after 6 of 9 steps: give steps_per_epoch=6"),
         (DataLoader([], batch_size=BATCH), {"max_steps": 3}, {"steps_per_epoch": 3}, "give no batches"),
         (
@@ -220,14 +220,7 @@ INPUTS, LABELS = torch.zeros(SAMPLES, 4), torch.arange(SAMPLES) % 3
     [
         (pandas.DataFrame({"label": LABELS}), "data are of type DataFrame: pass columns of tensors as tk.TensorTable("),
         ((INPUTS, LABELS), "data are of type tuple: pass columns of tensors as tk.TensorTable("),
-        (
-            {"input": INPUTS.numpy(), "label": LABELS},
-            "data are of type dict: pass columns of tensors as tk.TensorTable(",
-        ),
-        (INPUTS, "data are of type Tensor: pass columns of tensors as tk.TensorTable("),
-        ("mnist", "data are of type str: pass columns of tensors as tk.TensorTable("),
         ({"train": loader("shuffled"), "test": []}, "data are of type dict: pass columns of tensors as"),
-        (SAMPLES, "data are of type int: pass columns of tensors as tk.TensorTable("),
     ],
 )
 def test_data_that_are_no_samples_are_refused_in_one_line(tmp_path: Path, which: str, columns: Any, says: str):
@@ -318,14 +311,6 @@ def test_data_that_differ_between_ranks_are_refused_on_all_of_them(tmp_path: Pat
         assert told.startswith("the DataLoader gives other batches on another process")
 
 
-def test_a_data_set_without_a_loader_is_read_in_global_batches(tmp_path: Path):
-    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, log_every=1)
-    rows = [{"input": torch.full((4,), float(row)), "label": row % 3} for row in range(SAMPLES)]
-    with tk.start_run("loaders", config) as run:
-        trainer = standard_trainer(run, tk.Classification(), nn.Linear(4, 3), train=rows, test=rows)
-        assert trainer.fit()["samples"] == SAMPLES
-
-
 def test_what_needs_single_rows_says_so(tmp_path: Path):
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH)
     with tk.start_run("loaders", config) as run:
@@ -343,5 +328,11 @@ def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, mo
         return DataLoader(points, batch_size=BATCH, collate_fn=collate)
 
     monkeypatch.setitem(train.__globals__, "loader", shrinking)
-    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the --dataset"):
+    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the dataset"):
         train(tmp_path / "run", "shrinking", stop_at=3)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_evaluations_come_every_few_steps_also_where_nobody_knows_an_epoch(tmp_path: Path, kind: str):
+    lines, _ = train(tmp_path, kind, epochs=3, eval_every_steps=4, max_steps=14)
+    assert [line["step"] for line in lines if "eval/loss" in line] == [4, 8, 12, 14]

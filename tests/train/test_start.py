@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +19,10 @@ from torch import nn
 import toolkit as tk
 from recipes import mnist_moe
 from tests.support.helpers import ROOT, run_distributed
+from tests.support.trainers import standard_trainer
 from toolkit.run.config.callback_options import EarlyStoppingOptions
+from toolkit.train.build import with_batch_norm
+from toolkit.train.optim import warmup_steps
 from toolkit.train.start import count_parameters, describe_start, print_idle_settings
 
 
@@ -51,11 +59,11 @@ def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys:
         ),
         (
             {"early_stopping": EarlyStoppingOptions(metric="foo")},
-            "--early-stopping.metric foo: no effect without --early-stopping.patience.",
+            "--early-stopping.metric foo: no effect with --early-stopping.patience none.",
         ),
         (
             {"early_stopping": EarlyStoppingOptions(min_delta=0.1)},
-            "--early-stopping.min-delta 0.1: no effect without --early-stopping.patience.",
+            "--early-stopping.min-delta 0.1: no effect with --early-stopping.patience none.",
         ),
     ],
 )
@@ -65,7 +73,8 @@ def test_settings_without_effect_are_named(
     for given in (settings, {}):
         with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, **given)) as run:
             capsys.readouterr()
-            print_idle_settings(run, max_steps=20, steps_per_epoch=10)
+            steps = warmup_steps(run.config.schedule, 10)
+            print_idle_settings(run, nn.Linear(1, 1), warmup_steps=steps, max_steps=20)
         assert (says in capsys.readouterr().out) == bool(given)
         tmp_path = tmp_path / "usual"
 
@@ -90,15 +99,16 @@ def test_a_model_without_experts_has_no_second_number():
 @pytest.mark.parametrize(
     ("gpus", "asked", "says"),
     [
-        (4, None, "device      cuda, 1 process, float32 (one of 4 GPUs: --num-processes 4 uses all)"),
-        (4, 1, "device      cuda, 1 process, float32"),
-        (1, None, "device      cuda, 1 process, float32"),
+        (4, None, "device      cuda (4 x NVIDIA L4), 1 process, float32 (one of 4 GPUs: --num-processes 4 uses all)"),
+        (4, 1, "device      cuda (4 x NVIDIA L4), 1 process, float32"),
+        (1, None, "device      cuda (1 x NVIDIA L4), 1 process, float32"),
     ],
 )
 def test_one_of_several_gpus_is_named_unless_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int | None, says: str
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L4")
     with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, num_processes=asked)) as run:
         run.device = torch.device("cuda")
         assert describe_start(run, nn.Linear(4, 8), data="", steps="").splitlines()[0] == says
@@ -116,3 +126,51 @@ def test_an_installation_says_how_long_it_takes_and_how_to_activate_it(tmp_path:
     )  # fmt: skip
     assert "about three minutes" in done.stdout
     assert f"source {tmp_path}/venv/bin/activate" in done.stdout
+
+
+def normed(folder: Path, sync_bn: bool) -> str:
+    config = tk.RunConfig(run_dir=folder, tracker="none", cpu=True, batch_size=4, epochs=1, sync_bn=sync_bn)
+    table = tk.TensorTable(input=torch.randn(8, 4), label=torch.arange(8) % 2)
+    said: list[str] = []
+    with tk.start_run("mine", config) as run:
+        run.print = said.append
+        try:
+            standard_trainer(
+                run, tk.Classification(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), train=table, test=table
+            )
+        except tk.UserError as error:
+            return str(error)
+    return "\n".join(said)
+
+
+def test_batch_norm_on_several_processes_is_said_and_not_synchronised_on_a_cpu(tmp_path: Path):
+    for said in run_distributed(normed, 2, tmp_path / "each", False):
+        assert "batch norm is over each process's part of the batch, unlike in one process: --sync-bn has it" in said
+    for said in run_distributed(normed, 2, tmp_path / "all", True):
+        assert said == "sync_bn=True: torch has no SyncBatchNorm on a CPU: leave it out."
+    assert "batch norm" not in run_distributed(normed, 1, tmp_path / "one", False)[0]
+
+
+def test_batch_norm_of_gpus_is_synchronised_and_keeps_its_weights():
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    run: Any = SimpleNamespace(world_size=2, device=torch.device("cuda"), config=tk.RunConfig(sync_bn=True))
+    synced = with_batch_norm(run, model)
+    assert isinstance(synced[1], nn.SyncBatchNorm)
+    assert synced[1].weight is model[1].weight
+
+
+def test_editors_and_type_checkers_find_the_package_that_make_installs(tmp_path: Path):
+    """They follow a path in a .pth file, and no finder, which is what setuptools writes by itself."""
+    mode = re.search(r"editable_mode=(\w+)", (ROOT / "Makefile").read_text())
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
+    options = f"{str(tmp_path)!r}, {{'editable_mode': {mode and mode[1]!r}}}"
+    code = f"import setuptools.build_meta as build; build.build_editable({options})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (path,) = [name for name in files.namelist() if name.endswith(".pth")]
+        assert files.read(path).decode().strip() == str(source)

@@ -51,15 +51,13 @@ def prune(folder: Path, step: int, keep: int, best: int | None, say: Callable[[s
         say(f"warning: an old checkpoint could not be deleted ({error}); training goes on.")
 
 
-def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    """Put the checkpoints after `step` aside, so that a run continues from it; only once for each `step`.
+def to_go_back_to(folder: Path, step: int) -> Path | None:
+    """The checkpoint of `step`; None where the run went back to it before, and continues from then on.
 
-    They go to `after-step-...`, and that folder, empty perhaps, is also the mark that it was done: the same command
-    continues the run from then on. Raises UserError where there is no such checkpoint, or it is damaged.
+    Raises UserError where there is no such checkpoint, or it is damaged.
     """
-    aside = folder / f"after-step-{step:08d}"
-    if aside.exists():
-        return
+    if _aside(folder, step).exists():
+        return None
     known = {step_of(path): path for path in newest_first(folder)}
     if step not in known:
         steps = ", ".join(str(known_step) for known_step in sorted(known)) or "none"
@@ -70,14 +68,30 @@ def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
         )
     if damage := manifest.find_damage(known[step]):
         raise UserError(field="resume_from", value=step, remedy=f"{damage}: take another")
+    return known[step]
+
+
+def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
+    """Put the checkpoints after `step` aside, so that a run continues from it; only once for each `step`.
+
+    They go to `after-step-...`, and that folder, empty perhaps, is also the mark that it was done: the same command
+    continues the run from then on.
+    """
+    aside = _aside(folder, step)
+    if aside.exists():
+        return
     moving = folder / f".{aside.name}"
     moving.mkdir(exist_ok=True)
-    later = [path for path in known.values() if step_of(path) > step]
+    later = [path for path in newest_first(folder) if step_of(path) > step]
     for path in later:
         path.rename(moving / path.name)
     moving.rename(aside)
     if later:
         say(f"going back to step {step:,}: {len(later)} later checkpoint(s) are kept in {aside}.")
+
+
+def _aside(folder: Path, step: int) -> Path:
+    return folder / f"after-step-{step:08d}"
 
 
 def drop_older(folder: Path, step: int, best: int | None, say: Callable[[str], None], missing: int) -> None:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from datetime import timedelta
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, str_to_bool
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch.distributed import DistNetworkError
 
 from toolkit.compat import reset_accelerator_state
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import ddp_options
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch.children import holding_signals
+from toolkit.run.launch.children import GRACE_S, holding_signals
+from toolkit.run.launch.restarts import STORE
+from toolkit.run.launch.world import end_from_a_thread, is_set
+
+_meetings = itertools.count()
+"""A process group that is made after another one was destroyed needs a new file."""
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """Returns what Accelerate is told of `config`. Raises UserError for what the device cannot do, for a variable of
-    Accelerate that it cannot follow, and for a port that another program has."""
+    """Returns what Accelerate is told of `config`. Raises UserError for what the device cannot do, and for a port that
+    another program has."""
     reset_accelerator_state()
-    _check_environment(config)
+    # A program that takes the connection and says nothing is waited for without an end by torch.
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    silent = f"error: what listens at {where} did not answer within --process-timeout: correct the two, or start it."
+    timer = threading.Timer(60 * config.process_timeout + GRACE_S, end_from_a_thread, [silent])
+    timer.daemon = True
+    timer.start()
     try:
         with holding_signals():  # one would interrupt a connection to another process, which is tried for minutes
             accelerator = Accelerator(
@@ -31,7 +42,9 @@ def build_accelerator(config: RunConfig) -> Accelerator:
                     num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
                 ),
                 kwargs_handlers=[
-                    InitProcessGroupKwargs(timeout=timedelta(minutes=config.process_timeout)),
+                    InitProcessGroupKwargs(
+                        init_method=_init_method(config), timeout=timedelta(minutes=config.process_timeout)
+                    ),
                     ddp_options(config.ddp),
                 ],
             )
@@ -39,33 +52,35 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         reset_accelerator_state()
         if "mixed precision" not in str(error):
             raise
-        raise UserError(f"--mixed-precision {config.mixed_precision}: this device cannot do it: use no.") from error
+        raise UserError(
+            field="mixed_precision", value=config.mixed_precision, remedy="this device cannot do it: use no"
+        ) from error
     except DistNetworkError as error:
         reset_accelerator_state()
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"MASTER_PORT {port}: another program on this machine listens there: take another.") from error
+    finally:
+        timer.cancel()
+    if accelerator.device.type == "mps":
+        raise UserError(
+            field="cpu", value=False, remedy="mps has no float64, in which samples are counted: use cpu=True"
+        )
     # Accelerate trains on in float32 here, without a word.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError("--mixed-precision fp16: a CPU has no fp16 training: use bf16 or no.")
+        raise UserError(field="mixed_precision", value="fp16", remedy="a CPU has no fp16 training: use bf16 or no")
     if config.ddp.comm_hook == "bf16" and accelerator.device.type == "cpu":
-        raise UserError("--ddp.comm-hook bf16: a CPU cannot add bf16 gradients of several processes: use fp16 or no.")
+        remedy = "a CPU cannot add bf16 gradients of several processes: use fp16 or no"
+        raise UserError(field="ddp.comm_hook", value="bf16", remedy=remedy)
     return accelerator
 
 
-def _check_environment(config: RunConfig) -> None:
-    """Raise UserError for a variable of Accelerate that would end in its traceback, here or when it moves a model."""
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "no")
-    try:
-        str_to_bool(on_cpu)
-    except ValueError:
-        raise UserError(f"ACCELERATE_USE_CPU={on_cpu}: is neither true nor false: take one, or unset it.") from None
-    here = torch.accelerator.current_accelerator(check_available=True)
-    device = os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu")
-    if device.partition(":")[0] not in ("cpu", here.type if here is not None else "cpu"):
-        raise UserError(f"ACCELERATE_TORCH_DEVICE={device}: there is no such device here: unset it.")
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if config.mixed_precision is None and precision.lower() not in ("no", "fp16", "bf16"):
-        remedy = "give --mixed-precision no, fp16 or bf16"
-        raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: a run has no such precision: {remedy}.")
+def _init_method(config: RunConfig) -> str | None:
+    """Returns where ranks of one machine meet: in a file, because torch's server listens to the whole network."""
+    if (path := os.environ.get(STORE)) is None:
+        return None
+    path += f"-{next(_meetings)}"
+    if config.cpu or is_set("ACCELERATE_USE_CPU"):  # then Accelerate says which rank this is
+        return f"file://{path}"
+    return f"file://{path}?rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"

@@ -8,11 +8,11 @@ python recipes/mnist_moe.py --config mine.yaml         flags from a file; those 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -21,7 +21,6 @@ from toolkit.errors import (
     EXIT_BUG,
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
     EXIT_USER_ERROR,
     Preempted,
     StepOutOfMemory,
@@ -30,7 +29,7 @@ from toolkit.errors import (
 )
 from toolkit.experts.options import Options
 from toolkit.run.config.file import CONFIG, words_of_file
-from toolkit.run.config.foreign_flags import remedy_for
+from toolkit.run.config.flags import as_typed, flags_of, instead_of, nearest
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch import supervisor, world
 from toolkit.run.launch.restarts import CAUSE, send
@@ -43,7 +42,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     """Parse the command line, start the processes of --num-processes, run `main` and exit: the last line of a recipe.
 
     Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
-    checkpoint, or before training, 130 Ctrl-C.
+    checkpoint, or before training, 130 Ctrl-C, in training after a checkpoint.
     """
     prepare_streams()
     config = None
@@ -59,7 +58,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
         world.leave(EXIT_USER_ERROR)
     except Preempted as stop:
         world.report(str(stop), label="")
-        world.leave(EXIT_PREEMPTED)
+        world.leave(stop.code)
     except KeyboardInterrupt:
         world.report("stopped by Ctrl-C.", label="")
         world.leave(EXIT_INTERRUPTED)
@@ -82,7 +81,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
     """The config of a preset, changed by the file of --config, changed by the flags in `args`.
 
-    --help prints and exits.
+    --help prints what is needed most and exits, `--help all` prints every flag.
 
     Raises:
         UserError: for any other word, flag or value.
@@ -95,23 +94,28 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         preset = args.pop(0)
     if preset not in presets:
         known = ", ".join(presets)
-        raise UserError(f"unknown preset {preset!r}: {_nearest(preset, presets) or f'take one of {known}.'}")
+        raise UserError(f"unknown preset {preset!r}: {nearest(preset, presets) or f'take one of {known}.'}")
     default = presets[preset]()
     flags = flags_of(type(default))
-    words, files = _take_config(_as_tyro(args, flags))
+    if "--help" in args and args[args.index("--help") + 1 :][:1] != ["all"]:
+        _print_help(_short_help(presets, default, doc))
+    words = _as_tyro([word for word in args if word != "all" or "--help" not in args], flags)
     in_file: list[str] = []
     where = ""
-    if files:
-        where = f"{CONFIG} {files[-1]}: "
+    if CONFIG in words:
+        at = words.index(CONFIG)
+        _, file, *_ = [*words[at:], ""]
+        del words[at : at + 2]
+        where = f"{CONFIG} {file}: "
         try:
-            in_file = _as_tyro(words_of_file(Path(files[-1]), flags), flags)
+            in_file = _as_tyro(words_of_file(Path(file), flags), flags)
         except UserError as error:
             raise UserError(f"{where}{error}") from None
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             config = tyro.cli(
-                type(default), default=default, args=[*in_file, *words], description=_description(presets, flags, doc)
+                type(default), default=default, args=[*in_file, *words], description=_description(presets, doc)
             )
     except SystemExit as stop:
         if not stop.code:
@@ -130,58 +134,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     return config
 
 
-COMMON = ("epochs", "batch-size", "lr", "seed", "dataset", "run-dir", "num-processes", "cpu", "tracker", "experts")
-"""Flags that --help names first, where a recipe has them."""
-
-
-def flags_of(options: type[Options], prefix: str = "--") -> dict[str, Any]:
-    """Returns every flag of a config, with the type of its field; a switch is there with its opposite, too."""
-    flags: dict[str, Any] = {}
-    for name, field in options.model_fields.items():
-        hint: Any = field.annotation
-        word = name.replace("_", "-")
-        if isinstance(hint, type) and issubclass(hint, Options):
-            flags |= flags_of(hint, f"{prefix}{word}.")
-            continue
-        flags[f"{prefix}{word}"] = hint
-        if hint is bool:
-            flags[f"{prefix}no-{word}"] = hint
-    return flags
-
-
-def as_typed(error: UserError, config: RunConfig | None) -> str:
-    """The sentence of `error`, in which a field of `config` is the flag that sets it: `ep_size=3` is `--ep-size 3`."""
-    fields = {} if config is None else {flag[2:].replace("-", "_"): flag for flag in flags_of(type(config))}
-
-    def flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[2].strip("'")
-        known = name if name in fields else next((full for full in fields if full.endswith(f".{name}")), None)
-        if known is None:
-            return found[0]
-        group, dot, last = fields[known][2:].rpartition(".")
-        switch = {"True": f"--{group}{dot}{last}", "False": f"--{group}{dot}no-{last}"}
-        return switch.get(value) or f"{fields[known]} {'none' if value == 'None' else value}"
-
-    return re.sub(r"\b([a-z][\w.]*)=('[^']*'|\([^)]*\)|\S+?)(?=[.,:;)]*(?:\s|$))", flag, str(error))
-
-
-def instead_of(flag: str, flags: Mapping[str, Any]) -> str:
-    """Returns what to type instead of `flag`, which is not in `flags`, as the end of a sentence."""
-    members = [name for name in flags if name.startswith(f"{flag}.") and ".no-" not in name]
-    if members:
-        return f"it is a group of flags: {', '.join(members[:4])}{', ...' if len(members) > 4 else ''}."
-    if elsewhere := remedy_for(flag, flags):
-        return f"{elsewhere}."
-    return _nearest(flag, flags) or "see --help."
-
-
-def _nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns "did you mean ...?" with the known word closest to `word`; a nested flag may lack its group."""
-    names = {name.rpartition(".")[2].lstrip("-"): name for name in known} | {name.lstrip("-"): name for name in known}
-    wanted = word.lstrip("-").lower()
-    alike = [name for name in names if len(wanted) > 4 and name.startswith(wanted)]
-    alike = alike or difflib.get_close_matches(wanted, names, n=1, cutoff=0.8)
-    return f"did you mean {names[alike[0]]}?" if alike else None
+COMMON = ("epochs", "batch_size", "lr", "seed", "dataset", "run_dir", "num_processes", "cpu", "tracker", "experts")
+"""Fields whose flags --help shows, where a recipe has them."""
 
 
 def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
@@ -211,27 +165,33 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _take_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`words` without --config, and the file that it names, if there is one. Raises UserError for two."""
-    rest, files = list(words), []
-    while CONFIG in rest:
-        at = rest.index(CONFIG)
-        files += rest[at + 1 : at + 2] or [""]
-        del rest[at : at + 2]
-    if len(files) > 1:
-        raise UserError(f"{CONFIG} {files[1]}: {files[0]} was given as well: take one file.")
-    return rest, files
-
-
-def _description(presets: Mapping[str, Any], flags: Mapping[str, Any], doc: str | None) -> str:
+def _description(presets: Mapping[str, Any], doc: str | None) -> str:
     """Returns what --help says above the flags."""
     about, _, examples = (doc or "").strip().partition("\n\n")
     width = max(map(len, presets))
     names = [f"{name:{width}}  {(build.__doc__ or '').strip().partition('.')[0]}" for name, build in presets.items()]
-    common = " ".join(f"--{name}" for name in COMMON if f"--{name}" in flags)
-    lines = [*examples.splitlines(), "", "presets, of which one may come first:", *names, "", f"common flags: {common}"]
-    lines.append(f"flags of a file: {CONFIG} FILE; those on the command line count more")
+    lines = [*examples.splitlines(), "", "presets, of which one may come first:", *names]
     return "\n".join([about, "", *(f"  {line}" if line else "" for line in lines)])
+
+
+def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None) -> str:
+    """Returns a screen: presets, the flags that are needed most, and where the others are."""
+    fields = type(default).model_fields
+    common = [name for name in COMMON if name in fields]
+    texts = {name: " ".join((fields[name].description or "").split()) for name in common}
+    rows = [f"  --{name.replace('_', '-'):15} {texts[name]} (default: {getattr(default, name)})" for name in common]
+    groups = [name.replace("_", "-") for name, value in default if isinstance(value, Options)]
+    more = f"--help all lists every flag, those of {', '.join(groups)} too"
+    lines = [
+        _description(presets, doc),
+        "",
+        "common flags:",
+        *rows,
+        "",
+        f"{more}; {CONFIG} FILE reads flags from a file.",
+    ]
+    filled = [textwrap.fill(line, 80, subsequent_indent=20 * " ") if line in rows else line for line in lines]
+    return "\n".join([*filled, ""])
 
 
 def _print_help(text: str) -> None:
@@ -254,7 +214,7 @@ def _first_paragraph(box: str) -> str:
     """The first paragraph below the title of what tyro prints in a box, as a sentence."""
     lines = [line.strip("│| ") for line in box.splitlines()]
     below = itertools.dropwhile(_is_rule, itertools.islice(itertools.dropwhile(_is_rule, lines), 1, None))
-    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help."
+    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help all."
 
 
 def _is_rule(line: str) -> bool:

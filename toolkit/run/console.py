@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 WIDTH = 100
-"""Columns that a line of metrics takes at most."""
+"""Columns that a line of metrics takes at most, also on a wider terminal."""
+
+
+def columns() -> int:
+    """Columns that a line may take here."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def can_redraw() -> bool:
@@ -24,10 +30,12 @@ def log_line(line: str) -> None:
     sys.stderr.flush()
 
 
-def metrics_line(values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None) -> str:
+def metrics_line(
+    values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None, width: int = WIDTH
+) -> str:
     """`step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`, if known.
 
-    Where it would be longer than `WIDTH`, as with an evaluation, it leaves out what matters least.
+    Where it would be longer than `width`, as with an evaluation, it leaves out what matters least.
     """
     parts = {"step": f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}"}
     if (epoch := values.get("train/epoch")) is not None:
@@ -40,8 +48,8 @@ def metrics_line(values: Mapping[str, Any], step: int, max_steps: int, seconds_l
     parts |= _loss_and_accuracy(values, "eval", "test ")
     if seconds_left is not None:
         parts["eta"] = f"eta {clock(seconds_left)}"
-    for least in ("rate", "speed", "eta", "epoch", "train/accuracy"):
-        if len("  ".join(parts.values())) > WIDTH:
+    for least in ("rate", "speed", "epoch", "train/accuracy", "train/loss", "eval/accuracy", "eval/loss"):
+        if len("  ".join(parts.values())) > width:
             parts.pop(least, None)
     return "  ".join(parts.values())
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.identity import Identity, describe, same_data
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects
-from toolkit.run.folder import DATA, recorded_config, write_json
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run
 
-REMEDY = "give the --dataset and --data-dir that it was started with, or another --run-dir"
+REMEDY = "give the dataset and data_dir that it was started with, or another run_dir"
 
 
 def record_data(run: Run, **identities: Identity | None) -> None:
@@ -30,15 +29,9 @@ def record_data(run: Run, **identities: Identity | None) -> None:
                 raise UserError(f"the data of processes differ: process 0 has {line} as process {rank}: copy one set.")
         if line := other_data(run.data, found[0]):
             raise UserError(f"the run in {run.folder} was started with {line}: {REMEDY}.")
-        data = found[0] | run.data
-        if data != run.data and (run.folder / "config.json").exists():
-            try:
-                write_json(run.folder / "config.json", recorded_config(run.name, run.config) | {DATA: data})
-            except OSError as error:
-                run.print(f"warning: config.json does not say which data these are ({error}); checkpoints do.")
-        return data
+        return found[0] | run.data
 
-    run.data = run.on_main_and_share(decide)
+    run.record_data(run.on_main_and_share(decide))
 
 
 def other_data(before: dict[str, Any], now: dict[str, Any]) -> str | None:

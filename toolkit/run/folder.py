@@ -8,8 +8,7 @@ results.json    final numbers
 summary.txt     the same in words, and *.png
 digests.json    of the files above but checkpoints and pictures, when the run was finished
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
-.heartbeats/    what each process does; gone at the end, see toolkit.train.callbacks.watchdog
-hang/           Python stacks of a run that hung
+hang/           what each process of a run that hung did, see toolkit.train.callbacks.watchdog
 profile/        traces of --profile
 micro_batch_size.json   after a step ran out of memory, see toolkit.train.batch_size
 """
@@ -20,7 +19,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,10 @@ def open_folder(
         folder = folder or _newest(name)
         is_there = folder is not None and (folder / "config.json").exists()
         if not is_there and storage is None:
-            raise UserError(f"--resume yes: no run in {folder or RUNS / name}: leave --resume out to begin one.")
+            raise UserError(f"resume='yes': no run in {folder or RUNS / name}: leave it out to begin one.")
+    if folder is not None and storage is None and not _is_ours(folder):
+        remedy = "it holds other files and no run: give a new folder, or an empty one"
+        raise UserError(field="run_dir", value=folder, remedy=remedy)
     try:
         folder = _create_new(RUNS / name) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,13 +105,10 @@ def open_folder(
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"--run-dir {folder}: another job uses this folder: wait, or choose another.") from None
+        raise UserError(f"run_dir={folder}: another job uses this folder: wait, or choose another.") from None
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        given = folder or RUNS / name
-        if lost := next((path for path in (given, *given.parents) if path.is_symlink() and not path.exists()), None):
-            reason = f"{lost} is a link that leads nowhere"  # of which the system says that it exists
-        raise UserError(f"--run-dir {given}: cannot be used ({reason}): choose another.") from None
+        raise UserError(f"run_dir={folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
     try:
         if storage is not None:
             _fetch(folder, config, storage)
@@ -122,17 +121,24 @@ def open_folder(
         raise
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether `folder` may be taken: it holds a run, or what is left of one, or nothing but hidden files."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    others = {name for name in names if not name.startswith(".")}
+    return not others or not others.isdisjoint({"config.json", "metrics.jsonl", "checkpoints"})
+
+
 def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
     """Copy what `storage` has of the run into `folder`. Raises UserError where `config.resume` does not allow that."""
     try:
         holds_run = "config.json" in storage.names()
         if holds_run and config.resume == "no" and not past_restarts():
-            raise UserError(f"--storage {storage.uri}: holds a run, and --resume no was given: choose another.")
+            raise UserError(f"storage={storage.uri}: holds a run, and resume='no' was given: choose another.")
         storage.get_run(folder)
     except OSError as error:
-        raise UserError(f"--storage {storage.uri}: cannot be read ({error}): choose another.") from None
+        raise UserError(f"storage={storage.uri}: cannot be read ({error}): choose another.") from None
     if config.resume == "yes" and not (folder / "config.json").exists():
-        raise UserError(f"--resume yes: no run in {storage.uri}: leave --resume out to begin one.")
+        raise UserError(f"resume='yes': no run in {storage.uri}: leave it out to begin one.")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -188,16 +194,14 @@ def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
 
 def _create_new(parent: Path) -> Path:
     """A new folder named by the time, with a number for further runs in the same second."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1, 1000):
-        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
+    stamp, number = time.strftime("%Y%m%d-%H%M%S"), 1
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        with suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise UserError(f"--run-dir: no free name for a folder in {parent}: give one.")
+            return folder
+        number += 1
 
 
 def _newest(name: str) -> Path | None:
@@ -210,12 +214,12 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     path = folder / "config.json"
     if not path.exists():
         if config.extend:
-            raise UserError(f"--extend True: no run in {folder}: leave it out to begin one.")
+            raise UserError(f"extend=True: no run in {folder}: leave it out to begin one.")
         return None
     if config.resume == "no" and not past_restarts():
-        raise UserError(f"--run-dir {folder}: holds a run, and --resume no was given: choose another folder.")
+        raise UserError(f"run_dir={folder}: holds a run, and resume='no' was given: choose another folder.")
     if is_finished(folder) and not config.extend:
-        raise UserError(f"--run-dir {folder}: holds a finished run: choose another folder, or train on with --extend.")
+        raise UserError(f"run_dir={folder}: holds a finished run: choose another folder, or train on with extend=True.")
     try:
         before = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -228,18 +232,14 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
         return {}
     now = recorded_config(name, config)
     if before.get("recipe") != name:
-        raise UserError(f"--run-dir {folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
+        raise UserError(f"run_dir={folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
     old = _trajectory(before)
     new = _trajectory(now)
     for field in old | new:
         if old.get(field) != new.get(field) and not (config.extend and field in LENGTH):
-            flag = "--" + field.replace("_", "-")
-            raise UserError(
-                f"{flag} {new.get(field)}: the run in {folder} was started with {old.get(field)}: "
-                "give the same value to continue it, or another --run-dir."
-            )
-    if is_finished(folder):
-        (folder / FINISHING).touch()
+            remedy = "give the same value to continue it, or another run_dir"
+            started = f"the run in {folder} was started with {old.get(field)}"
+            raise UserError(field=field, value=new.get(field), remedy=f"{started}: {remedy}")
     return before
 
 

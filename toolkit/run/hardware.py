@@ -44,26 +44,6 @@ def memory_limit_bytes() -> int | None:
     return min(found, default=None)
 
 
-def mappable_bytes() -> int | None:
-    """Bytes that this process may still map, by its own limits (`ulimit -v` and `-d`); None without a limit."""
-    used = psutil.Process().memory_info()
-    limits = {resource.RLIMIT_AS: used.vms, resource.RLIMIT_DATA: getattr(used, "data", 0)}
-    left = [
-        max(0, resource.getrlimit(kind)[0] - taken)
-        for kind, taken in limits.items()
-        if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
-    ]
-    return min(left, default=None)
-
-
-def describe_memory_limits() -> str:
-    """Such as `4.0 GiB for all processes (control group), 1.5 GiB left of this one's own (ulimit)`; "" without any."""
-    group, own = memory_limit_bytes(), mappable_bytes()
-    words = [f"{group / 2**30:.1f} GiB for all processes (control group)"] if group is not None else []
-    words += [f"{own / 2**30:.1f} GiB left of this process's own (ulimit)"] if own is not None else []
-    return ", ".join(words)
-
-
 def reset_peak(device: torch.device) -> None:
     """Have `peak_bytes` begin again. Does nothing for a CPU on systems without such a counter."""
     if device.type == "cuda":

@@ -31,7 +31,7 @@ def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: in
         folder = config.run_dir.resolve()
     ranks = ranks_that_share(folder, rank)
     if config.storage is None and max(gather_objects(len(ranks) < world_size)):
-        raise UserError(f"--run-dir {folder}: is not the same on all machines: give one that they share, or --storage.")
+        raise UserError(f"run_dir={folder}: is not the same on all machines: give one that they share, or a storage.")
     return folder, ranks
 
 
@@ -49,7 +49,7 @@ def ranks_that_share(folder: Path, rank: int) -> list[int]:
         seen.mkdir(parents=True, exist_ok=True)
         (seen / str(rank)).touch()
     except OSError as error:
-        failure = f"--run-dir {folder}: cannot be used by rank {rank} ({error.strerror}): choose another."
+        failure = f"run_dir={folder}: cannot be used by rank {rank} ({error.strerror}): choose another."
     failures = [line for line in gather_objects(failure) if line]
     if failures:
         raise UserError(failures[0])

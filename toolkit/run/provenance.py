@@ -1,7 +1,8 @@
-"""Code and versions that a run is made with."""
+"""Code and versions that a run is made with, and whether all ranks were started with the same."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shlex
 import subprocess
@@ -14,12 +15,19 @@ from typing import Any
 import accelerate
 import torch
 
+from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.run.config.run import RunConfig
+from toolkit.run.config.settings import leaves
+from toolkit.run.folder import recorded_config
 from toolkit.run.hardware import hardware
 from toolkit.run.tracking.secrets import mask_text
 from toolkit.version import __version__
 
 LONGEST_DIFF = 1_000_000
 """Characters of `git diff` that are kept."""
+OF_A_MACHINE = {"run_dir", "data_dir", "num_processes", "python"}
+"""What ranks may have of their own: folders of their machine, and a release of Python."""
 
 
 def _git(*args: str) -> str | None:
@@ -52,12 +60,35 @@ def versions() -> dict[str, Any]:
     }
 
 
-def _gpus() -> str:
-    """Such as `; 8 x NVIDIA H100 80GB HBM3`."""
-    if not torch.cuda.is_available():
-        return ""
+def check_same_start(name: str, config: RunConfig) -> None:
+    """Raise UserError, the same on every rank, unless all run one recipe with one config, code and versions.
+
+    Ranks with other settings would train on together, or wait for each other for ever. A collective.
+    """
+    mine = {**dict(leaves(recorded_config(name, config))), **versions(), "code": _digest_of_code()}
+    first, *others = gather_objects({what: value for what, value in mine.items() if what not in OF_A_MACHINE})
+    for rank, theirs in enumerate(others, start=1):
+        for what in first | theirs:
+            if first.get(what) != theirs.get(what):
+                remedy = f"so was rank {rank} started, and rank 0 with {first.get(what)}: start all processes alike"
+                raise UserError(field=what, value=theirs.get(what), remedy=remedy)
+
+
+def _digest_of_code() -> str:
+    """The digest of the running script, what it has imported from beside it, and the toolkit."""
+    script = Path(sys.argv[0] or ".").resolve()
+    loaded = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    ours = set(Path(__file__).parents[1].rglob("*.py")) | {
+        file for file in loaded if file.is_relative_to(script.parent)
+    }
+    texts = sorted((path.name, path.read_bytes()) for path in {*ours, script} if path.is_file())
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
+
+
+def gpu_names() -> str:
+    """Such as `8 x NVIDIA H100 80GB HBM3`; "" without a GPU."""
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return "; " + ", ".join(f"{count} x {name}" for name, count in names.items())
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def code_snapshot() -> str:
@@ -66,7 +97,7 @@ def code_snapshot() -> str:
         f"started: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"command: {shlex.join(sys.orig_argv)}",
         *(f"{name}: {version}" for name, version in versions().items()),
-        f"hardware: {hardware()}{_gpus()}",
+        f"hardware: {'; '.join(filter(None, (hardware(), gpu_names())))}",
         f"git revision: {git_revision() or 'no repository'}",
     ]
     if status := _git("status", "--porcelain"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +31,16 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.flags import as_typed
 from toolkit.run.config.run import RunConfig, require_divisible
 from toolkit.run.folder import (
     DATA,
     FINISHING,
+    is_finished,
     open_folder,
     recorded_config,
     write_digests,
@@ -44,11 +48,11 @@ from toolkit.run.folder import (
     write_text,
     writing,
 )
-from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, past_restarts, send
+from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, REPORT_PIPE, past_restarts, send
 from toolkit.run.launch.streams import print_nowhere
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
-from toolkit.run.provenance import code_snapshot, git_revision, versions
+from toolkit.run.provenance import check_same_start, code_snapshot, git_revision, versions
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, moves_of, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
@@ -76,7 +80,7 @@ class Run:
         self.device, self.rank = accelerator.device, accelerator.process_index
         self.world_size, self.is_main = accelerator.num_processes, accelerator.is_main_process
         self.seed = config.seed
-        self.started = time.time()
+        self.started = time.monotonic()
         self.folder = Path()
         """Absolute; the same on all ranks, or with `storage` one on each machine."""
         self.ranks_here = list(range(self.world_size))
@@ -92,7 +96,8 @@ class Run:
         self._lock: FileLock | None = None
         self._metrics: MetricsFile | None = None
         self._sinks: list[Sink] = []
-        self._trackers: list[GuardedTracker] | None = None
+        self._trackers: list[GuardedTracker] = []
+        self._has_begun = False
         self._settings = ExitStack()
         self._closed = False
 
@@ -127,6 +132,15 @@ class Run:
         """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
         return "auto" if past_restarts() else self.config.resume
 
+    @property
+    def how_to_continue(self) -> str:
+        """What to type to train on: the same command, or the command with the folder that it had no name for."""
+        if self.config.run_dir is not None:
+            return "run the same command again"
+        if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
+            return f"run the same command with --run-dir {self.folder}"
+        return f"run `{shlex.join([*sys.orig_argv, '--run-dir', str(self.folder)])}`"
+
     # --- deciding together ------------------------------------------------------------------------------------
 
     def on_main_and_share(self, decide: Callable[[], T]) -> T:
@@ -152,6 +166,12 @@ class Run:
         return answer[0]
 
     # --- facts, console and metrics ---------------------------------------------------------------------------
+
+    def record_data(self, data: dict[str, Any]) -> None:
+        """Note the identities of `data` by their use, in config.json from when training begins."""
+        is_new, self.data = data != self.data, data
+        if is_new and self._has_begun and self.is_main:
+            _write_config(self, self.folder)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -185,35 +205,50 @@ class Run:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
 
+    def note(self, text: str) -> None:
+        """Print `text`, in which a setting is named as it is typed: `ep_size=3` as `--ep-size 3`."""
+        self.print(as_typed(text, self.config))
+
     def add_sink(self, sink: Sink) -> None:
         """Have `sink.log` called with every line of metrics, on the main process."""
         self._sinks.append(sink)
 
-    def begin_tracking(self) -> None:
-        """Start the trackers with the config and the facts known by now. A second call does nothing."""
-        if self._trackers is not None or not self.is_main:
+    def begin(self, step: int = 0) -> None:
+        """Write that training begins, or goes on from `step`: config.json, code.txt, a restart; and start the trackers.
+
+        Until then nothing of a run that is continued is changed, so that a refusal leaves it as it was. A second call
+        does nothing.
+        """
+        if self._has_begun:
             return
+        self._has_begun = True
+        if not self.is_main:
+            return
+        if self.continues:
+            if is_finished(self.folder):
+                (self.folder / FINISHING).touch()
+            _describe_start(self, self.folder)
+        elif self.data:
+            _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         config = recorded_config(self.name, self.config) | facts
         self._trackers = start_trackers(
             self.config.tracker, self.name, self.config.preset, self.folder, config, self.print
         )
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
-        if self._metrics is None:
-            return
-        self._metrics.append(step, values)
-        for sink in (*self._sinks, *(self._trackers or ())):
-            sink.log(values, step)
-
-    def log_restart(self, step: int) -> None:
-        """Write that the ranks were started again, and why, where they were. Training goes on from `step`."""
         restarts = past_restarts()
         if restarts and self._metrics is not None:
             self._metrics.append(step, {"run/restarts": len(restarts), RESTART_REASON: restarts[-1]})
-            for tracker in self._trackers or ():
+            for tracker in self._trackers:
                 tracker.log({"run/restarts": len(restarts)}, step)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
+        self.begin(step)
+        if self._metrics is None:
+            return
+        self._metrics.append(step, values)
+        for sink in (*self._sinks, *self._trackers):
+            sink.log(values, step)
 
     def draw_at_finish(self, draw: Draw) -> None:
         """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
@@ -241,6 +276,7 @@ class Run:
         One that is killed before its pictures are complete is not: the same command continues and completes it. Raises
         UserError where the results cannot be written, and on the main process where the pictures cannot.
         """
+        self.begin()
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
             for draw in self._draws:
@@ -271,7 +307,7 @@ class Run:
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
             return
-        for tracker in self._trackers or ():
+        for tracker in self._trackers:
             tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,7 +317,7 @@ class Run:
             **results,
             "seed": self.seed,
             "world_size": self.world_size,
-            "wall_seconds": round(time.time() - self.started, 3),
+            "wall_seconds": round(time.monotonic() - self.started, 3),
             "device": str(self.device.type),
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
@@ -302,7 +338,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        for tracker in self._trackers or ():
+        for tracker in self._trackers:
             tracker.close(failed=failed)
         if self._metrics is not None:
             self._metrics.close()
@@ -331,6 +367,7 @@ def start_run(name: str, config: RunConfig) -> Run:
     had_process_group = dist.is_initialized()
     run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
+        check_same_start(name, config)
         if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
             pieces = run.world_size * config.gradient_accumulation_steps
             require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
@@ -354,19 +391,24 @@ def _open(run: Run) -> tuple[Path, bool]:
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
     try:
-        _describe_start(run, folder)
+        if not before:
+            _describe_start(run, folder)
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
-        raise UserError(f"--run-dir {folder}: cannot be written ({error.strerror}): choose another.") from None
+        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}): choose another.") from None
     return folder, before is not None
 
 
 def _describe_start(run: Run, folder: Path) -> None:
     """Write config.json, and add this start to code.txt."""
-    write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
+    _write_config(run, folder)
     # Names of files that no encoding knows are written with escapes.
     with (folder / "code.txt").open("a", encoding="utf-8", errors="backslashreplace") as code:
         code.write(code_snapshot())
+
+
+def _write_config(run: Run, folder: Path) -> None:
+    write_json(folder / "config.json", recorded_config(run.name, run.config) | ({DATA: run.data} if run.data else {}))
 
 
 def _seed(seed: int) -> None:

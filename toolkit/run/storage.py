@@ -30,7 +30,7 @@ class Storage:
         try:
             self._files, self._root = url_to_fs(uri)
         except (ImportError, ValueError) as error:
-            raise UserError(f"--storage {uri}: cannot be used ({one_line(error)}).") from None
+            raise UserError(f"storage={uri}: cannot be used ({one_line(error)}).") from None
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     def _at(self, path: str) -> str:
@@ -103,7 +103,7 @@ class Storage:
         try:
             self.put_run(folder)
         except OSError as error:
-            say(f"warning: --storage {self.uri} lacks the last files of {folder}: {error}.")
+            say(f"warning: the storage {self.uri} lacks the last files of {folder}: {error}.")
 
     def get_run(self, folder: Path) -> None:
         """Copy the files of a run into `folder`, unless its own checkpoints are newer, as after copies that failed."""

@@ -55,8 +55,6 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))
     if has("samples_per_second"):
         rows.append(("throughput", f"{results['samples_per_second']:,.0f} samples/s"))
-    if results.get("straggler_notice"):
-        rows.append(("slowest rank", str(results["straggler_notice"])))
     if has("wall_seconds"):
         rows.append(("time", duration(results["wall_seconds"])))
     if has("peak_memory_bytes"):

@@ -7,11 +7,17 @@ started again with smaller micro-batches (`SmallerMicroBatches`). Their size is 
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import StepOutOfMemory, UserError, is_out_of_memory
 from toolkit.run.folder import write_text
 from toolkit.run.run import Run
+from toolkit.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.train.trainer import Trainer
 
 CHOICE_FILE = "micro_batch_size.json"
 
@@ -26,7 +32,37 @@ def accumulation_steps(run: Run) -> int:
     return run.config.gradient_accumulation_steps if choice is None else _take(run, choice)
 
 
-def shrink(run: Run, accumulation: int) -> int | None:
+class SmallerMicroBatches(Callback):
+    """Raises `StepOutOfMemory` on all ranks when a step of one ran out of memory, and micro-batches can be smaller.
+
+    The rank notes the smaller size in the run's folder and leaves, so that the collectives of the others fail; they
+    look into the folder then. Processes that start again read the size there. The step is not repeated in this process:
+    ranks are in different collectives, from which not every backend can be called back, and buffers, counts and DDP's
+    buckets have taken in a part of the step.
+    """
+
+    runs_after = (Callback,)
+    """It raises, and the others have to be told that the run ends."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return
+        run, accumulation = trainer.run, trainer.batches.accumulation
+        if trainer.phase == "step" and is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # which hold the activations
+            smaller = _shrink(run, accumulation)
+        else:
+            smaller = _shrunk(run, accumulation) if run.world_size > 1 else None
+        if smaller is not None:
+            before = run.config.batch_size // run.world_size // accumulation
+            raise StepOutOfMemory(
+                f"step {trainer.state.step + 1:,} ran out of memory with micro-batches of {before} sample(s) on each "
+                f"process: the run continues from its newest checkpoint with {smaller}.",
+                run.folder,
+            ) from error
+
+
+def _shrink(run: Run, accumulation: int) -> int | None:
     """Note in the folder that micro-batches are to be half as large as now, or the next smaller size that divides.
 
     To be called by the rank that ran out of memory in a step of `accumulation` micro-batches. Returns the new size, or
@@ -36,7 +72,7 @@ def shrink(run: Run, accumulation: int) -> int | None:
     refused = per_rank // accumulation
     if refused < 2:
         return None
-    chosen = max(size for size in _divisors(per_rank) if 2 * size <= refused)
+    chosen = max(size for size in range(1, refused // 2 + 1) if per_rank % size == 0)
     choice = {
         **(_choice_in(run) or {"world_size": run.world_size}),
         "micro_batch_size": chosen,
@@ -51,7 +87,7 @@ def shrink(run: Run, accumulation: int) -> int | None:
     return chosen
 
 
-def shrunk(run: Run, accumulation: int) -> int | None:
+def _shrunk(run: Run, accumulation: int) -> int | None:
     """The smaller size that another rank has noted since this one began with `accumulation` micro-batches, or None."""
     choice = _choice_in(run) or {"micro_batch_size": run.config.batch_size}
     now = run.config.batch_size // run.world_size // accumulation
@@ -76,7 +112,3 @@ def _choice_in(run: Run) -> dict[str, Any] | None:
         return None
     choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return choice if choice["world_size"] == run.world_size else None
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

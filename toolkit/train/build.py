@@ -26,13 +26,11 @@ from toolkit.errors import UserError
 from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, describe_experts, make_moe
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.parallel_options import DDPOptions
 from toolkit.run.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
-from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.run.run import Run
-from toolkit.train.batch_size import accumulation_steps
+from toolkit.train.batch_size import SmallerMicroBatches, accumulation_steps
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
@@ -41,7 +39,6 @@ from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalan
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.lifecycle import Lifecycle
 from toolkit.train.callbacks.lifecycle_report import LifecycleReport
-from toolkit.train.callbacks.out_of_memory import SmallerMicroBatches
 from toolkit.train.callbacks.pictures import Pictures
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
@@ -51,7 +48,7 @@ from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.device_use import DeviceUse
-from toolkit.train.optim import Scheduler, build_schedule
+from toolkit.train.optim import Scheduler, build_schedule, warmup_steps
 from toolkit.train.profile import Profile
 from toolkit.train.start import describe_start, print_idle_settings
 from toolkit.train.task import Task
@@ -203,10 +200,8 @@ def standard_trainer(
     if (test is None) == (evaluation is None):
         raise ValueError("give either `test`, a table, or `evaluation`, a callback")
     if test is None and config.early_stopping.patience is not None:
-        raise UserError(
-            f"--early-stopping.patience {config.early_stopping.patience}: this run has no single test set, leave "
-            "it out."
-        )
+        remedy = "this run has no single test set, leave it out"
+        raise UserError(field="early_stopping.patience", value=config.early_stopping.patience, remedy=remedy)
     for which, data in (("training", train), ("test", test), ("validation", validation)):
         if data is None:
             continue
@@ -228,7 +223,6 @@ def standard_trainer(
     _check_experts(run, model)
     if isinstance(config, ExpertRunConfig):
         run.describe(**describe_experts(model, run.expert_groups))
-    _print_idle_parallel_settings(run)
     batches: TrainBatches | LoaderBatches
     if isinstance(train, TensorTable):
         batches = _table_batches(run, train, augment, order)
@@ -238,15 +232,14 @@ def standard_trainer(
             raise ValueError("`augment` and `order` are for a TensorTable: change or order samples in the DataLoader")
         batches = _loader_batches(run, train, steps_per_epoch, max_steps, _look(task, "training"))
         samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
+    every_steps = config.eval_every_steps or config.eval_every * batches.steps_per_epoch
     if test is not None:
-        every_steps = config.eval_every * batches.steps_per_epoch
         evaluation = Evaluation(
             eval_batches(run, test, eval_batch_size, _look(task, "test")), every_steps, at_start=eval_at_start
         )
     assert evaluation is not None
     if validation is not None:
         chosen_by = eval_batches(run, validation, eval_batch_size, _look(task, "validation"))
-        every_steps = config.eval_every * batches.steps_per_epoch
         more_evaluations = [*more_evaluations, Evaluation(chosen_by, every_steps, name="validation")]
     elif config.validates:
         run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
@@ -254,10 +247,18 @@ def standard_trainer(
     if config.max_steps is not None:
         max_steps = min(max_steps, config.max_steps)
     of_experts = expert_callbacks(run, model, task, callbacks, steps=max_steps, train=train, num_classes=num_classes)
-    if schedule is not None and config.schedule != ScheduleOptions():
-        run.print("--schedule: no effect, because the recipe has a scheduler of its own.")
-    print_idle_settings(run, max_steps=max_steps, steps_per_epoch=batches.steps_per_epoch)
+    print_idle_settings(
+        run,
+        model,
+        own_loader=isinstance(train, DataLoader),
+        own_schedule=schedule is not None,
+        own_evaluation=test is None,
+        endless=isinstance(batches, LoaderBatches) and batches.endless,
+        warmup_steps=warmup_steps(config.schedule, batches.steps_per_epoch),
+        max_steps=max_steps,
+    )
     _announce(run, model, samples, max_steps, epochs=max_steps / batches.steps_per_epoch)
+    model = with_batch_norm(run, model)
     if config.compile:
         model.compile()
     throughput = Throughput()
@@ -279,10 +280,10 @@ def standard_trainer(
             *of_experts,
             throughput,
             DeviceUse(throughput, peak_flops=config.peak_flops),
-            *([Profile()] if config.profile else []),
             evaluation,
             *more_evaluations,
             Checkpointing(config.checkpoint),
+            *([Profile()] if config.profile else []),
             EarlyStopping(config.early_stopping, "eval" if validation is None else "validation"),
             Preemption(),
             Pictures(),
@@ -322,15 +323,12 @@ def _loader_batches(
     run: Run, data: Any, steps_per_epoch: int | None, max_steps: int | None, look: Look | None
 ) -> LoaderBatches:
     config = run.config
-    if config.num_workers and isinstance(data, DataLoader):
-        run.print(f"--num-workers {config.num_workers}: no effect, because the DataLoader has its own.")
     loader = make_loader(data, batch_size=config.batch_size, num_workers=config.num_workers, shuffle=True)
     known = steps_per_epoch or known_length(loader)
     whole = known or max_steps or config.max_steps
     if whole is None:
-        raise UserError(
-            "--max-steps None: nobody knows how many batches the training data have: give it, or steps_per_epoch."
-        )
+        remedy = "nobody knows how many batches the training data have: give it, or steps_per_epoch"
+        raise UserError(field="max_steps", remedy=remedy)
     return LoaderBatches(
         loader,
         steps_per_epoch=whole,
@@ -354,6 +352,22 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
     name = run.facts.get("dataset")
     steps = f"{max_steps:,} of {config.batch_size:,} samples, {epochs:.4g} epoch(s)"
     run.print(describe_start(run, model, data=f"{name}, {samples}" if name else samples, steps=steps))
+
+
+def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
+    """Returns `model` with the batch norm that the config asks for; on several processes, says where it differs from
+    that of one. Raises UserError on a CPU."""
+    of_each = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for module in model.modules())
+    if not of_each or run.world_size == 1:
+        return model
+    if not run.config.sync_bn:
+        run.note(
+            "batch norm is over each process's part of the batch, unlike in one process: sync_bn=True has it over all"
+        )
+        return model
+    if run.device.type == "cpu":
+        raise UserError(field="sync_bn", value=True, remedy="torch has no SyncBatchNorm on a CPU: leave it out")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def eval_batches(run: Run, test: Any, batch_size: int, look: Look | None = None) -> AnyEvalBatches:
@@ -409,8 +423,7 @@ def expert_callbacks(
 ) -> list[Callback]:
     """Returns what the config asks for of the experts in `model`: balancing, load metrics, traces, moves, growth.
 
-    A task that has room for a penalty and none gets one, where the layers are ours. Prints one line for each setting
-    that does nothing in this run.
+    A task that has room for a penalty and none gets one, where the layers are ours.
 
     Args:
         run: Its config is of experts; otherwise nothing is needed.
@@ -444,7 +457,6 @@ def expert_callbacks(
         callbacks.append(BiasBalancing(model))
     if not stacks:
         return callbacks
-    _print_idle_expert_settings(run, config, stacks)
     if config.record_traces:
         callbacks.append(TraceRecorder(model))
     if config.replan.planner:
@@ -492,27 +504,3 @@ def _check_experts(run: Run, model: nn.Module) -> None:
     if built.ep_size > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):
         remedy = "the model has none: build it with tk.moe_from_config, or leave the setting out"
         raise UserError(field="spare_slots", value=config.spare_slots, remedy=remedy)
-
-
-def _print_idle_parallel_settings(run: Run) -> None:
-    """Print a line for each setting of how dense parameters are spread that does nothing in this run."""
-    config = run.config
-    if run.world_size == 1 and config.dense_parallel != "ddp":
-        run.print(f"--dense-parallel {config.dense_parallel}: no effect on one process.")
-    if config.fsdp_size is not None and (run.world_size == 1 or config.dense_parallel == "ddp"):
-        where = "on one process" if run.world_size == 1 else "without --dense-parallel fsdp2"
-        run.print(f"--fsdp-size {config.fsdp_size}: no effect {where}.")
-    for name, value in config.ddp.model_dump().items():
-        if value != getattr(DDPOptions(), name) and (run.world_size == 1 or config.dense_parallel != "ddp"):
-            where = "on one process" if run.world_size == 1 else f"with --dense-parallel {config.dense_parallel}"
-            run.print(f"--ddp.{name.replace('_', '-')} {value}: no effect {where}.")
-
-
-def _print_idle_expert_settings(run: Run, config: ExpertRunConfig, stacks: Sequence[ExpertStack]) -> None:
-    """Print a line for each setting of experts that does nothing in this run."""
-    if stacks[0].groups.ep_size == 1 and config.replan.planner is not None:
-        run.print(f"--replan.planner {config.replan.planner}: no effect, because every process has all experts.")
-    for name, usual in (("spare_slots", 0), ("ep_stride", 1), ("dispatch_chunks", 1)):
-        if stacks[0].groups.ep_size == 1 and getattr(config, name) != usual:
-            flag = "--" + name.replace("_", "-")
-            run.print(f"{flag} {getattr(config, name)}: no effect, because every process has all experts.")

@@ -99,9 +99,8 @@ class DeviceUse(Callback):
         """Returns None where a rank could not count them. A collective the first time."""
         if self._flops_per_sample is None:
             assert self._counter is not None
-            dtype = torch.float32 if trainer.run.device.type == "mps" else torch.float64
             counted = math.nan if self._counter.uncounted else float(self._counter.flops)
-            flops = torch.tensor(counted, dtype=dtype, device=trainer.run.device)
+            flops = torch.tensor(counted, dtype=torch.float64, device=trainer.run.device)
             if dist.is_initialized():
                 dist.all_reduce(flops)
             self._flops_per_sample = FORWARDS * flops.item() / self._samples

@@ -6,19 +6,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state.tensor_files import first_not_finite, named_states
-from toolkit.run.run import Run
-from toolkit.train.task import Task
+
+if TYPE_CHECKING:
+    from toolkit.train.trainer import Trainer
 
 GRADIENT = "the gradient of"
 MOST_SKIPPED = 3
@@ -26,23 +26,6 @@ MOST_SKIPPED = 3
 REPORT = "nonfinite.json"
 SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
-
-
-class Loop(Protocol):
-    """What `FiniteCheck` uses of a `toolkit.train.trainer.Trainer`."""
-
-    run: Run
-    task: Task
-    raw_model: nn.Module
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    autocast: Callable[[], AbstractContextManager[Any]]
-    micro_batches: list[Batch]
-
-    @property
-    def batches(self) -> Any: ...
-
-    def seed_micro_batch(self, index: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,12 +52,12 @@ class FiniteCheck:
     fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
     weights are checked. All methods that raise are collectives, and raise the same UserError on every rank.
 
-    With `--on-nonfinite skip`, each step is read before its update on every device, and steps whose gradients are not
+    With `on_nonfinite="skip"`, each step is read before its update on every device, and steps whose gradients are not
     finite are left out; training stops after `MOST_SKIPPED` in a row. Of steps that were read before their update, the
     forward passes are repeated to find the first module whose output is not finite.
     """
 
-    def __init__(self, trainer: Loop):
+    def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self.model = trainer.raw_model
         self.scaled = trainer.run.accelerator.scaler is not None

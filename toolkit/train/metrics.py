@@ -55,9 +55,8 @@ class MetricSums:
         """
         if not self._sums:
             return {}
-        dtype = torch.float64 if self.device.type != "mps" else torch.float32
         columns = [*self._sums.values(), *self._counts.values()]
-        totals = torch.cat([torch.as_tensor(v, dtype=dtype, device=self.device).reshape(-1) for v in columns])
+        totals = torch.cat([torch.as_tensor(v, dtype=torch.float64, device=self.device).reshape(-1) for v in columns])
         if dist.is_initialized():
             dist.all_reduce(totals)
         shapes = [value.shape for value in self._sums.values()]

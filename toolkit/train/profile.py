@@ -1,4 +1,4 @@
-"""`--profile`: traces of a few steps, and which operations take the time, as torch's profiler writes them."""
+"""The setting `profile`: traces of a few steps, and which operations take the time, as torch's profiler writes them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.profiler import profile as torch_profile
 
 from toolkit.run.folder import write_text
 from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
-    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 WARMUP_STEPS, STEPS, OPERATIONS = 10, 5, 30
@@ -21,24 +21,20 @@ FOLDER = "profile"
 class Profile(Callback):
     """Profiles five steps after ten, once: a trace of each rank for Perfetto, and a table of its longest operations.
 
-    What is learned is the same as without it. `profiler` is torch's, whose `key_averages()` can be read after training.
+    A shorter run profiles its last steps. What is learned is the same as without it.
     """
+
+    runs_after = (Checkpointing,)
+    """Which knows at what step training begins."""
 
     def __init__(self) -> None:
         self.profiler: torch_profile | None = None
-        self._begins = self._runs = False
 
-    def on_fit_start(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._begins = True  # at the first step, because a checkpoint may be loaded after this
-
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        if not self._begins:
-            return
-        self._begins = False
+    def on_fit_start(self, trainer: Trainer) -> None:
         left = trainer.max_steps - trainer.state.step
         steps = min(STEPS, left - 1)
         if steps < 1:
-            trainer.run.print("--profile: the run has too few steps: it needs one to warm up, and another one.")
+            trainer.run.note("profile=True: the run has too few steps: it needs one to warm up, and another one.")
             return
         on_gpu = trainer.run.device.type == "cuda"
         self.profiler = torch_profile(
@@ -47,26 +43,20 @@ class Profile(Callback):
             on_trace_ready=lambda profiler: self._write(trainer, profiler),
         )
         self.profiler.start()
-        self._runs = True
 
     def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        if self._runs and self.profiler is not None:
+        if self.profiler is not None:
             self.profiler.step()
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._runs and self.profiler is not None:
-            self._runs = False
+        if self.profiler is not None:
             self.profiler.on_trace_ready = None
             self.profiler.stop()
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
+        self.on_fit_end(trainer)
+
     def _write(self, trainer: Trainer, profiler: torch_profile) -> None:
-        self._runs = False
         run = trainer.run
         folder, name = run.folder / FOLDER, f"rank-{run.rank:05d}"
         folder.mkdir(exist_ok=True)

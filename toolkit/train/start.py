@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from toolkit.experts.layer.moe_layer import experts_on_ranks
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.run.config.callback_options import EarlyStoppingOptions
+from toolkit.experts.options import Options
 from toolkit.run.config.experts import ExpertRunConfig
-from toolkit.run.config.optimizer_options import ScheduleOptions
-from toolkit.run.hardware import describe_memory_limits
+from toolkit.run.hardware import memory_limit_bytes
+from toolkit.run.provenance import gpu_names
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
-from toolkit.train.optim import warmup_steps
 
 
 def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
@@ -24,35 +25,92 @@ def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
     precision = str(kind).removeprefix("torch.") if mixed == "no" else f"mixed precision {mixed}"
     top_k = run.config.top_k if isinstance(run.config, ExpertRunConfig) else None
     rows = [
-        ("device", f"{run.device.type}, {processes}, {precision}{_other_gpus(run)}"),
+        ("device", f"{run.device.type}{_gpus(run)}, {processes}, {precision}{_other_gpus(run)}"),
         ("data", data),
         ("parameters", _parameters(model, top_k)),
         ("steps", steps),
     ]
-    if run.device.type == "cpu" and (limits := describe_memory_limits()):
-        rows.insert(1, ("memory limit", limits))
+    if run.device.type == "cpu" and (limit := memory_limit_bytes()) is not None:
+        rows.insert(1, ("memory limit", f"{limit / 2**30:.1f} GiB for all processes"))
     return aligned(rows).rstrip()
 
 
-def print_idle_settings(run: Run, *, max_steps: int, steps_per_epoch: int) -> None:
-    """Print a line for each setting of the schedule, the batch size and early stopping that does nothing in a run of
-    `max_steps` optimizer steps."""
+def print_idle_settings(
+    run: Run,
+    model: nn.Module,
+    *,
+    warmup_steps: int,
+    max_steps: int,
+    own_loader: bool = False,
+    own_schedule: bool = False,
+    own_evaluation: bool = False,
+    endless: bool = False,
+) -> None:
+    """Print a line for each setting that is not the usual one and does nothing in this run.
+
+    Args:
+        run: Its config has the settings.
+        model: Holds the experts, if there are any.
+        warmup_steps: Optimizer steps of warm-up, as the config says.
+        max_steps: Optimizer steps of the run.
+        own_loader: Training data come from a DataLoader of the recipe's.
+        own_schedule: The recipe has a scheduler of its own.
+        own_evaluation: The recipe evaluates by itself.
+        endless: Nobody knows how long an epoch is.
+    """
     config = run.config
-    schedule, stopping = config.schedule, config.early_stopping
-    if warmup_steps(schedule, steps_per_epoch) >= max_steps:
-        by_epochs = schedule.warmup_steps == 0
-        flag = f"epochs {schedule.warmup_epochs:g}" if by_epochs else f"steps {schedule.warmup_steps}"
-        run.print(f"--schedule.warmup-{flag}: all of the run, of {max_steps} steps, is warm-up below the peak --lr.")
-    if schedule.name == "constant" and schedule.final != ScheduleOptions().final:
-        run.print(f"--schedule.final {schedule.final:g}: no effect with --schedule.name constant.")
-    if schedule.name != "stable_decay" and schedule.decay_steps is not None:
-        run.print(f"--schedule.decay-steps {schedule.decay_steps}: no effect with --schedule.name {schedule.name}.")
-    if stopping.patience is None:
-        for name in ("metric", "min_delta"):
-            value = getattr(stopping, name)
-            if value != getattr(EarlyStoppingOptions(), name):
-                flag = f"--early-stopping.{name.replace('_', '-')}"
-                run.print(f"{flag} {value}: no effect without --early-stopping.patience.")
+    shape, alone = config.schedule.name, run.world_size == 1
+    stacks = list(expert_stacks(model).values())
+    spread = "on one process" if alone else f"with dense_parallel={config.dense_parallel!r}"
+    rows = [
+        (shape == "constant", ["schedule.final"], f"with schedule.name={shape!r}"),
+        (shape != "stable_decay", ["schedule.decay_steps"], f"with schedule.name={shape!r}"),
+        (own_schedule, _names(config, "schedule"), "because the recipe has a scheduler of its own"),
+        (
+            config.early_stopping.patience is None,
+            ["early_stopping.metric", "early_stopping.min_delta"],
+            "with early_stopping.patience=None",
+        ),
+        (endless, ["eval_every"], "where nobody knows how long an epoch is: use eval_every_steps"),
+        (config.eval_every_steps is not None, ["eval_every"], "with eval_every_steps"),
+        (own_evaluation, ["eval_every", "eval_every_steps"], "because the recipe evaluates by itself"),
+        (alone, ["sync_bn"], "on one process"),
+        (own_loader, ["num_workers"], "because the DataLoader has its own"),
+        (alone, ["dense_parallel"], spread),
+        (alone or config.dense_parallel == "ddp", ["fsdp_size"], spread),
+        (alone or config.dense_parallel != "ddp", _names(config, "ddp"), spread),
+        (
+            bool(stacks) and stacks[0].groups.ep_size == 1,
+            ["replan.planner", "spare_slots", "ep_stride", "dispatch_chunks"],
+            "because every process has all experts",
+        ),
+    ]
+    idle = {name: why for holds, names, why in rows if holds for name in names}
+    for name, why in idle.items():
+        if (value := _changed(config, name)) is not None:
+            run.note(f"{name}={value!r}: no effect {why}.")
+    if warmup_steps >= max_steps and not own_schedule:
+        given = "warmup_steps" if config.schedule.warmup_steps else "warmup_epochs"
+        value = getattr(config.schedule, given)
+        run.note(f"schedule.{given}={value:g}: all of the run, of {max_steps} steps, is warm-up below the peak lr.")
+
+
+def _names(config: Options, group: str) -> list[str]:
+    return [f"{group}.{name}" for name in type(getattr(config, group)).model_fields]
+
+
+def _changed(config: Options, name: str) -> Any:
+    """The setting of this dotted name, or None where `config` lacks it or has its class's default."""
+    group, _, rest = name.partition(".")
+    field = type(config).model_fields.get(group)
+    value = getattr(config, group, None)
+    if rest and isinstance(value, Options):
+        return _changed(value, rest)
+    return None if field is None or value == field.default else value
+
+
+def _gpus(run: Run) -> str:
+    return f" ({gpu_names()})" if run.device.type == "cuda" else ""
 
 
 def _other_gpus(run: Run) -> str:

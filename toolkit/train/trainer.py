@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
+from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.ownership import owned
@@ -34,8 +36,17 @@ from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, lo
 from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
 from toolkit.train.optim import Schedule, Scheduler, SteppedRates, initial_rates
-from toolkit.train.state import TrainState
 from toolkit.train.task import Loss, Task, as_loss
+
+
+@dataclass(slots=True)
+class TrainState:
+    """How far a run has come, saved in each checkpoint: two integers, from which the config determines the rest."""
+
+    step: int = 0
+    """Optimizer steps done. Also the position in the data: see `toolkit.data.batches`."""
+    samples: int = 0
+    """Training samples seen over all ranks."""
 
 
 class Trainer:
@@ -95,6 +106,7 @@ class Trainer:
         self.micro_batches: list[Batch] = []
         """Of the last optimizer step, on this rank."""
         self.finite = FiniteCheck(self)
+        self.replicas = ReplicaCheck(model)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -116,10 +128,11 @@ class Trainer:
         Raises UserError on every rank where a run is continued on other data, and at most 16 steps after a loss, a
         gradient or a weight was not finite.
         """
+        self.enter("start")
         try:
             record_data(self.run, train=self.batches.identity())
-            self.run.begin_tracking()
             self.hooks("on_fit_start")
+            self.run.begin(self.state.step)
             self.model.train()
             steps = self.batches.steps(self.state.step)
             while self.state.step < self.max_steps and self.stop_reason is None:
@@ -257,6 +270,7 @@ class Trainer:
     def emit(self) -> None:
         """Write one line of metrics: means since the last line, and what `record` was given."""
         refuse_late_parameters(self.raw_model, self.parameters)
+        self.check_replicas()
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.finite.check_line(self.state.step, means)
         self.sums.reset()
@@ -264,6 +278,11 @@ class Trainer:
         self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
         self._recorded = {}
         self._line_is_due = False
+
+    def check_replicas(self) -> None:
+        """Raise UserError on every rank where one has other weights than the others."""
+        if self.run.world_size > 1:
+            self.replicas.check(self.state.step)
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
@@ -279,6 +298,7 @@ class Trainer:
         """Collect what `save` writes: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
         self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
+        self.check_replicas()
         return checkpoint.begin_checkpoint(
             self.run.checkpoints,
             model=self.raw_model,

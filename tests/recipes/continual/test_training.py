@@ -150,7 +150,7 @@ def test_any_number_of_processes_learns_and_remembers_the_same(world_size, whole
 
 def test_stopping_early_is_refused_where_no_single_test_set_could_tell_when(tmp_path):
     config = toy_config(tmp_path / "run", early_stopping=EarlyStoppingOptions(patience=2))
-    with pytest.raises(tk.UserError, match=r"--early-stopping\.patience 2: this run has no single test set"):
+    with pytest.raises(tk.UserError, match=r"early_stopping\.patience=2: this run has no single test set"):
         train(config)
 
 

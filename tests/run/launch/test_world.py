@@ -83,6 +83,15 @@ def wait_for_a_killed_rank(config):
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
 
+def listen(config):
+    from toolkit.run.run import start_run
+    for number in range(2):
+        with start_run("toy", config.replace(run_dir=pathlib.Path(f"run{number}"))):
+            import psutil, torch.distributed as dist
+            dist.barrier()
+            listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+            pathlib.Path(f"listens{dist.get_rank()}").write_text(str(listening))
+
 def finish_run():
     from toolkit.run.launch.restarts import FINISHED, FOLDER, send
     for begin in (FOLDER, FINISHED):
@@ -172,13 +181,35 @@ def test_a_reserved_port_is_given_to_nobody_but_lets_a_rank_listen():
         assert store.get("rank") == b"0"
 
 
-def test_a_line_that_all_ranks_say_is_shown_once(toy: Path):
-    assert outcome(toy, "fail(tk.UserError('no good.'))") == (2, "error: no good.\n")
+OUT_OF_MEMORY = "error: out of memory: use more --gradient-accumulation-steps, more processes, or a smaller model.\n"
 
 
-def test_a_line_that_one_rank_says_is_shown_and_the_others_are_ended(toy: Path):
-    assert outcome(toy, "1:fail(tk.UserError('no good here.'))", "time.sleep(60)") == (2, "error: no good here.\n")
-    assert all(has_ended(rank_facts(toy, rank)["pid"]) for rank in range(2))
+@pytest.mark.parametrize(
+    ("lines", "processes", "code", "said"),
+    [
+        (["fail(tk.UserError('no good.'))"], 2, 2, "error: no good.\n"),
+        (["1:fail(tk.UserError('no good here.'))", "time.sleep(60)"], 2, 2, "error: no good here.\n"),
+        (["fail(Preempted('stopped at step 3.'))"], 2, 75, "stopped at step 3.\n"),
+        (["1:time.sleep(1)", "1:pathlib.Path('late').touch()"], 2, 0, ""),
+        (["__import__('torch').empty(2**50)"], 1, 2, OUT_OF_MEMORY),
+        (["bytearray(2**60)"], 2, 2, OUT_OF_MEMORY),
+        (["stop_while_reading()"], 2, 75, "stopped by SIGTERM outside training: run the same command again.\n"),
+    ],
+)
+def test_how_ranks_end_is_one_line_and_the_exit_code(toy: Path, lines: list[str], processes: int, code: int, said: str):
+    assert outcome(toy, *lines, num_processes=processes) == (code, said)
+    assert all(has_ended(rank_facts(toy, rank)["pid"]) for rank in range(processes))
+    assert ("late" in str(lines)) == (toy.parent / "late").exists()
+
+
+def test_ranks_of_one_machine_listen_to_no_other_one(toy: Path):
+    """torch's store listened on all interfaces. A second run of the same processes meets anew."""
+    process = start(toy, "listen(config)", flags=("--tracker", "none"))
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+    for rank in range(2):
+        listening = toy.parent.joinpath(f"listens{rank}").read_text()
+        assert "0.0.0.0" not in listening
+        assert "'::'" not in listening
 
 
 def test_a_bug_shows_its_traceback_and_leaves_with_1(toy: Path):
@@ -188,36 +219,7 @@ def test_a_bug_shows_its_traceback_and_leaves_with_1(toy: Path):
     assert "RuntimeError: boom" in err
 
 
-def test_a_rank_that_is_killed_is_named(toy: Path):
-    code, err = outcome(toy, "1:os.kill(os.getpid(), 9)", "time.sleep(60)")
-    assert code == 1
-    assert err == "error: rank 1 of 2 was ended by SIGKILL (by the system, if memory ran out).\n"
-    assert has_ended(rank_facts(toy, 0)["pid"])
-
-
-def test_preempted_ranks_leave_with_75(toy: Path):
-    assert outcome(toy, "fail(Preempted('stopped at step 3.'))") == (75, "stopped at step 3.\n")
-
-
-def test_a_rank_that_is_done_early_does_not_end_the_others(toy: Path):
-    assert outcome(toy, "1:time.sleep(1)", "1:pathlib.Path('late').touch()") == (0, "")
-    assert (toy.parent / "late").exists()
-
-
-@pytest.mark.parametrize(("num_processes", "line"), [(1, "__import__('torch').empty(2**50)"), (2, "bytearray(2**60)")])
-def test_memory_that_ran_out_is_one_line_with_the_remedy(num_processes: int, line: str, toy: Path):
-    code, err = outcome(toy, line, num_processes=num_processes)
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith("error: out of memory: use more --gradient-accumulation-steps")
-
-
-def test_a_stop_is_not_taken_for_a_file_that_cannot_be_read(toy: Path):
-    code, err = outcome(toy, "stop_while_reading()")
-    assert (code, err.count("\n")) == (75, 1)
-    assert err.startswith("stopped by SIGTERM")
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_while_ranks_import_is_one_line(number: signal.Signals, code: int, toy: Path):
     importing = "import pathlib, os, time\nif rank := os.environ.get('RANK'):\n"
     importing += "    pathlib.Path(f'importing{rank}').touch()\n    time.sleep(1)\n"
@@ -266,9 +268,7 @@ def test_a_rank_that_is_killed_is_named_and_those_that_waited_for_it_print_no_tr
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_reaches_every_rank(number: signal.Signals, code: int, toy: Path):
     process = start(toy, "time.sleep(60)")
     pids = [rank_facts(toy, rank)["pid"] for rank in range(2)]
@@ -380,13 +380,13 @@ RANK_1_OF_2 = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_R
         ({"WORLD_SIZE": "two"}, {}, "WORLD_SIZE=two"),
         ({"WORLD_SIZE": "2"}, {}, "RANK is not"),
         ({"LOCAL_RANK": "0"}, {}, "LOCAL_RANK=0 is set but WORLD_SIZE is not: use a launcher, or unset it"),
-        (RANK_1_OF_2, {"num_processes": 4}, "--num-processes 4: the launcher started 2"),
+        (RANK_1_OF_2, {"num_processes": 4}, "num_processes=4: the launcher started 2"),
         (RANK_1_OF_2, {}, "asks for GPUs and this machine has none"),
         (RANK_1_OF_2 | {"ACCELERATE_USE_FSDP": "true"}, {"cpu": True}, "asks for FSDP"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "asks for DEEPSPEED"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "asks for GPUs"),
-        (RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "--max-restarts 3: these processes were started by a launcher"),
-        (RANK_1_OF_2 | {"TORCHELASTIC_MAX_RESTARTS": "3"}, {"cpu": True}, "--run-dir None: the launcher may start"),
+        (RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "max_restarts=3: the launcher must start"),
+        (RANK_1_OF_2 | {"TORCHELASTIC_MAX_RESTARTS": "3"}, {"cpu": True}, "run_dir=None: the launcher may start"),
     ],
 )
 def test_a_wrong_world_is_refused(variables: dict[str, str], config: dict, says: str, world):
@@ -397,7 +397,7 @@ def test_a_wrong_world_is_refused(variables: dict[str, str], config: dict, says:
 
 def test_more_processes_than_gpus_are_refused(world):
     world(gpus=1, **RANK_1_OF_2)
-    with pytest.raises(UserError, match="2 processes asks for GPUs and this machine has only 1: add --cpu"):
+    with pytest.raises(UserError, match="2 processes asks for GPUs and this machine has only 1: add cpu=True"):
         launch.check_world(RunConfig(num_processes=2))
 
 
@@ -517,6 +517,19 @@ def test_a_port_that_another_program_has_is_one_line(tmp_path: Path):
     assert (ended.returncode, ended.stderr) == (2, line)
 
 
+def test_a_port_that_takes_connections_and_says_nothing_ends_the_wait(tmp_path: Path):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--cpu", "--run-dir", str(tmp_path / "run")]
+        ended = run_forked(*recipe, "--process-timeout", "0.01", env=env, timeout_s=60)
+    assert ended.returncode == 1
+    assert f"127.0.0.1:{port} did not answer within --process-timeout" in ended.stderr
+
+
 def test_every_config_is_one_that_accelerate_reads_and_the_readme_speaks_of():
     readme = (CONFIGS / "README.md").read_text()
     names = {path.name for path in CONFIGS.glob("*.yaml")}
@@ -531,13 +544,3 @@ def test_ranks_are_given_time_to_save_once_the_run_has_a_folder(has_folder: bool
     ended = Children()
     assert supervisor._grace_s({0: EXIT_PREEMPTED}, ended, has_folder) == seconds
     assert supervisor._grace_s({0: EXIT_BUG}, ended, has_folder) == children.GRACE_S
-
-
-def test_what_ranks_write_is_read_while_they_run_and_at_the_end():
-    inbox = supervisor.Inbox()
-    assert inbox.lines() == []
-    os.write(inbox.end, b"folder: runs/one\n")
-    assert inbox.lines() == ["folder: runs/one"]
-    os.write(inbox.end, b"finished: yes\n")
-    assert inbox.lines() == ["folder: runs/one", "finished: yes"]
-    inbox.close()

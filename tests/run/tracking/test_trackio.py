@@ -77,5 +77,5 @@ def test_trackio_gets_every_line_and_a_continued_run_goes_on(tmp_path: Path):
 
 def test_without_trackio_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(UserError, match=r"--tracker trackio: Trackio is missing: pip install 'moe-toolkit\[trackio\]'"):
+    with pytest.raises(UserError, match=r"tracker='trackio': Trackio is missing: pip install 'moe-toolkit\[trackio\]'"):
         check_installed("trackio")

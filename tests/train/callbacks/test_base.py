@@ -116,6 +116,14 @@ def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callb
         toy_trainer(max_steps=1, callbacks=callbacks)
 
 
+def test_a_method_that_is_no_hook_is_refused_with_the_nearest_name():
+    class Misspelt(Callback):
+        def on_steps_end(self, trainer: Trainer) -> None: ...
+
+    with pytest.raises(UserError, match=r"Misspelt\.on_steps_end is no hook .* did you mean on_step_end\?"):
+        check_callbacks([Misspelt()])
+
+
 def test_an_order_that_every_callback_declares_possible_is_accepted():
     check_callbacks([recorder([]), Throughput(), Checkpointing(), STOPPING])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from pathlib import Path
 from statistics import median
@@ -11,21 +12,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
-from torch import nn
 
 from tests.run.tracking.toy import train
 from tests.support.helpers import run_distributed
-from toolkit.errors import UserError
 from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks import progress as progress_module
 from toolkit.train.callbacks import throughput as throughput_module
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
-from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
-from toolkit.train.state import TrainState
+from toolkit.train.trainer import TrainState
 
 
 class Clock:
@@ -142,20 +139,16 @@ class Sleeps(Callback):
             trainer.task.loss = lambda *given: time.sleep(0.05) or loss(*given)
 
 
-def a_rank_that_sleeps(folder: Path, fewest_seconds: float) -> dict[str, float]:
-    throughput_module.FEWEST_SECONDS = fewest_seconds
+def a_rank_that_sleeps(folder: Path) -> dict[str, float]:
     return train(config(folder, log_every=2), Sleeps(), epochs=1)
 
 
 def test_the_slowest_rank_is_named_although_all_take_equally_long(tmp_path):
-    short = run_distributed(a_rank_that_sleeps, 2, tmp_path / "short", throughput_module.FEWEST_SECONDS)[0]
-    assert "straggler_notice" not in short
-    results = run_distributed(a_rank_that_sleeps, 2, tmp_path, 0.0)[0]
+    run_distributed(a_rank_that_sleeps, 2, tmp_path)
     lines = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert len(lines) == 5
-    assert results["straggler_notice"].startswith("rank 1 of 2 takes ")
-    assert results["straggler_notice"] in (tmp_path / "summary.txt").read_text()
     assert median(line["perf/slowest_rank"] for line in lines) == 1
+    assert all(line["perf/slowest_rank_ratio"] >= 1 for line in lines)
     assert all(line["perf/exchange_ms"] == 0 for line in lines)
 
 
@@ -215,19 +208,16 @@ def test_on_a_terminal_a_bar_is_drawn_on_stderr_and_is_gone_in_the_end(tmp_path,
     assert "test acc" in drawn.getvalue() + capsys.readouterr().out
 
 
-def test_other_ranks_say_nothing():
-    trainer = SimpleNamespace(run=SimpleNamespace(is_main=False))
-    progress = Progress()
-    progress.on_fit_start(trainer)
-    progress.on_step_end(trainer)
-    progress.on_fit_end(trainer)
-
-
-def test_a_diverged_run_ends_in_one_line(tmp_path):
-    class Diverge(Callback):
-        def on_before_optimizer_step(self, trainer):
-            with torch.no_grad():
-                next(iter(nn.Module.parameters(trainer.model))).fill_(float("nan"))
-
-    with pytest.raises(UserError, match="is not finite"):
-        train(config(tmp_path), Diverge(), epochs=1)
+def test_on_80_columns_the_bar_and_the_time_that_is_left_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_module, "can_redraw", lambda: True)
+    monkeypatch.setattr(progress_module, "REDRAW_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "80")
+    drawn = io.StringIO()
+    console = progress_module.Console(file=drawn, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(progress_module, "Console", lambda **_: console)
+    train(config(tmp_path), epochs=1)
+    frames = [frame for frame in re.split(r"[\r\n]|\x1b\[\w+", drawn.getvalue()) if "step " in frame]
+    assert frames
+    for frame in frames:
+        assert frame.startswith("━" * 20)
+        assert re.search(r"step +\d+/10 .*0:00:\d\d [-\d]:[-\d]{2}:[-\d]{2}$", frame.rstrip())

@@ -12,7 +12,7 @@ import toolkit as tk
 from tests.support.forked_python import ForkedPython, run_forked
 from tests.support.helpers import run_distributed
 from tests.support.small_run import STEPS, Stop, small_config, small_trainer, train
-from toolkit.errors import EXIT_PREEMPTED, Preempted
+from toolkit.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from toolkit.experts.state import checkpoint_files
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
@@ -66,6 +66,28 @@ def test_a_second_signal_changes_nothing(tmp_path):
     ):
         trainer.fit()
     os.kill(os.getpid(), signal.SIGTERM)  # on the way out
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_a_second_one_ends_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.orig_argv", ["python", "recipes/mine.py", "debug"])
+    with pytest.raises(Preempted) as stopped, small_trainer(small_config(None), Stop(10, "SIGINT")) as trainer:
+        trainer.fit()
+    folder = trainer.run.folder
+    assert stopped.value.code == EXIT_INTERRUPTED
+    command = f"run `python recipes/mine.py debug --run-dir {folder}` to continue."
+    assert str(stopped.value) == f"stopped by SIGINT at step 10; {command}"
+    assert (folder / "checkpoints" / "step-00000010").exists()
+    with pytest.raises(KeyboardInterrupt), small_trainer(small_config(folder), Twice(12)) as trainer:
+        trainer.fit()
+
+
+class Twice(Stop):
+    """Ctrl-C at the start of a step, and again before its end."""
+
+    def on_step_start(self, trainer, micro_batches):  # noqa: ARG002
+        for _ in range(2 if trainer.state.step == self.step else 0):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(tmp_path):

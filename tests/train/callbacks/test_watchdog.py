@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.support.forked_python import run_forked
 from tests.support.helpers import program_environment
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
-from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.watchdog import LEARN_STEPS, Heartbeat, Watchdog, _frames, _waits, blame
-from toolkit.train.metrics import MetricSums
-from toolkit.train.tasks.classification import Classification
+from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, what_ranks_do
 
 RECIPE = '''
 """A small run that something happens to."""
@@ -39,12 +31,17 @@ class Sleeps(tk.Callback):
             take = trainer.batches.steps
             trainer.task.loss = lambda *_: time.sleep(600)
 
+class Hangs(tk.Callback):
+    """An evaluation that does not end."""
+    def on_evaluate_end(self, trainer, name, metrics):
+        time.sleep(600)
+
 def main(config):
     first = not past_restarts()
     stop = Stop(7, "SIGSTOP", rank=1) if first and os.environ.get("WITH") == "SIGSTOP" else None
-    more = [Sleeps()] if first and os.environ.get("WITH") == "sleep" else []
-    watchdog = Watchdog(limit_s=config.step_timeout)
-    with small_trainer(config, stop, ep_size=2, callbacks=[watchdog, *more]) as trainer:
+    more = {"sleep": [Sleeps()], "evaluation": [Hangs()]}.get(os.environ.get("WITH"), []) if first else []
+    watchdog = Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout)
+    with small_trainer(config, stop, ep_size=config.num_processes, callbacks=[watchdog, *more]) as trainer:
         trainer.run.finish(trainer.fit())
 
 if __name__ == "__main__":
@@ -74,12 +71,11 @@ def test_a_run_that_hung_starts_again_and_ends_with_the_same_bits(tmp_path: Path
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     done = run(undisturbed, "nothing", "--step-timeout", "60")
     assert done.returncode == 0, done.stderr
-    assert not (undisturbed / ".heartbeats").exists()
     assert not (undisturbed / "hang").exists()
     assert "restarts" not in json.loads((undisturbed / "results.json").read_text())
     done = run(folder, "SIGSTOP", "--max-restarts", "1", "--step-timeout", "2")
     assert done.returncode == 0, done.stderr
-    named = "rank 1 of 2 does not answer since step "
+    named = "rank 1 of 2 does not answer: it is stopped, frozen or gone."
     assert any(line.startswith(f"error: {named}") for line in done.stderr.splitlines()), done.stderr
     assert "Traceback" not in done.stderr
     (restart,) = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" in line]
@@ -93,32 +89,41 @@ def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp
     done = run(tmp_path / "run", "sleep", "--step-timeout", "2")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "holds up the others: it is in <lambda> (" in line
+    assert "rank 1 of 2 in <lambda> (" in line
     assert "small.py:" in line
-    assert "rank 1 of 2" in line
     waits, sleeps = (tmp_path.joinpath("run", "hang", f"rank-0000{rank}.txt").read_text() for rank in range(2))
     assert "small.py" in sleeps
     assert "<lambda>" not in waits
 
 
-def beat(rank: int, **changes: object) -> Heartbeat:
-    same = Heartbeat(rank, f"host, process {rank}", 7, "step", 9.0, "loss (a.py:1)", waits=True, at=100.0)
+def test_an_evaluation_that_hangs_in_one_process_ends(tmp_path: Path):
+    done = run(tmp_path / "run", "evaluation", "--num-processes", "1", "--process-timeout", "0.05")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "rank 0 of 1 in on_evaluate_end (" in line
+    assert "longer than 3 s (--process-timeout)" in line
+
+
+def report(rank: int, **changes: object) -> Report:
+    same = Report(rank, late=True, step=7, phase="step", frame="loss (a.py:1)")
     return replace(same, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("beats", "silent", "says"),
+    ("reports", "silent", "says"),
     [
-        ([beat(0), None], [1], "rank 1 of 2 does not answer:"),
-        ([beat(0), beat(1, at=1.0)], [1], "rank 1 of 2 does not answer since step 8 (host, process 1)"),
-        ([beat(0), beat(1), beat(2, step=6)], [], "rank 2 of 3 (host, process 2) holds up the others"),
-        ([beat(0), beat(1, waits=False, frame="read (b.py:2)")], [], "it is in read (b.py:2)"),
-        ([beat(0), beat(1)], [], "no rank is behind the others"),
-        ([beat(0, waits=False)], [], "the process hangs in loss (a.py:1)"),
+        ([report(0)], [1], "rank 1 of 2 does not answer:"),
+        (
+            [report(0), report(1), report(2, step=6)],
+            [],
+            "end: rank 2 of 3 in loss (a.py:1), in the phase 'step' of step 7",
+        ),
+        ([report(0), report(1, late=False, frame="read (b.py:2)"), report(2)], [], "end: rank 1 of 3 in read (b.py:2)"),
+        ([report(0), report(1)], [], "a step does not end: ranks 0, 1 of 2 in loss (a.py:1)"),
     ],
 )
-def test_the_rank_that_is_waited_for_is_named(beats: list, silent: list[int], says: str):
-    assert says in blame(beats, silent, beats[0])
+def test_the_rank_that_is_waited_for_is_named(reports: list[Report], silent: list[int], says: str):
+    assert says in what_ranks_do(reports, silent, len(reports) + len(silent))
 
 
 def test_the_frames_of_a_thread_are_read_while_others_run():
@@ -141,30 +146,14 @@ def test_the_frames_of_a_thread_are_read_while_others_run():
     assert _frames(thread.ident or 0) == []
 
 
-@pytest.mark.parametrize(
-    ("function", "waits"),
-    [
-        (AllToAllDispatcher.plans, True),
-        (HierarchicalDispatcher.plans, True),
-        (MetricSums.compute, True),
-        (torch.cuda.synchronize, True),
-        (torch.accelerator.synchronize, True),
-        (dist.all_reduce, True),
-        (Classification.loss, False),
-    ],
-)
-def test_a_rank_waits_for_others_where_it_reads_what_comes_of_them(function: Callable[..., object], waits: bool):
-    code = inspect.unwrap(function).__code__
-    assert _waits([(code.co_filename, code.co_firstlineno, code.co_name), (__file__, 1, "train")]) == waits
-
-
 def test_the_limit_follows_the_runs_own_steps():
     watchdog = Watchdog(longest_s=600)
-    assert watchdog.limit == 600
+    assert watchdog.limit_of("step") == 600
     watchdog._seconds.extend([0.1] * LEARN_STEPS)
-    assert watchdog.limit == 120
+    assert watchdog.limit_of("data") == 120
     watchdog._seconds.extend([10.0] * 101)
-    assert watchdog.limit == 200
+    assert watchdog.limit_of("step") == 200
     watchdog._seconds.extend([100.0] * 101)
-    assert watchdog.limit == 600
-    assert Watchdog(limit_s=3).limit == 3
+    assert watchdog.limit_of("step") == 600
+    assert Watchdog(limit_s=3).limit_of("step") == 3
+    assert Watchdog(limit_s=3).limit_of("evaluation") == 600

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.run.cli import flags_of, instead_of
+from toolkit.run.config.flags import flags_of, instead_of
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import decides_what_is_learned
 from toolkit.run.recipe_script import Recipe

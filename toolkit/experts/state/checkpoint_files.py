@@ -221,19 +221,20 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
     optimizers = _listed(model, optimizer)
 
     def differences(saved: dict[str, Any]) -> list[str]:
-        then, now = len(saved["optimizer"]["groups"]), len(_groups(optimizers))
-        return [f"it has {then} parameter groups and the optimizer {now}"] if now not in (0, then) else []
+        then, now = len(saved["optimizer"].get("groups") or ()), len(_groups(optimizers))
+        return [f"it has {then} parameter groups and the optimizer {now}"] if then and now not in (0, then) else []
 
     remedy = "build model and optimizer as they were when it was made"
     saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
-    for group, settings in zip(_groups(optimizers), saved["optimizer"]["groups"], strict=False):
+    for group, settings in zip(_groups(optimizers), saved["optimizer"].get("groups") or (), strict=False):
         for name, value in settings.items():
             if isinstance(group.get(name), Tensor):
                 group[name].fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(value, list) else value
-    if saved["random"] is not None and len(saved["random"]) == world_size():
-        restore_random_states(saved["random"][rank()])
+    random = saved.get("random")  # a Trainer needs none
+    if random is not None and len(random) == world_size():
+        restore_random_states(random[rank()])
     training: dict[str, Any] = saved["training"]
     return training
 
@@ -294,7 +295,7 @@ def load_verified(
 class _Optimizer(BaseModel):
     name: StrictStr
     scaler: dict[str, Any] | None
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]] | None = None
 
 
 class _Content(BaseModel):
@@ -303,7 +304,7 @@ class _Content(BaseModel):
     training: dict[str, Any]
     config: dict[str, Any]
     optimizer: _Optimizer
-    random: list[dict[str, Any]] | None
+    random: list[dict[str, Any]] | None = None
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

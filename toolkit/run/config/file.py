@@ -43,8 +43,6 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
         raise UserError("has no flags: write a line for each, such as `epochs: 3`.")
     words: list[str] = []
     for flag, value in _flat({key: value for key, value in values.items() if key not in NO_FLAGS}):
-        if flag == CONFIG:
-            raise UserError(f"unknown flag {flag}: a file cannot name another one.")
         items = value if isinstance(value, list) else [value]
         if any(not isinstance(item, str) for item in items):
             raise UserError(f"{flag}: a list or group within a list: write its values one after the other.")

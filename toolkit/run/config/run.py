@@ -17,11 +17,6 @@ from toolkit.experts.parallel.parallel_options import DDPOptions, DenseOptions
 from toolkit.run.config.callback_options import CheckpointOptions, EarlyStoppingOptions
 from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
 
-MOST_MINUTES = 366 * 24 * 60
-"""The longest time limit, a year: what counts down to it has no room for any number."""
-MOST_WORKERS = 256
-"""The most processes that load batches for one: a number that was mistyped would fill the machine with processes."""
-
 
 class RunConfig(DenseOptions):
     """The settings of a run that every recipe has; each recipe's presets set the numbers.
@@ -55,19 +50,19 @@ class RunConfig(DenseOptions):
     """Train on the CPU even if there is a GPU."""
     num_processes: PositiveInt | None = None
     """Processes to start on this machine; none: those of the launcher."""
-    process_timeout: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = 10.0
+    process_timeout: PositiveFloat = 10.0
     """Minutes that a process waits for the others before all end with an error."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """At a gradient that is not finite, stop, or skip the step, up to twice in a row."""
-    step_timeout: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] | None = None
+    step_timeout: PositiveFloat | None = None
     """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
     max_restarts: NonNegativeInt = 0
     """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
     profile: bool = False
-    """Profile five steps after the first ten: a trace, and a verdict of five lines."""
+    """Profile five steps after the first ten: a trace, and a table of the longest operations."""
     peak_flops: PositiveFloat | None = None
     """Dense FLOPs per second of a device, for perf/mfu; none: those of common GPUs in bf16."""
-    num_workers: Annotated[int, Field(ge=0, le=MOST_WORKERS)] = 0
+    num_workers: NonNegativeInt = 0
     """Worker processes that load batches; 0 loads in the training process."""
     compile: bool = False
     """Compile the model with torch.compile, which takes a while at the start."""
@@ -94,6 +89,10 @@ class RunConfig(DenseOptions):
     Early stopping does so by itself."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the end of the run is always evaluated."""
+    eval_every_steps: PositiveInt | None = None
+    """Optimizer steps between evaluations, in place of epochs."""
+    sync_bn: bool = False
+    """On several GPUs, take batch norm's mean and variance over the batch of all, with torch's SyncBatchNorm."""
     optimizer: OptimizerOptions = OptimizerOptions()
     schedule: ScheduleOptions = ScheduleOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, Children, holding_signals
 from toolkit.run.launch.port import reserve_port, world_environment
-from toolkit.run.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, restarted
+from toolkit.run.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, STORE, restarted
 from toolkit.run.launch.world import BLOCKED, usable_cores
 
 PREEMPTED_GRACE_S = 60.0
@@ -87,10 +89,12 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
     """Start every rank, wait until all have ended, and show what they reported, each line once."""
     count = config.num_processes or 1
     inbox = Inbox()
-    reserved = reserve_port()
+    reserved = reserve_port()  # for a program that makes a process group of its own
+    meeting = tempfile.mkdtemp(prefix="toolkit-")
     shared = {**os.environ, **environment, **world_environment(count, reserved), REPORT_PIPE: str(inbox.end)}
     if count > 1:
         shared.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
+        shared[STORE] = f"{meeting}/store"
     if config.cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
     try:
@@ -106,6 +110,7 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
             ]
     finally:
         reserved.close()
+        shutil.rmtree(meeting, ignore_errors=True)
         lines = inbox.lines()
         inbox.close()
     shown = [line for line in lines if not line.startswith((FOLDER, CAUSE, FINISHED))]
@@ -149,7 +154,7 @@ def _grace_s(failed: Mapping[int, int], ranks: Children, has_folder: bool) -> fl
     if stopped := _stopped(ranks):
         running = [rank for rank, process in enumerate(ranks.processes) if process.poll() is None]
         return 0.0 if running == stopped else GRACE_S
-    may_save = has_folder and _meaning(failed, ranks)[0] == EXIT_PREEMPTED
+    may_save = has_folder and _meaning(failed, ranks)[0] in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
     return PREEMPTED_GRACE_S if may_save else GRACE_S
 
 

@@ -19,15 +19,23 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, Preempted, StepOutOfMemory, UserError
+from toolkit.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_SMALLER_BATCHES,
+    Preempted,
+    StepOutOfMemory,
+    UserError,
+)
 from toolkit.experts.parallel.nodes import launched_world, ranks_per_node
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, STOP_SIGNALS, handle_signals
-from toolkit.run.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, past_restarts, restarted, send
+from toolkit.run.launch.restarts import CAUSE, ELASTIC, REPORT_PIPE, RESTARTED, STORE, past_restarts, restarted, send
 
 OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
-    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", REPORT_PIPE, RESTARTED, ELASTIC),
+    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", REPORT_PIPE, RESTARTED, ELASTIC, STORE),
 )
 """Beginnings of environment variables that make a process a rank of a world, or one that is started again."""
 BLOCKED = {signal.SIGINT, *STOP_SIGNALS}
@@ -52,33 +60,31 @@ def check_world(config: RunConfig) -> None:
     world = launched_world()
     asked = config.num_processes
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if _is_set(f"ACCELERATE_USE_{plugin}"):
+        if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
                 f"this launch asks for {plugin}, which would treat experts as replicated: "
-                "use accelerate_configs/ddp.yaml, with --dense-parallel fsdp2 to shard the other parameters."
+                "use accelerate_configs/ddp.yaml, with dense_parallel='fsdp2' to shard the other parameters."
             )
     if world is None:
         told, _ = _accelerate_launch_orders()
         if told > 1 and told != asked:
             raise UserError(
                 f"`accelerate launch` was told to start {told} processes and started one, as it does without GPUs: "
-                f"use `python {sys.argv[0]} --num-processes {told}`, or accelerate_configs/ddp_cpu.yaml."
+                f"use num_processes={told} without it, or accelerate_configs/ddp_cpu.yaml."
             )
         place = os.environ.get("LOCAL_RANK", "-1")  # of which Accelerate takes -1 for no place in a world
         if place != "-1" and asked in (None, 1):
             raise UserError(f"LOCAL_RANK={place} is set but WORLD_SIZE is not: use a launcher, or unset it.")
         return
     if asked not in (None, world):
-        raise UserError(
-            f"--num-processes {asked}: the launcher started {world}: leave the flag out, or make the two numbers equal."
-        )
+        remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
+        raise UserError(field="num_processes", value=asked, remedy=remedy)
     if config.max_restarts and REPORT_PIPE not in os.environ:
-        raise UserError(
-            f"--max-restarts {config.max_restarts}: these processes were started by a launcher, which must start them "
-            "again: leave it out, and give the launcher its own, such as `torchrun --max-restarts`."
-        )
+        remedy = "the launcher must start its processes again: leave it out, and give torchrun its own --max-restarts"
+        raise UserError(field="max_restarts", value=config.max_restarts, remedy=remedy)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.run_dir is None:
-        raise UserError("--run-dir None: the launcher may start the processes again, and they must find their run.")
+        remedy = "the launcher may start the processes again: give one, where they find their run"
+        raise UserError(field="run_dir", remedy=remedy)
     if world > 1:
         _check_devices(world, config.cpu)
 
@@ -87,7 +93,7 @@ def _check_devices(world: int, cpu: bool) -> None:
     """Raise UserError where Accelerate would let each of several processes train alone."""
     if not any(name in os.environ for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")):
         raise UserError(f"WORLD_SIZE={world} is set but RANK is not: use a launcher, or unset it.")
-    if cpu or _is_set("ACCELERATE_USE_CPU"):
+    if cpu or is_set("ACCELERATE_USE_CPU"):
         return
     import torch
 
@@ -100,11 +106,12 @@ def _check_devices(world: int, cpu: bool) -> None:
         has = "none" if devices == 0 else f"only {devices}"
         raise UserError(
             f"this launch of {here} processes asks for GPUs and this machine has {has}: "
-            "add --cpu to rehearse on the CPU, or start fewer."
+            "add cpu=True to rehearse on the CPU, or start fewer."
         )
 
 
-def _is_set(name: str) -> bool:
+def is_set(name: str) -> bool:
+    """Whether the environment says yes to `name`."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
@@ -154,6 +161,15 @@ def report(message: str, label: str = "error: ") -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed
         sys.stderr.write(line)
         sys.stderr.flush()
+
+
+def end_from_a_thread(line: str) -> NoReturn:
+    """Write `line` and end this process, whose main thread hangs."""
+    if not send(line):
+        with contextlib.suppress(OSError):
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+    os._exit(EXIT_BUG)
 
 
 def _on_stop_signals(handler: signal.Handlers) -> None:

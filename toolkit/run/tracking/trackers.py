@@ -35,9 +35,9 @@ PROBE_S = 2.0
 def check_installed(tracker: str) -> None:
     """Raise UserError where a tracker was asked for by name and is not installed. W&B, the default, may be missing."""
     if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(f"--tracker {tracker}: TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
+        raise UserError(f"tracker='{tracker}': TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
     if tracker == "trackio" and importlib.util.find_spec("trackio") is None:
-        raise UserError(f"--tracker {tracker}: Trackio is missing: pip install 'moe-toolkit[trackio]'.")
+        raise UserError(f"tracker='{tracker}': Trackio is missing: pip install 'moe-toolkit[trackio]'.")
 
 
 def start_trackers(

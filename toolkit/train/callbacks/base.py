@@ -23,6 +23,7 @@ state between steps has `state_dict` and `load_state_dict`, and its state is sav
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,11 +92,18 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise ValueError for an order that `runs_after` forbids, and for two states under one key.
+    """Raise ValueError for an order that `runs_after` forbids, and for two states under one key; UserError for a method
+    that looks like a hook and would never be called.
 
     A wrong order is refused instead of sorted, so that the list that one reads is the order that runs.
     """
     for place, later in enumerate(callbacks):
+        for name in dir(later):
+            if name.startswith("on_") and name not in HOOKS and callable(getattr(later, name)):
+                nearest = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0)[0]
+                raise UserError(
+                    f"{type(later).__name__}.{name} is no hook and is never called: did you mean {nearest}?"
+                )
         for earlier in callbacks[:place]:
             if isinstance(later, earlier.runs_after):
                 first = type(later).__name__

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.background import BackgroundSave
 from toolkit.checkpoint.finding import find_checkpoint
-from toolkit.checkpoint.retention import go_back
+from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.launch.children import STOP_SIGNALS
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
-STOP_NAMES = {number.name for number in STOP_SIGNALS}
+STOP_NAMES = {number.name for number in (*STOP_SIGNALS, signal.SIGINT)}
 LONGEST_WAIT_S = 30.0
 """For a checkpoint that is being written, where training ends with an error."""
 
@@ -55,26 +56,28 @@ class Checkpointing(Callback):
         self._started_at = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        run = trainer.run
+        run, back = trainer.run, trainer.run.config.resume_from
         names = {callback.name for callback in trainer.callbacks if isinstance(callback, Evaluation)}
         if self.metric is not None and self.metric.partition("/")[0] not in names:
             known = ", ".join(f"{name}/loss" for name in sorted(names)) or "none, as there is no evaluation"
             raise UserError(field="checkpoint.best", value=self.metric, remedy=f"name one such as {known}")
-        if (back := run.config.resume_from) is not None:
-            run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
         newest = None if run.resume == "no" else find_checkpoint(run.checkpoints, run)
+        if back is not None:
+            newest = run.on_main_and_share(lambda: to_go_back_to(run.checkpoints, back)) or newest
         if newest is not None:
             settle_buckets(trainer)
             saved = trainer.restore(newest)
-            run.truncate_metrics(trainer.state.step, saved.get("metrics"))
-            run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
             if run.config.extend:
                 _describe_extension(trainer)
+            # All refusals are above: what they refuse stays as it was.
+            if back is not None:
+                run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
+            run.truncate_metrics(trainer.state.step, saved.get("metrics"))
+            run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes":
             raise UserError(
                 f"resume='yes': no checkpoint in {run.checkpoints} verifies: leave it out to start from step 0."
             )
-        run.log_restart(trainer.state.step)
         self._started_at = trainer.state.step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002

@@ -1,4 +1,5 @@
-"""Stopping on SIGTERM, on the SIGUSR1 of a scheduler that preempts a job, or on the SIGHUP of a closed terminal."""
+"""Stopping on SIGTERM, on the SIGUSR1 of a scheduler that preempts a job, on the SIGHUP of a closed terminal, or on
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import step_of
-from toolkit.errors import Preempted, UserError
+from toolkit.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, UserError
 from toolkit.experts.parallel.groups import new_group
-from toolkit.run.launch.children import handle_signals
+from toolkit.run.launch.children import STOP_SIGNALS, handle_signals
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing, is_preempted
 
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class Preemption(Callback):
-    """On SIGTERM, SIGUSR1 or SIGHUP to any rank, all ranks end the same step, and raise `Preempted` (exit code 75).
+    """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to any rank, all ranks end the same step, and raise `Preempted` (exit code
+    75, or 130 after Ctrl-C). A second Ctrl-C ends the process at once.
 
     `Checkpointing` does the saving, so the list of callbacks must have it, before this one.
 
-    The handler only stores the signal's number, so a second signal changes nothing. Ranks share it with an asynchronous
-    all-reduce (max) over a gloo group of its own, which is started after each step and read after the next one: by
-    then it has finished, and neither the host nor a GPU waits.
+    The handler only stores the signal's number, so a second of the others changes nothing. Ranks share it with an
+    asynchronous all-reduce (max) over a gloo group of its own, which is started after each step and read after the next
+    one: by then it has finished, and neither the host nor a GPU waits.
     """
 
     runs_after = (Checkpointing,)
@@ -47,9 +49,11 @@ class Preemption(Callback):
         if trainer.run.world_size > 1 and self._group is None:
             self._group = new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
-            self._handlers = handle_signals(self._store)
+            self._handlers = handle_signals(self._store, (*STOP_SIGNALS, signal.SIGINT))
 
     def _store(self, number: int, _frame: FrameType | None) -> None:
+        if number == self._received == signal.SIGINT:
+            raise KeyboardInterrupt
         self._received = number
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -73,7 +77,8 @@ class Preemption(Callback):
         # The handlers stay installed: another signal must not interrupt a process that is leaving.
         self._handlers = {}
         saved = "" if step_of(newest) == step else f" from step {step_of(newest):,}, the last that could be saved"
-        raise Preempted(f"stopped by {reason} at step {step:,}; run the same command again to continue{saved}.")
+        code = EXIT_INTERRUPTED if reason == signal.SIGINT.name else EXIT_PREEMPTED
+        raise Preempted(f"stopped by {reason} at step {step:,}; {run.how_to_continue} to continue{saved}.", code)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         self._restore_handlers()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from toolkit.run.console import can_redraw, metrics_line
+from toolkit.run.console import can_redraw, columns, metrics_line
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.5
 """Least time between two drawings of the bar: no thread draws it, and drawing takes about a millisecond."""
+BAR, TIMES = 20, 20
+"""Columns of the bar, and of the times behind it with what is between."""
 LINE_S = 5.0
 """Least time between two lines, evaluations apart."""
 
@@ -42,7 +44,7 @@ class Progress(Callback):
         trainer.run.add_sink(self)
         if can_redraw():
             self._bar = RichProgress(
-                BarColumn(),
+                BarColumn(BAR),
                 TextColumn("{task.description}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
@@ -66,10 +68,11 @@ class Progress(Callback):
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show one line of metrics: beside the bar, or as a line when it is time for one. Evaluations are lines."""
         now = time.perf_counter()
-        line = metrics_line(values, step, self._max_steps, self._seconds_left(now, step))
+        line = metrics_line(values, step, self._max_steps, self._seconds_left(now, step), columns())
         evaluated = any(name.startswith("eval/") for name in values)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=metrics_line(values, step, self._max_steps))
+            beside = metrics_line(values, step, self._max_steps, width=columns() - BAR - TIMES)
+            self._bar.update(self._task, completed=step, description=beside)
         if evaluated or (self._bar is None and now - self._printed >= LINE_S):
             self._printed = now
             self._print(line)

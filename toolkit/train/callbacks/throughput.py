@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
     from toolkit.train.trainer import Trainer
 
-SLOW, FEWEST_LINES, FEWEST_SECONDS = 1.25, 3, 30.0
-"""How many times as long a straggler's part of a step takes at least, in how many lines of metrics, and in how many
-seconds of steps: in a shorter run the main process is slower because its trackers start beside it."""
-
 
 class Throughput(Callback):
     """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
@@ -37,9 +33,8 @@ class Throughput(Callback):
     Of several processes also `perf/slowest_rank`, whose steps take longest without what they spend in collectives, and
     `perf/slowest_rank_ratio`, how many times as long as the median of the other ranks'; `perf/collectives_ms`, what a
     step spends in collectives, waiting included, mean over ranks; and `perf/exchange_ms`, in the all-to-alls of experts
-    alone. All of them travel in one reduction per line of metrics. A rank that is the slowest in most lines, by at
-    least `SLOW`, is the result `straggler_notice`, unless the run is short. With FSDP2, waiting for gradients counts as
-    a rank's own time.
+    alone. All of them travel in one reduction per line of metrics. With FSDP2, waiting for gradients counts as a rank's
+    own time.
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save
     restarts the window, so neither its time nor the steps before it in that window are counted. The peak is that of one
@@ -54,9 +49,6 @@ class Throughput(Callback):
         """On the last line of metrics."""
         self._ends: list[float] = []
         self._world_size = 1
-        self._lines = 0
-        self._slow: dict[int, tuple[int, float]] = {}
-        """By rank, in how many lines it was the slowest by at least `SLOW`, and the sum of its ratios in these."""
         self._hook: RemovableHandle | None = None
         self._gradient_done: Mark | None = None
 
@@ -128,13 +120,6 @@ class Throughput(Callback):
         trainer.record("perf/slowest_rank_ratio", ratio)
         trainer.record("perf/collectives_ms", (sum(steps_ms) - sum(own_ms)) / self._world_size)
         trainer.record("perf/exchange_ms", sum(exchange_ms) / self._world_size)
-        self._lines += 1
-        if ratio >= SLOW:
-            self._note_slow(slowest, ratio)
-
-    def _note_slow(self, rank: int, ratio: float) -> None:
-        lines, total = self._slow.get(rank, (0, 0.0))
-        self._slow[rank] = lines + 1, total + ratio
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         self._end_waits()
@@ -147,14 +132,6 @@ class Throughput(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._end_waits()
-        trainer.results.pop("straggler_notice", None)
-        for rank, (lines, total) in self._slow.items():
-            steady = lines >= FEWEST_LINES and 2 * lines > self._lines
-            if steady and self._seconds >= FEWEST_SECONDS:
-                trainer.results["straggler_notice"] = (
-                    f"rank {rank} of {self._world_size} takes {total / lines:.1f} times as long as "
-                    f"the others for its own part of a step, in {lines} of {self._lines} lines of metrics"
-                )
         peak, _ = extremes_over_ranks(torch.tensor(peak_bytes(trainer.run.device), device=trainer.run.device))
         trainer.results |= {
             "steps": trainer.state.step,
@@ -171,17 +148,7 @@ class Throughput(Callback):
         waits.take()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "samples": self._samples,
-            "seconds": self._seconds,
-            "world_size": self._world_size,
-            "lines": self._lines,
-            "slow_ranks": {str(rank): [*noted] for rank, noted in self._slow.items()},
-        }
+        return {"samples": self._samples, "seconds": self._seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._samples = state["samples"]
-        self._seconds = state["seconds"]
-        if state["world_size"] == self._world_size:
-            self._lines = state["lines"]
-            self._slow = {int(rank): tuple(noted) for rank, noted in state.get("slow_ranks", {}).items()}
+        self._samples, self._seconds = state["samples"], state["seconds"]

@@ -45,10 +45,11 @@ class ReplicaCheck:
         if trained != self._trained:
             self._trained, self._until = trained, self.steps + FIRST_STEPS
         if self.steps < self._until or self.steps % EVERY == 0:
-            self.check()
+            self.check(self.steps)
 
     @torch.no_grad()
-    def check(self) -> None:
+    def check(self, step: int) -> None:
+        """Compare weights, and the gradients that there are, after `step` steps. A collective."""
         replicated: dict[str, nn.Parameter] = {}
         group = None
         for name, parameter in self.model.named_parameters():
@@ -74,7 +75,7 @@ class ReplicaCheck:
         least = least.cpu()[: len(replicated)]
         names = [name.removeprefix("module.") for name in replicated]
         unused = [name for name, value in zip(names, least.tolist(), strict=True) if value < 0]
-        if unused and self.steps == 1 and _waits_for_all(self.model):
+        if grads and unused and step == 1 and _waits_for_all(self.model):
             raise UserError(
                 f"{len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP waits "
                 "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
@@ -88,7 +89,7 @@ class ReplicaCheck:
             different = [name for name, differ in zip(names, ranks.tolist(), strict=True) if differ]
             if different:
                 raise UserError(
-                    f"step {self.steps:,}: the {values} of {len(different)} replicated parameter(s), first "
+                    f"step {step:,}: the {values} of {len(different)} replicated parameter(s), first "
                     f"{different[0]!r}, differ between ranks, so {happens}: call the model that prepare returned, clip "
                     "with accelerator.clip_grad_norm_, because torch.nn.utils.clip_grad_norm_ knows the experts of one "
                     "rank only, and change weights and gradients alike on all ranks."

@@ -9,9 +9,9 @@ import pytest
 from recipes.mnist_moe import PRESETS
 from toolkit.errors import UserError
 from toolkit.run import cli
-from toolkit.run.config.foreign_flags import REMEDIES, remedy_for
+from toolkit.run.config.flags import REMEDIES, flags_of, instead_of
 
-OURS = cli.flags_of(type(PRESETS["dynamic"]()))
+OURS = flags_of(type(PRESETS["dynamic"]()))
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_what_is_recommended_exists():
     recommended = {flag for text in REMEDIES.values() for flag in re.findall(r"--[a-z][\w.-]*", text)}
     assert recommended <= OURS.keys()
     assert not {f"--{name}" for name in REMEDIES} & OURS.keys()
-    assert remedy_for("--no-such-thing", OURS) is None
+    assert instead_of("--no-such-thing", OURS) == "see --help."
