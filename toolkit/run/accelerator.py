@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from datetime import timedelta
 
 from accelerate import Accelerator
@@ -15,9 +14,9 @@ from toolkit.compat import reset_accelerator_state
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.accelerate_prepare import ddp_options
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch.children import GRACE_S, holding_signals
+from toolkit.run.launch.children import holding_signals
 from toolkit.run.launch.restarts import STORE
-from toolkit.run.launch.world import end_from_a_thread, is_set
+from toolkit.run.launch.world import is_set
 
 _meetings = itertools.count()
 """A process group that is made after another one was destroyed needs a new file."""
@@ -27,12 +26,6 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     """Returns what Accelerate is told of `config`. Raises UserError for what the device cannot do, and for a port that
     another program has."""
     reset_accelerator_state()
-    # A program that takes the connection and says nothing is waited for without an end by torch.
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    silent = f"error: what listens at {where} did not answer within --process-timeout: correct the two, or start it."
-    timer = threading.Timer(60 * config.process_timeout + GRACE_S, end_from_a_thread, [silent])
-    timer.daemon = True
-    timer.start()
     try:
         with holding_signals():  # one would interrupt a connection to another process, which is tried for minutes
             accelerator = Accelerator(
@@ -61,8 +54,6 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"MASTER_PORT {port}: another program on this machine listens there: take another.") from error
-    finally:
-        timer.cancel()
     if accelerator.device.type == "mps":
         raise UserError(
             field="cpu", value=False, remedy="mps has no float64, in which samples are counted: use cpu=True"

@@ -182,14 +182,7 @@ def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None)
     rows = [f"  --{name.replace('_', '-'):15} {texts[name]} (default: {getattr(default, name)})" for name in common]
     groups = [name.replace("_", "-") for name, value in default if isinstance(value, Options)]
     more = f"--help all lists every flag, those of {', '.join(groups)} too"
-    lines = [
-        _description(presets, doc),
-        "",
-        "common flags:",
-        *rows,
-        "",
-        f"{more}; {CONFIG} FILE reads flags from a file.",
-    ]
+    lines = [_description(presets, doc), "", "common flags:", *rows, "", more, f"{CONFIG} FILE reads flags from a file"]
     filled = [textwrap.fill(line, 80, subsequent_indent=20 * " ") if line in rows else line for line in lines]
     return "\n".join([*filled, ""])
 

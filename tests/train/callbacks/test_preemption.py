@@ -78,15 +78,15 @@ def test_ctrl_c_saves_says_how_to_go_on_and_a_second_one_ends_at_once(tmp_path, 
     command = f"run `python recipes/mine.py debug --run-dir {folder}` to continue."
     assert str(stopped.value) == f"stopped by SIGINT at step 10; {command}"
     assert (folder / "checkpoints" / "step-00000010").exists()
-    with pytest.raises(KeyboardInterrupt), small_trainer(small_config(folder), Twice(12)) as trainer:
+    with pytest.raises(KeyboardInterrupt), small_trainer(small_config(folder), callbacks=[Twice()]) as trainer:
         trainer.fit()
 
 
-class Twice(Stop):
-    """Ctrl-C at the start of a step, and again before its end."""
+class Twice(tk.Callback):
+    """Ctrl-C at the start of step 13, and again before its end."""
 
     def on_step_start(self, trainer, micro_batches):  # noqa: ARG002
-        for _ in range(2 if trainer.state.step == self.step else 0):
+        for _ in range(2 if trainer.state.step == 12 else 0):
             os.kill(os.getpid(), signal.SIGINT)
 
 
