@@ -118,7 +118,10 @@ def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
     first, *others = tabs
     panels = [TabPanel(title=first, child=tabs[first])]
     # What another tab shows waits in its tags, which Bokeh does not draw.
-    panels += [TabPanel(title=title, child=Column(Spacer(), tags=[tabs[title]], sizing_mode="stretch_width")) for title in others]
+    panels += [
+        TabPanel(title=title, child=Column(children=[Spacer()], tags=[tabs[title]], sizing_mode="stretch_width"))
+        for title in others
+    ]
     page = Tabs(tabs=panels, sizing_mode="stretch_width")
     page.js_on_change("active", CustomJS(code=DRAW))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
