@@ -36,9 +36,7 @@ COMMANDS = {
     "compare": Command(
         "toolkit.commands.report.compare", "print runs side by side: settings that differ, final numbers"
     ),
-    "report": Command(
-        "toolkit.commands.report.command", "write a page with curves, experts and settings of several runs"
-    ),
+    "report": Command("toolkit.commands.report.page", "write a page with curves, experts and settings of several runs"),
     "dashboard": Command(
         "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
     ),

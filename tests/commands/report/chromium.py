@@ -86,6 +86,21 @@ class Tab:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
 
+    def wait_until_drawn(self) -> float:
+        """Wait until Bokeh has drawn the tab that is open; returns the browser's seconds since it went to the page."""
+        return self.run(
+            "new Promise(done => { const wait = () => window.Bokeh?.documents[0]?.is_idle "
+            "? done(performance.now() / 1000) : setTimeout(wait, 20); wait(); })"
+        )
+
+    def choose(self, title: str) -> None:
+        """Open the tab of the page that is called so."""
+        self.run(
+            "(async () => { const [tabs] = Bokeh.documents[0].roots(); "
+            f"tabs.active = tabs.tabs.findIndex(tab => tab.title === {json.dumps(title)}); "
+            "await new Promise(done => setTimeout(done, 2000)); })()"
+        )
+
     def screenshot(self) -> bytes:
         """PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot")["data"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -16,30 +17,47 @@ import pytest
 from tests.commands.report.conftest import write_run
 from tests.support.small_run import small_config, small_trainer
 from toolkit.commands import main
+from toolkit.commands.report import experts
 from toolkit.commands.report.comparison import final_rows, metric_cell
 from toolkit.commands.report.curves import curves_by_metric, decimate
-from toolkit.commands.report.experts import loads_of, placements_of
+from toolkit.commands.report.experts import layers_of, placements_of
 from toolkit.commands.report.records import read_runs
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 
 
 class Page(HTMLParser):
-    """Tables as rows of text, links, data by name, and addresses of anything that a browser would load."""
+    """What the data of a page have: tabs, tables as rows of text, links, plots; and what a browser would load."""
 
     def __init__(self, path: Path):
         super().__init__()
         self.tables: list[list[list[str]]] = []
         self.links: list[str] = []
-        self.data: dict[str, Any] = {}
+        self.plots: list[str] = []
+        self.tabs: list[str] = []
         self.loaded: list[str] = []
         self._cell = False
-        self._name: str | None = None
-        self.feed(path.read_text(encoding="utf-8"))
+        page = path.read_text(encoding="utf-8")
+        (data,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+        self.text = html.unescape(data)
+        self.feed(page.replace(data, ""))
+        self._gather(json.loads(self.text))
+
+    def _gather(self, value: Any) -> None:
+        """Note every tab, plot and text below `value`."""
+        for part in value.values() if isinstance(value, dict) else value:
+            if isinstance(part, dict | list):
+                self._gather(part)
+        found = value.get("attributes", {}) if isinstance(value, dict) else {}
+        if found and value["name"] == "Div":
+            self.feed(found["text"])
+        elif found and value["name"] == "TabPanel":
+            self.tabs.append(found["title"])
+        elif found and value["name"] == "Title":
+            self.plots.append(found.get("text", ""))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         self._cell = tag in ("td", "th") or (self._cell and tag == "a")
-        self._name = values.get("data-name") if tag == "script" else None
         self.loaded += [f"{tag} {values[name]}" for name in ("src", "srcset", "data") if values.get(name)]
         if tag == "link":
             self.loaded.append(f"link {values.get('href')}")
@@ -53,15 +71,11 @@ class Page(HTMLParser):
             self.links.append(values["href"] or "")
 
     def handle_endtag(self, tag: str) -> None:
-        if tag == "script":
-            self._name = None
-        elif tag in ("td", "th", "table"):
+        if tag in ("td", "th", "table"):
             self._cell = False
 
     def handle_data(self, text: str) -> None:
-        if self._name is not None:
-            self.data[self._name] = json.loads(text)
-        elif self._cell:
+        if self._cell:
             self.tables[-1][-1][-1] += text
 
 
@@ -73,13 +87,17 @@ def page_of(folder: Path, runs: list[Path]) -> Page:
 
 def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several: list[Path]):
     page = page_of(tmp_path, several)
-    runs, final, processes, settings, events = page.tables
+    runs, final, processes, events, settings = page.tables
     assert [row[0] for row in runs[1:]] == ["first", "second", "fast", "moving", "goes <on>"]
     assert [row[1] for row in runs[1:]] == ["finished"] * 4 + ["not finished"]
     assert runs[4][-1] == "2 x cpu, Some CPU, 4 cores"
+    parts = ["Runs", "Training", "Evaluation", "Mixture of experts", "Run", "Expert load and placement", "Events"]
+    assert page.tabs == [*parts, "All settings"]
     shown = {row[0]: row[1:] for row in settings[1:]}
     assert shown["lr"] == ["0.1", "0.1", "0.5", "0.1", "0.1"]
     assert shown["seed"] == ["0", "1", "0", "0", "0"]
+    assert list(shown)[:3] == ["lr", "seed", "replan.planner"], "those in which runs differ come first"
+    assert shown["optimizer.beta1"] == ["0.9"] * 5
     assert final[0] == ["runs", "number", "test_accuracy", "samples_per_second", "lr", "replan.planner", "world_size"]
     seeds = ["first, second", "2", "91.00 % (sd 1.41)", "100 (sd 0)", "0.1", "None", "1"]
     assert seeds in final, "of 0.90 and 0.92"
@@ -102,14 +120,6 @@ def test_runs_that_differ_in_what_decides_neither_learning_nor_speed_are_seeds_o
     assert [row[:2] for row in rows] == [["first, second", "2"], ["compiled", "1"]]
 
 
-def test_settings_in_which_no_run_differs_are_there_on_request(tmp_path: Path, several: list[Path]):
-    page_of(tmp_path, several)
-    text = (tmp_path / "out" / "report.html").read_text()
-    hidden = re.findall(r'<tr class="same"><td>([^<]+)', text)
-    assert "optimizer.beta1" in hidden
-    assert not {"lr", "seed"} & set(hidden)
-
-
 def test_the_page_needs_no_network_and_its_links_lead_to_the_files(tmp_path: Path, several: list[Path]):
     page = page_of(tmp_path, several)
     assert page.loaded == []
@@ -124,13 +134,22 @@ def test_the_page_needs_no_network_and_its_links_lead_to_the_files(tmp_path: Pat
 
 def test_curves_of_all_runs_are_in_one_plot(tmp_path: Path, several: list[Path]):
     page = page_of(tmp_path, several)
-    plots = {name.removeprefix("plot:"): item for name, item in page.data.items() if name.startswith("plot:")}
-    assert list(plots)[:2] == ["train/loss", "train/accuracy"]
-    assert {"eval/loss", "moe/migrated_experts"} <= set(plots)
-    assert "moe/load/block" not in plots, "loads are in the part on experts"
-    text = json.dumps(plots["train/loss"])
-    assert all(json.dumps(name) in text for name in ("first", "second", "fast", "moving", "goes <on>"))
-    assert [run["run"] for run in page.data["viewer"]] == [0, 1, 2, 3, 4]
+    assert page.plots.index("train/loss") < page.plots.index("train/accuracy") < page.plots.index("eval/loss")
+    assert "moe/migrated_experts" in page.plots
+    assert "moe/load/block" not in page.plots, "loads are in the part on experts"
+    names = ("first", "second", "fast", "moving", "goes <on>")
+    assert all(page.text.count(json.dumps(name)) > 4 for name in names), "in the legend and in each plot"
+    assert [title for title in page.plots if title.startswith("moving, block: ")] == [
+        "moving, block: load (white: a fair share)",
+        "moving, block: the rank it is on (the first of replicas)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["<!--<script>", "</script><script>alert(1)</script>", "a&amp;b"])
+def test_a_name_that_looks_like_html_is_shown_as_it_is(tmp_path: Path, name: str):
+    page = page_of(tmp_path, [write_run(tmp_path / name.replace("/", "")), write_run(tmp_path / "other")])
+    assert page.tables[0][1][0] == name.replace("/", "")
+    assert "train/loss" in page.plots
 
 
 def test_long_curves_keep_their_spikes_and_the_page_says_so(tmp_path: Path):
@@ -151,15 +170,20 @@ def test_long_curves_keep_their_spikes_and_the_page_says_so(tmp_path: Path):
     assert "curves have at most" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_loads_are_means_over_the_lines_of_a_position_and_placements_come_from_the_lines(several: list[Path]):
+def test_loads_are_means_over_the_lines_of_a_column_and_placements_come_from_the_lines(
+    several: list[Path], monkeypatch: pytest.MonkeyPatch
+):
     moving = read_runs(several)[3]
-    steps, loads_TE = loads_of(moving, "block", most=5)
-    assert steps == [8, 16, 24, 32, 40]
-    assert loads_TE == pytest.approx(np.tile([0.4, 0.3, 0.2, 0.1], (5, 1)))
-    assert [(placement.step, placement.ranks) for placement in placements_of(moving, "block")] == [
-        (2, [[0, 1], [2, 3]]),
-        (20, [[0, 3], [2, 1]]),
-    ]
+    assert placements_of(moving, "block") == [(2, [[0, 1], [2, 3]]), (20, [[0, 3], [2, 1]])]
+    moving.lines[0]["moe/load/block"][:] = [0.8, 0.2, 0.0, 0.0]  # at step 2; a column has four lines
+    for name in ("MOST_COLUMNS", "FEWEST_COLUMNS"):
+        monkeypatch.setattr(experts, name, 5)
+    (layer,) = layers_of([moving])
+    assert (layer.name, layer.last_step) == ("block", 40)
+    expected = np.tile([[0.4], [0.3], [0.2], [0.1]], (1, 5))
+    expected[:, 0] = [0.5, 0.275, 0.15, 0.075]
+    assert layer.shares_ET == pytest.approx(expected)
+    assert layer.ranks_ET.tolist() == [[0] * 5, [0, 0, 1, 1, 1], [1] * 5, [1, 1, 0, 0, 0]]
 
 
 def test_damaged_files_are_shown_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -190,7 +214,7 @@ DAMAGE = {
     "lifecycle a folder": ("lifecycle.jsonl", None, "lifecycle.jsonl: cannot be read, and is taken as empty."),
     "another lifecycle": ("lifecycle.jsonl", '{"step": 3}\n', "lifecycle.jsonl: cannot be read, and is taken"),
     "code a folder": ("code.txt", None, ""),
-    "a step too large": ("metrics.jsonl", f'{{"step": {10**30}, "train/loss": 1}}\n', "line 1 cannot be read"),
+    "a step too large": ("metrics.jsonl", f'{{"step": {10**30}, "train/loss": 1}}\n', "metrics.jsonl: line 1"),
     "loss in words": ("metrics.jsonl", '{"step": 1, "train/loss": "high"}\n{"step": 2, "train/loss": 2}\n', ""),
     "loss beyond float32": ("metrics.jsonl", '{"step": 1, "train/loss": 1e300}\n{"step": 2, "train/loss": 2}\n', ""),
     "load in words": ("metrics.jsonl", '{"step": 1, "moe/load/a": "high", "moe/load/b": [0.5, "low"]}\n', ""),
@@ -201,28 +225,30 @@ DAMAGE = {
     ),
     "results not finite": ("results.json", '{"test_accuracy": NaN, "test_loss": Infinity}', ""),
     "results too large": ("results.json", f'{{"test_loss": {10**400}}}', ""),
-    "too many processes": ("results.json", f'{{"world_size": {10**400}, "device": "cpu"}}', "is no number of"),
+    "too many processes": ("results.json", f'{{"world_size": {10**400}, "device": "cpu"}}', "results.json: its"),
     "speed in words": ("results.json", '{"samples_per_second": "fast", "expert_placement": [1]}', ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [["report"], ["compare"], ["compare", "--json"]], ids="-".join)
-@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.filterwarnings("error")
-def test_values_that_cannot_be_are_left_out(
-    damage: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file, text, notice = DAMAGE[damage]
-    bad, good = write_run(tmp_path / "bad"), write_run(tmp_path / "good", seed=1, moves=True)
-    (bad / file).unlink(missing_ok=True)
-    if text is None:
-        (bad / file).mkdir()
-    else:
-        (bad / file).write_text(text)
+def test_values_that_cannot_be_are_left_out(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = [write_run(tmp_path / "good", moves=True)]
+    for damage, (file, text, _) in DAMAGE.items():
+        bad = write_run(tmp_path / damage)
+        (bad / file).unlink(missing_ok=True)
+        if text is None:
+            (bad / file).mkdir()
+        else:
+            (bad / file).write_text(text)
+        runs.append(bad)
     output = tmp_path / "report.html"
     target = ["--output", str(output)] if words == ["report"] else []
-    assert main([*words, str(bad), str(good), *target]) == EXIT_DONE
-    assert notice in (output.read_text() if target else capsys.readouterr().out)
+    assert main([*words, *map(str, runs), *target]) == EXIT_DONE
+    shown = Page(output).text if target else capsys.readouterr().out
+    for damage, (_, _, notice) in DAMAGE.items():
+        told = f"{damage}: {notice}" if words != ["compare", "--json"] else notice
+        assert not notice or told in shown, damage
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])
@@ -294,13 +320,13 @@ def test_a_run_as_the_trainer_leaves_it_can_be_read(tmp_path: Path):
     with small_trainer(small_config(tmp_path / "real")) as trainer:
         trainer.run.finish(trainer.fit())
     page = page_of(tmp_path, [tmp_path / "real"])
-    runs, final, _, events = page.tables
+    runs, final, events, _ = page.tables
     assert runs[1][:3] == ["real", "finished", "20"]
     assert "1 x cpu, " in runs[1][-1]
     assert "GiB" in runs[1][-1]
     assert [row[2] for row in events[1:]] == ["start"]
     assert final[0][:2] == ["runs", "number"]
-    assert page.data["viewer"][0]["layers"][0]["experts"] == 4
+    assert [layer.shares_ET.shape[0] for layer in layers_of(read_runs([tmp_path / "real"]))] == [4]
 
     for name in ("config.json", "code.txt", "metrics.jsonl", "results.json"):
         assert read_runs([tmp_path / "real"])[0].notices == []

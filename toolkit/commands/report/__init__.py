@@ -1,12 +1,14 @@
 """Finished and unfinished runs side by side: a table in the terminal, and a page that opens in a browser offline.
 
 records.py      what the folder of a run holds
+compare.py      `toolkit compare`
 comparison.py   settings that differ, and final numbers with their spread over seeds
 processes.py    the same training in one process and in several
+page.py         `toolkit report`, in Bokeh's layout
 curves.py       metrics as curves of a bounded number of points
 experts.py      load, placement and events of experts over steps
-page.py         the HTML file; page.html, page.css and page.js are its frame
-workspace.py    the same sheet for W&B
-model_folder.py what `toolkit push` uploads of one run
+dashboard.py    `toolkit dashboard`: the same curves as a workspace of W&B
+push.py         `toolkit push`
+model_folder.py what it uploads of one run
 model_card.py   the README.md in it
 """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.commands.arguments import Parser
+from toolkit.commands.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
+from toolkit.commands.report.processes import as_values, process_notices, process_tables
+from toolkit.commands.report.records import readable_runs
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-
-if TYPE_CHECKING:
-    from toolkit.commands.report.records import RunRecord
+from toolkit.run.markdown import markdown_table
+from toolkit.run.tracking.jsonl import to_json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,12 +21,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", nargs="+", type=Path, help="the folder of a run, finished or not")
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     args = parser.parse_args(argv)
-
-    from toolkit.commands.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
-    from toolkit.commands.report.processes import as_values, process_notices, process_tables
-    from toolkit.run.markdown import markdown_table
-    from toolkit.run.tracking.jsonl import to_json
-
     runs = readable_runs(args.run)
     if runs is None:
         return EXIT_USER_ERROR
@@ -44,20 +39,3 @@ def main(argv: Sequence[str]) -> int:
     notices += [f"{notice}\n" for notice in process_notices(runs)]
     sys.stdout.write("".join(["\n", *notices]) if notices else "")
     return EXIT_DONE
-
-
-def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
-    """The runs in `folders`; None where some hold none, each of which has a line on stderr.
-
-    Files among folders, such as the locks beside the cells of a sweep, are passed over, which one line says.
-    """
-    from toolkit.commands.report.records import problems, read_runs
-
-    files = [path for path in folders if path.is_file()]
-    if files and len(files) < len(folders):
-        folders = [path for path in folders if path not in files]
-        names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
-        sys.stderr.write(f"{len(files)} file(s) beside the folders passed over: {names}\n")
-    found = problems(folders)
-    sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
-    return None if found else read_runs(folders)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,97 +14,88 @@ from toolkit.run.summary import RESTART_REASON
 from toolkit.run.tracking.lifecycle_records import describe
 
 PLACEMENT_PREFIX = "moe/placement/"
-CELLS_OF_A_PAGE = 600_000
-"""Loads of all runs, layers, experts and positions of the slider together; a byte each."""
-MOST_POSITIONS = 120
-"""Of the slider."""
+CELLS_OF_A_PAGE = 200_000
+"""Experts times columns of all pictures together."""
+MOST_COLUMNS, FEWEST_COLUMNS = 120, 10
+"""Of one picture; each stands for equally many steps."""
 MOST_EVENTS = 200
 """Of one run, evenly spread where there were more."""
+Placement = tuple[int, Sequence[Sequence[int]]]
+"""A step, and the logical experts on each rank from it on."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the experts of a layer are from a step on."""
+class Layer:
+    """Load and placement of the experts (E) of one layer in equal parts (T) of a run."""
 
-    step: int
-    ranks: Sequence[Sequence[int]]
-    """The logical experts on each rank."""
-    uids: Sequence[int | None] | None = None
-    """Of each logical expert, where experts are dynamic."""
+    run: int
+    """Its place among the runs."""
+    name: str
+    last_step: int
+    shares_ET: np.ndarray
+    """float32: shares of the assignments, means over the lines of each part; NaN where no rank has the expert."""
+    ranks_ET: np.ndarray
+    """float32: the first rank that has the expert at the end of the part; NaN where none has it."""
 
 
-def layers_of(run: RunRecord) -> list[str]:
+def layers_of(runs: Sequence[RunRecord]) -> list[Layer]:
     """The layers with experts that the metrics have loads of; of a deeper model some, evenly spread."""
-    names = dict.fromkeys(name for line in run.lines for name in line if name.startswith(LOAD_PREFIX))
-    layers = [name.removeprefix(LOAD_PREFIX) for name in names]
-    return spread([layer for layer in layers if any(_shares(line, layer) for line in run.lines)], MOST_LAYERS)
+    found = []
+    for index, run in enumerate(runs):
+        names = dict.fromkeys(name for line in run.lines for name in line if name.startswith(LOAD_PREFIX))
+        loads = {name: points for name in names if (points := list(_loads(run, name)))}
+        found += [(index, name, loads[name]) for name in spread(list(loads), MOST_LAYERS)]
+    experts = sum(max(len(shares) for _, shares in points) for _, _, points in found)
+    most = max(FEWEST_COLUMNS, min(MOST_COLUMNS, CELLS_OF_A_PAGE // max(1, experts)))
+    return [
+        _layer(index, runs[index], name.removeprefix(LOAD_PREFIX), points, min(most, len(points)))
+        for index, name, points in found
+    ]
 
 
-def loads_of(run: RunRecord, layer: str, most: int) -> tuple[list[int], np.ndarray]:
-    """At most `most` steps (T), and float64 (T, E): shares of the assignments, means over the lines up to each step."""
-    points = [(line["step"], shares) for line in run.lines if (shares := _shares(line, layer))]
-    table = np.zeros((len(points), max(len(shares) for _, shares in points)))
-    for row, (_, shares) in zip(table, points, strict=True):
-        row[: len(shares)] = shares
-    parts = np.array_split(np.arange(len(points)), min(most, len(points)))
-    return [points[part[-1]][0] for part in parts], np.stack([table[part].mean(axis=0) for part in parts])
+def _loads(run: RunRecord, name: str) -> Iterator[tuple[int, list[float]]]:
+    """The steps that have loads under `name`, and these, 0 for what is no number."""
+    for line in run.lines:
+        shares = line.get(name)
+        if isinstance(shares, list) and shares:
+            yield line["step"], [share if is_number(share) else 0.0 for share in shares]
+
+
+def _layer(index: int, run: RunRecord, name: str, points: Sequence[tuple[int, list[float]]], columns: int) -> Layer:
+    experts = max(len(shares) for _, shares in points)
+    shares_ET = np.zeros((experts, columns), dtype=np.float32)
+    ranks_ET = np.full((experts, columns), np.nan, dtype=np.float32)
+    ends = np.linspace(0, points[-1][0], columns + 1)[1:]
+    column_of = np.searchsorted(ends, [step for step, _ in points])
+    first, *later = placements_of(run, name) or [(0, [range(experts)])]
+    for column, end in enumerate(ends):
+        lines = [shares for (_, shares), of in zip(points, column_of, strict=True) if of == column]
+        for shares in lines:
+            shares_ET[: len(shares), column] += np.array(shares) / len(lines)
+        if not lines and column:
+            shares_ET[:, column] = shares_ET[:, column - 1]
+        *_, (_, ranks) = [first, *(placement for placement in later if placement[0] <= end)]
+        for rank, row in reversed(list(enumerate(ranks))):
+            ranks_ET[list(row), column] = rank
+    shares_ET[np.isnan(ranks_ET) & (shares_ET == 0)] = np.nan
+    return Layer(index, name or "moe", points[-1][0], shares_ET, ranks_ET)
 
 
 def placements_of(run: RunRecord, layer: str) -> list[Placement]:
     """Returns placements by step: from metrics where a planner moves experts, from lifecycle.jsonl where they are
     dynamic, otherwise the one of results.json. Empty where the run has noted none."""
     name = PLACEMENT_PREFIX + layer
-    found = [Placement(line["step"], line[name]) for line in run.lines if name in line]
+    found = [(line["step"], line[name]) for line in run.lines if name in line]
     for epoch in run.epochs:
         if (state := epoch.layers.get(layer)) is not None:
-            uids = list(state.uids_of_logical)
-            ranks = [
-                [expert for expert in row if expert >= 0 and uids[expert] is not None] for row in state.logical_on_ranks
-            ]
-            found.append(Placement(epoch.step, ranks, uids))
+            uids = state.uids_of_logical
+            rows = state.logical_on_ranks
+            found.append((epoch.step, [[e for e in row if e >= 0 and uids[e] is not None] for row in rows]))
     placed = run.results.get("expert_placement")
     final = placed.get(layer) if isinstance(placed, Mapping) else None
     if not found and final:
-        found.append(Placement(0, final))
-    return sorted(found, key=lambda placement: placement.step)
-
-
-def viewer_data(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """For each run with experts its layers, each with steps, loads and placements, as the page's script reads them.
-
-    Loads are bytes (T, E) in base64, 255 for `peak`.
-    """
-    cells = sum(_experts(run, layer) for run in runs for layer in layers_of(run))
-    most = max(10, min(MOST_POSITIONS, CELLS_OF_A_PAGE // max(1, cells)))
-    return [
-        {"run": index, "layers": [_layer_data(run, layer, most) for layer in layers]}
-        for index, run in enumerate(runs)
-        if (layers := layers_of(run))
-    ]
-
-
-def _layer_data(run: RunRecord, layer: str, most: int) -> dict[str, Any]:
-    steps, loads = loads_of(run, layer, most)
-    peak = float(loads.max()) or 1.0
-    placements = placements_of(run, layer)
-    return {
-        "name": layer or "moe",
-        "steps": steps,
-        "experts": loads.shape[1],
-        "peak": peak,
-        "loads": base64.b64encode(np.rint(loads / peak * 255).astype(np.uint8).tobytes()).decode(),
-        "placements": [{"step": p.step, "ranks": p.ranks, "uids": p.uids} for p in placements],
-    }
-
-
-def _experts(run: RunRecord, layer: str) -> int:
-    return max(len(_shares(line, layer)) for line in run.lines)
-
-
-def _shares(line: Mapping[str, Any], layer: str) -> list[float]:
-    """The loads of `layer` on a line of metrics, 0 for what is no number; empty where it has none."""
-    shares = line.get(LOAD_PREFIX + layer)
-    return [share if is_number(share) else 0.0 for share in shares] if isinstance(shares, list) else []
+        found.append((0, final))
+    return sorted(found, key=lambda placement: placement[0])
 
 
 @dataclass(frozen=True)

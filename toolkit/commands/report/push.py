@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.commands.arguments import Parser
-from toolkit.commands.report.compare import readable_runs
+from toolkit.commands.report.records import readable_runs
 from toolkit.data.hub import ANSWER_S, why_out_of_reach
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="write the folder push/ of the run, upload nothing")
     args = parser.parse_args(argv)
 
-    from toolkit.commands.report.model_folder import write_model_folder
+    from toolkit.commands.report.model_folder import write_model_folder  # with torch
 
     check_name(args.name)
     runs = readable_runs([args.run])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,22 @@ class RunRecord:
         return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)
 
 
-def problems(folders: Sequence[Path]) -> list[str]:
+def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
+    """The runs in `folders`; None where some hold none, each of which has a line on stderr.
+
+    Files among folders, such as the locks beside the cells of a sweep, are passed over, which one line says.
+    """
+    files = [path for path in folders if path.is_file()]
+    if files and len(files) < len(folders):
+        folders = [path for path in folders if path not in files]
+        names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
+        sys.stderr.write(f"{len(files)} file(s) beside the folders passed over: {names}\n")
+    found = _problems(folders)
+    sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
+    return None if found else read_runs(folders)
+
+
+def _problems(folders: Sequence[Path]) -> list[str]:
     """A sentence for each of `folders` that holds no run, or stands there twice."""
     found = []
     for number, folder in enumerate(folders):
@@ -62,7 +78,7 @@ def problems(folders: Sequence[Path]) -> list[str]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in `folders`, none of which has `problems`, in their order."""
+    """The runs in `folders`, each of which holds one, in their order."""
     return [_read(name, folder) for name, folder in zip(_names(folders), folders, strict=True)]
 
 

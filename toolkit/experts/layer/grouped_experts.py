@@ -67,8 +67,8 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
 
     def weights(self) -> Weights:
-        """Returns what `forward` may be given. In the backward, nodes of what is computed between here and there come
-        before the weights' gradients, which nothing waits for."""
+        """Returns weights for `forward` whose gradients are computed late: autograd runs the backward of everything
+        that was computed between this call and `forward` first, because no other gradient depends on them."""
         later = LaterGradients()
         up, down = TakeLater.apply(self.up, self.down, later)
         return Weights(up, down, later)

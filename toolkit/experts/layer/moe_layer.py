@@ -97,7 +97,7 @@ class MoE(nn.Module):
             kept_TK = decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, router.num_experts))
         shared_TD: Tensor | None = None
         travels = self.expert_stack.groups.ep_size > 1
-        # Others than `GroupedExperts` have weights of their own.
+        # So that the gradients of weights are computed while those of rows travel back. Only `GroupedExperts` can.
         later = travels and torch.is_grad_enabled() and type(self.experts) is GroupedExperts
 
         def experts() -> ComputeRows:

@@ -59,7 +59,7 @@ class ExpertStack:
         self._in_files = dict(in_files or {})
         """Of parameters that are not stacked in files."""
         self.only_names_are_read = False
-        """Whether whoever reads the state dict of the module reads no more of it than names."""
+        """Whether the module's state dict is read for its names alone, so that rows of one rank may be in it."""
         self.groups = groups
         self.dispatcher = make_dispatcher(placement, groups)
         self.log = RoutingLog(placement.num_experts, groups)

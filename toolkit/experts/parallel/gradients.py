@@ -43,9 +43,9 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
 
     Each incoming gradient, a sum over the EP group's batches, is divided by `ep_size` on arrival, so that the mean
     over the expert data-parallel group may be taken again where a loop synchronises more than once before a step.
-    `is_synchronising`: whether this backward is the last of a step, on all ranks alike. One that has no gradient of the
-    parameter leaves those accumulated before to `average_accumulated`. A parameter that is frozen now may be unfrozen
-    later.
+    `is_synchronising`: whether this backward is the last of a step, on all ranks alike. Where that backward has no
+    gradient of the parameter, `average_accumulated` averages what earlier micro-batches left. A parameter that is
+    frozen now may be unfrozen later.
 
     Raises RuntimeError for a parameter that has these hooks: its gradient would be divided twice.
     """
@@ -83,9 +83,8 @@ def stop_averaging(parameter: Tensor) -> None:
 
 
 def average_accumulated(parameters: Iterable[Tensor]) -> None:
-    """Average what micro-batches accumulated in parameters that the last one of the step did not use, as where it
-    skipped their layer: no backward has. To be called before gradients are clipped, and before the step. A collective,
-    on ranks that have used the same ones."""
+    """Average the gradients that no backward averaged, because the last micro-batch of the step skipped their layer.
+    Call it before gradients are clipped, and before the step. A collective: all ranks have used the same parameters."""
     for parameter in parameters:
         ownership = ownership_of(parameter)
         if ownership is None or not ownership.awaits_average:

@@ -143,9 +143,10 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         Args:
             *objects: The model and its optimizer, the first of their kinds, and what else Accelerate prepares, in any
                 order. All ranks hold the same model; each keeps the rows of its own experts, in place, so the optimizer
-                stays valid (it must not have stepped yet). It has all experts; the rest may be in further optimizers,
-                which under FSDP2 must be given. Schedulers step as Accelerate has prepared ones step: once per process
-                and optimizer step. Without an optimizer the model can be evaluated, and not trained.
+                stays valid (it must not have stepped yet). It holds all experts' parameters; the others may be in
+                further optimizers, which under FSDP2 must be given. Schedulers step as Accelerate has prepared ones
+                step: once per process and optimizer step. Without an optimizer the model can be evaluated, and not
+                trained.
 
         Returns:
             What Accelerate made of them, in that order. Rank 0 prints which layers were spread, and which balance
@@ -432,7 +433,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
     def _after_step(self) -> None:
         self.steps += 1
-        # One that was frozen while it had a gradient was stepped all the same.
+        # The optimizer also steps a parameter that was frozen after it got a gradient.
         refresh_replicas(p for p in self.expert_parameters() if p.requires_grad or p.grad is not None)
         if self._meter is not None:
             self._meter.fold_when_many()

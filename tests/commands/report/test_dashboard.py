@@ -14,7 +14,7 @@ from recipes import mnist_moe
 from tests.commands.report.conftest import write_run
 from tests.support.helpers import run_distributed
 from toolkit.commands import main
-from toolkit.commands.report.workspace import USUAL
+from toolkit.commands.report.dashboard import USUAL
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.run.tracking.guard import expand
