@@ -78,9 +78,9 @@ def _digest_of_code() -> str:
     """The digest of the running script, what it has imported from beside it, and the toolkit."""
     script = Path(sys.argv[0] or ".").resolve()
     loaded = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
-    ours = set(Path(__file__).parents[1].rglob("*.py")) | {
-        file for file in loaded if file.is_relative_to(script.parent)
-    }
+    # An environment below the script's folder holds what `versions` names, and would take seconds to read.
+    beside = {file for file in loaded if file.is_relative_to(script.parent) and "site-packages" not in file.parts}
+    ours = set(Path(__file__).parents[1].rglob("*.py")) | beside
     texts = sorted((path.name, path.read_bytes()) for path in {*ours, script} if path.is_file())
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
 
