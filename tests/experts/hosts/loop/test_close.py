@@ -89,7 +89,8 @@ def prepare_and_close(folder: Any) -> bool:
         model(x).sum().backward()
         with pytest.raises(UserError, match="or until it was closed"):
             optimizer.step()
-    for call in (experts.metrics, lambda: experts.save(folder), lambda: experts.join().__enter__()):
+    calls = (experts.metrics, lambda: experts.save(folder), lambda: experts.load(folder), experts.join().__enter__)
+    for call in calls:
         with pytest.raises(UserError, match="before prepare, or after close"):
             call()
     experts.close()

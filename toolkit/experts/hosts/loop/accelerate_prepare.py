@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.compat import mark_as_prepared
@@ -51,56 +51,36 @@ def prepare(
     """
     refuse_meta(model)
     leave_out_of_ddp(model)
-    names = [name for name, p in model.named_parameters() if is_owned(p)]
-    if names and accelerator.mixed_precision == "fp16":
+    experts = owned(model.parameters())
+    is_parallel = accelerator.num_processes > 1
+    if accelerator.mixed_precision == "fp16" and (experts or (dense == "fsdp2" and is_parallel)):
         raise UserError(
-            "mixed_precision='fp16' cannot be used with experts owned by ranks, because each rank would judge "
-            "overflow by its own experts: use bf16, or parallel_strategy='data_parallel'."
+            "mixed_precision='fp16' cannot be used where ranks own experts or shards, because each would judge "
+            "overflow by its own: use bf16, or parallel_strategy='data_parallel'."
         )
     refuse_coupled_rows(optimizer)
-    if accelerator.num_processes > 1:
+    if is_parallel:
         end_after_gloo_threads()
-    if dense == "fsdp2":
-        if not names and accelerator.num_processes > 1 and any(ownership_of(p) for p in model.parameters()):
+    if dense == "fsdp2" and is_parallel:
+        if not experts and any(ownership_of(p) for p in model.parameters()):
             raise UserError(
                 "dense_parallel='fsdp2' leaves experts with their owners, and with ep_size=1 every process has all: "
                 "use a larger ep_size, or DDP."
             )
-        ignored = owned(model.parameters())
-        optimizers = [optimizer, *more_optimizers]
-        _shard(accelerator, model, optimizers, fsdp_size, ignored)
-    elif (
-        accelerator.num_processes > 1
-        and names
-        and not any(p.requires_grad for p in model.parameters() if not is_owned(p))
-    ):
+        fully_shard_dense(
+            model,
+            [optimizer, *more_optimizers],
+            device=accelerator.device,
+            fsdp_size=fsdp_size,
+            ignored=experts,
+            is_synchronising=lambda: accelerator.sync_gradients,
+            autocast=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
+        )
+        mark_as_prepared(model)  # or Accelerate would wrap it in DDP, and move it
+    elif is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
         # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
         return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, DistributedDataParallel):
         keep_group_longer_than(model)
     return model, optimizer
-
-
-def _shard(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    fsdp_size: int | None,
-    ignored: Sequence[Tensor],
-) -> None:
-    """`fully_shard_dense`, of which Accelerate is told: it would wrap the model in DDP, and move it."""
-    if accelerator.num_processes == 1:
-        return
-    if accelerator.mixed_precision == "fp16":
-        raise UserError("mixed precision fp16 cannot be used with fully sharded parameters: use bf16.")
-    fully_shard_dense(
-        model,
-        optimizers,
-        device=accelerator.device,
-        fsdp_size=fsdp_size,
-        ignored=ignored,
-        is_synchronising=lambda: accelerator.sync_gradients,
-        autocast=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
-    )
-    mark_as_prepared(model)

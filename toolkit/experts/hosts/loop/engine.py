@@ -13,11 +13,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -28,8 +27,8 @@ from toolkit.compat import is_marked_as_prepared
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.hosts.loop.join import join_forwards
-from toolkit.experts.hosts.loop.patches import Patches, Undo
-from toolkit.experts.hosts.loop.prepared_optimizer import OnlyOptimizer, fit_optimizer, load_only_own_states
+from toolkit.experts.hosts.loop.patches import Patches
+from toolkit.experts.hosts.loop.prepared_optimizer import fit_optimizer, load_only_own_states, step_by_only
 from toolkit.experts.hosts.loop.pretrained_files import push_as_called, save_as_called
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.hosts.loop.route_hooks import hook_blocks
@@ -52,7 +51,6 @@ from toolkit.experts.parallel.gradients import (
 )
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
@@ -64,7 +62,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class ExpertParallel:
+class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     """Spreads the experts of any model over ranks, trains them there, and moves them when loads change.
 
     A model's experts are found by what they are: our `MoE` layers, and modules with an integer `num_experts` whose own
@@ -170,7 +168,7 @@ class ExpertParallel:
         hook_blocks(model)
         fit_optimizer(optimizer, self.stacks)
         if self.groups.ep_size > 1:
-            self._average_in_backward(model)
+            self._average_in_backward()
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
         more = [each for each in objects if isinstance(each, torch.optim.Optimizer) and each is not optimizer]
@@ -179,9 +177,8 @@ class ExpertParallel:
         )
         self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
         self._follow_steps(optimizer)
-        self.patches.keep(
-            OnlyOptimizer(optimizer, self.expert_parameters()), *load_only_own_states(optimizer, self.stacks)
-        )
+        self.patches.callback(step_by_only(optimizer, self.expert_parameters()))
+        self.patches.keep(*load_only_own_states(optimizer, self.stacks))
         self._correct_accelerate()
         self._correct_model()
         self.accelerator.print(balance)
@@ -198,18 +195,13 @@ class ExpertParallel:
         can be trained no more where ranks have different ones, and a step of an optimizer that has them raises
         UserError. Nothing here keeps the model in memory. A second call does nothing.
         """
-        self.patches.undo()
+        self.patches.close()
         self.stacks = {}
         self._model = self._prepared = self._optimizer = self._meter = None
         if self.replanner is not None:
             self.replanner.watch({})
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def expert_parameters(self) -> list[nn.Parameter]:
@@ -310,15 +302,12 @@ class ExpertParallel:
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
 
-    def _average_in_backward(self, model: nn.Module) -> None:
+    def _average_in_backward(self) -> None:
         """Have the gradient of each owned parameter averaged, exactly once."""
         accelerator = self.accelerator  # a hook of a parameter that held `self` would keep the model for ever
         for stack in self.stacks.values():
             stack.average_in_backward(lambda: accelerator.sync_gradients)
-            self.patches.keep(Undo(stack.stop_averaging))
-        for name, parameter in model.named_parameters():
-            if (owned := ownership_of(parameter)) is not None and is_owned(parameter) and not owned.averaging:
-                raise RuntimeError(f"the gradient of {name!r} would not be averaged over ranks: it is in no stack")
+            self.patches.callback(stack.stop_averaging)
 
     def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each step of `optimizer` begin with averaged gradients, and end with what `_after_step` does."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_choice
 from toolkit.experts.hosts.spreading.foreign import outside_wrappers, routers
 from toolkit.experts.hosts.spreading.spread import require_experts
 from toolkit.experts.layer.moe_layer import MoE
@@ -37,15 +37,13 @@ def parameter_groups(
     are in no group. What was frozen before stays so, and is left out as well.
 
     Call it before `prepare`, which follows the experts wherever they go. Raises UserError for a model without experts
-    that can be spread or without a router beside them, for an unknown part, for settings of a part that is frozen, and
-    where nothing is left to train.
+    that can be spread or without a router beside them, for an unknown part, and for settings of a part that is frozen.
     """
     settings = {"router": router, "experts": experts, "rest": rest}
-    frozen = {freeze} if isinstance(freeze, str) else set(freeze)
-    if unknown := sorted(frozen - set(PARTS)):
-        raise UserError(f"freeze={unknown[0]!r} is no part of a mixture: use {', '.join(PARTS)}, or several of them.")
-    for part in PARTS:
-        if part in frozen and settings[part]:
+    frozen: set[Part] = {freeze} if isinstance(freeze, str) else set(freeze)
+    for part in frozen:
+        require_choice("freeze", part, Part)
+        if settings[part]:
             raise UserError(
                 f"{part}={dict(settings[part] or {})} has no effect, because freeze has {part!r}: drop one."
             )
@@ -57,8 +55,6 @@ def parameter_groups(
             parameter.requires_grad_(False)
         elif parameter.requires_grad:
             parameters[own].append(parameter)
-    if not any(parameters.values()):
-        raise UserError(f"freeze={sorted(frozen)} leaves no parameter to train: leave a part out.")
     return [{"name": part, "params": found, **(settings[part] or {})} for part, found in parameters.items() if found]
 
 

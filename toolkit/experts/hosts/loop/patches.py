@@ -26,8 +26,8 @@ hook for all optimizers of a process stays, too: it refuses steps of experts tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 
 class Removable(Protocol):
@@ -36,55 +36,23 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Replaced(NamedTuple):
-    """An attribute of another library's object that is ours now."""
-
-    target: Any
-    name: str
-    is_own: bool
-    """Whether `target` had it itself, rather than from its class."""
-    original: Any
-
-    def remove(self) -> None:
-        """Give `target` what it had."""
-        if self.is_own:
-            setattr(self.target, self.name, self.original)
-        else:
-            delattr(self.target, self.name)
-
-
-class Undo(NamedTuple):
-    """A hook that is removed by calling `remove`."""
-
-    remove: Callable[[], None]
-
-
-class Patches:
-    """A list of replaced attributes and hooks, which `undo` and the end of a `with` take back, the last one first."""
-
-    def __init__(self) -> None:
-        self.made: list[Removable] = []
+class Patches(ExitStack):
+    """What takes back replaced attributes and hooks, the last one first, when it is closed."""
 
     def replace(self, target: Any, name: str, value: Any) -> Any:
         """Set the attribute `name` of `target` to `value`; returns what it was."""
         original = getattr(target, name)
-        self.made.append(Replaced(target, name, name in vars(target), original))
+        take_back: Callable[..., None] = setattr if name in vars(target) else _uncover
+        self.callback(take_back, target, name, original)
         setattr(target, name, value)
         return original
 
     def keep(self, *hooks: Removable) -> None:
-        """Put hooks that were registered on the list."""
-        self.made += hooks
+        """Have hooks that were registered removed."""
+        for hook in hooks:
+            self.callback(hook.remove)
 
-    def undo(self) -> None:
-        """Take back everything on the list. A second call does nothing."""
-        while self.made:
-            self.made.pop().remove()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
+def _uncover(target: Any, name: str, _original: Any) -> None:
+    """Takes an attribute from `target` that its class has."""
+    delattr(target, name)

@@ -37,27 +37,25 @@ def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> No
             fit_states(optimizer, parameter, stack.num_experts)
 
 
-class OnlyOptimizer:
-    """Until `remove` is called, a step of any other optimizer that has one of `parameters` raises UserError.
+def step_by_only(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Have a step of any other optimizer that has one of `parameters` raise UserError; returns what ends that.
 
     Trainers make optimizers of their own. A step of such a one would neither copy weights to replicas nor move
     experts, and what it steps with was clipped by the norm of one rank's experts. Afterwards a step of any optimizer
     that has owned ones of them raises UserError: nothing averages their gradients then.
     """
+    _watch_steps()
+    listed = list(parameters)
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]):
-        _watch_steps()
-        self.parameters = list(parameters)
-        self._allow(weakref.ref(optimizer))
-
-    def remove(self) -> None:
-        self._allow(None)
-
-    def _allow(self, optimizer: Callable[[], Optimizer | None] | None) -> None:
-        for parameter in self.parameters:
+    def allow(of_owned: Callable[[], Optimizer | None], of_others: Callable[[], Optimizer | None] | None) -> None:
+        for parameter in listed:
             ownership = ownership_of(parameter)
             assert ownership is not None
-            ownership.optimizer = optimizer or (_nobodys if is_owned(parameter) else None)
+            ownership.optimizer = of_owned if is_owned(parameter) else of_others
+
+    prepared = weakref.ref(optimizer)
+    allow(prepared, prepared)
+    return functools.partial(allow, _nobodys, None)
 
 
 def _nobodys() -> None:

@@ -87,18 +87,17 @@ def _accepted_width(kind: str, module: nn.Module, ids_TK: Tensor, weights_TK: Te
     """The width of rows that `module` takes, which is among its sizes."""
     sizes = [value for value in vars(module).values() if type(value) is int and value > 0]
     sizes += [size for parameter in module.parameters(recurse=False) for size in parameter.shape[1:]]
-    refusals = ["it has no sizes"]
+    refusal = "it has no sizes"
     for width in dict.fromkeys(sizes):
         x_TD = torch.randn(len(ids_TK), width, generator=draws).to(weights_TK)
         try:
             found = module.forward(x_TD, ids_TK, weights_TK)
         except Exception as error:
-            refusals.append(one_line(error))
+            refusal = one_line(error)
             continue
         if not isinstance(found, Tensor) or found.shape == x_TD.shape:
             return width
-        refusals.append(f"it returned {_described(found)}")
-    refusal = min(refusals, key=lambda text: ("size" in text, "shape" in text))  # of other widths, if there is one
+        refusal = f"it returned {_described(found)}"
     raise UserError(
         f"{kind} cannot be called with hidden (T, D), expert ids (T, K) and weights (T, K) ({refusal}): "
         "give them that interface, where tokens choose experts."

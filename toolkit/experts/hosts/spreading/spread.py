@@ -47,20 +47,20 @@ def spread_experts(
     """Keeps this rank's experts of each layer of `model`, in place.
 
     Args:
-        model: The same on all ranks. An optimizer that was made before stays valid if it has not stepped. groups: The
-            ranks that share the experts. spare_slots: Empty slots on each rank, for replicas. placement: Contiguous
-            blocks of ids, round-robin, or a function of the layer. A foreign module gets an empty slot
-            on a rank that it leaves without any.
+        model: The same on all ranks. An optimizer that was made before stays valid if it has not stepped.
+        groups: The ranks that share the experts.
+        spare_slots: Empty slots on each rank, for replicas.
+        placement: Contiguous blocks of ids, round-robin, or a function of the layer. A foreign module gets an empty
+            slot on a rank that it leaves without any.
 
     Returns:
         The stack of each layer, by its name.
 
     Raises:
-        UserError: For a placement that does not fit a layer, and for experts that would compute something else once
-            they are spread.
+        UserError: For a model without experts, for a placement that does not fit a layer, and for experts that would
+            compute something else once they are spread.
     """
-    adapt_experts(model)
-    layers = find_experts(model)
+    layers = require_experts(model)
     _refuse_what_is_spread(layers)
     for name, module in layers.items():
         if not isinstance(module, MoE):
@@ -95,15 +95,11 @@ def spread_experts(
     return expert_stacks(model)
 
 
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers with experts that can be spread, by name: our `MoE`, and foreign modules of stacked experts."""
-    return {name: module for name, module in layers_with_experts(model) if _can_be_spread(module)}
-
-
 def require_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of `find_experts` after `adapt_experts`. Raises UserError where there is none."""
+    """Return the layers with experts that can be spread, by name: our `MoE`, and foreign modules of stacked experts,
+    which are given the interface of `toolkit.experts.hosts.spreading.foreign`. Raises UserError where there is none."""
     adapt_experts(model)
-    layers = find_experts(model)
+    layers = {name: module for name, module in layers_with_experts(model) if _can_be_spread(module)}
     if not layers:
         raise UserError(why_no_experts(model))
     return layers
@@ -188,23 +184,12 @@ def _forward(
 ) -> Tensor:
     """`names`: of the arguments hidden, ids and weights, of which the last two may come in either order."""
     if len(args) + len(kwargs) > len(names):
-        _refuse_further_arguments(type(module).__name__, compute, names, args, kwargs)
-    hidden, ids_TK, weights_TK = (*args[:3], *(kwargs[name] for name in names[len(args) :]))
+        raise UserError(
+            f"the experts {type(module).__name__} were called with more than {', '.join(names)}, which ranks that "
+            "compute them for others are not told: make it an attribute of the module, or apply it outside."
+        )
+    hidden, ids_TK, weights_TK = (*args, *(kwargs[name] for name in names[len(args) :]))
     if ids_TK.is_floating_point():
         ids_TK, weights_TK = weights_TK, ids_TK
     x_TD = hidden.reshape(-1, hidden.shape[-1])
     return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
-
-
-def _refuse_further_arguments(
-    kind: str, compute: Callable[..., Tensor], names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Raise UserError for an argument besides those of `names`, unless it is what it would be without being given."""
-    taken = inspect.signature(compute).parameters
-    for name, value in (*zip(list(taken)[3:], args[3:], strict=False), *kwargs.items()):
-        is_default = name in taken and not isinstance(value, Tensor) and value == taken[name].default
-        if name not in names and not is_default:
-            raise UserError(
-                f"the experts {kind} were called with {name!r}, which ranks that compute them for others are not told: "
-                "make it an attribute of the module, or apply it outside."
-            )
