@@ -253,6 +253,24 @@ def test_a_model_prepared_for_evaluation_can_be_prepared_again():
 
 
 @pytest.mark.usefixtures("accelerate_state")
+def test_saved_states_leave_out_models_and_optimizers(tmp_path: Path):
+    accelerator, kept, left_out = Accelerator(cpu=True), nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(left_out.parameters())
+    prepared, *_ = accelerator.prepare(kept, left_out, optimizer)
+    assert compat.models_of(accelerator) == [kept, left_out]
+    with compat.without_states(accelerator, left_out, optimizer):
+        accelerator.save_state(str(tmp_path))
+        with torch.no_grad():
+            weight = kept.weight.clone()
+            for model in (kept, left_out):
+                model.weight.fill_(7)
+        accelerator.load_state(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "random_states_0.pkl"}
+    assert torch.equal(prepared.weight, weight)
+    assert left_out.weight.item() == 7
+    assert compat.models_of(accelerator) == [kept, left_out]
+
+
 def test_accelerators_state_is_forgotten():
     Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
     with relying_on("accelerate", "AcceleratorState._reset_state or GradientState._reset_state"):

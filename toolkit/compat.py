@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch.distributed.fsdp import FSDPModule
 
 # --- torch: many tensors at once ---------------------------------------------------------------------------------
@@ -190,6 +192,25 @@ def mark_as_prepared(model: nn.Module) -> None:
 def is_marked_as_prepared(model: nn.Module) -> bool:
     """Whether `Accelerator.prepare` would return `model` as it is."""
     return getattr(model, "_is_accelerate_prepared", False)
+
+
+def models_of(accelerator: Accelerator) -> list[nn.Module]:
+    """The models that `accelerator` has prepared, in order, inside of DDP: those that `save_state` writes."""
+    return accelerator._models
+
+
+@contextmanager
+def without_states(accelerator: Accelerator, *objects: Any) -> Iterator[None]:
+    """Within it, `save_state` and `load_state` leave out `objects`: models, as `models_of` has them, and optimizers
+    without their wrappers."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    left_out = {id(each) for each in objects}
+    accelerator._models = [each for each in models if id(each) not in left_out]
+    accelerator._optimizers = [each for each in optimizers if id(each.optimizer) not in left_out]
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
 
 
 def undo_prepare_for_evaluation(model: nn.Module) -> None:

@@ -46,19 +46,18 @@ data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.
 accelerator = Accelerator()
 model = Mixture()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)  # in optimizer steps
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 loader = DataLoader(data, batch_size=64, shuffle=True, drop_last=True)
 replan = ReplanOptions(planner="swap", every=20, guarded=False)  # even where it does not pay
 experts = ExpertParallel(accelerator, replan=replan)
-model, optimizer, loader = experts.prepare(model, optimizer, loader)  # not the scheduler
+model, optimizer, loader, scheduler = experts.prepare(model, optimizer, loader, scheduler)
 for epoch in range(3):
     for x, y in loader:
         loss = nn.functional.cross_entropy(model(x), y)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if accelerator.sync_gradients:  # not after each micro-batch of accelerator.accumulate
-            scheduler.step()
+        scheduler.step()
         optimizer.zero_grad()
     accelerator.print(f"epoch {epoch + 1}  loss {loss.item():.3f}  {len(experts.migrations)} migrations")
 accelerator.end_training()

@@ -111,7 +111,13 @@ def load_checkpoint(
     remedy = "use the settings it was made with, or another run_dir"
     free = LENGTH if run.config.extend else frozenset()
     now = _trajectory(run)
-    return load_verified(path, model, optimizer, remedy=remedy, differences=lambda then: _differences(then, now, free))
+
+    def differences(saved: dict[str, Any]) -> list[str]:
+        return _differences(saved["config"], now, free)
+
+    saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
+    training: dict[str, Any] = saved["training"]
+    return training
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> list[str]:

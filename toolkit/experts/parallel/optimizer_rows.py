@@ -66,6 +66,19 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
                 rows_of_state(name, key, value, trial)
 
 
+def refuse_strangers(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise UserError for an optimizer that has a parameter outside `model`, whose state no checkpoint would hold."""
+    known = set(model.parameters())
+    for number, group in enumerate(unwrapped(optimizer).param_groups):
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise UserError(
+                    f"optimizer {type(unwrapped(optimizer)).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} in group {number} that is none of the model's, so checkpoints would "
+                    "lack its state: make it from model.parameters(), and give others an optimizer of their own."
+                )
+
+
 SetData = Callable[[Tensor, Tensor], None]
 
 

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, StrictStr, ValidationError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.errors import UserError, one_line
-from toolkit.experts.parallel.collectives import is_main, on_main, rank, together
-from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.collectives import gather_objects, is_main, on_main, rank, together, world_size
+from toolkit.experts.parallel.optimizer_rows import refuse_strangers, unwrapped
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.state import manifest
+from toolkit.experts.state.random_states import random_states, restore_random_states
 from toolkit.experts.state.tensor_files import (
     FileContents,
     SavedTensors,
@@ -50,12 +51,13 @@ from toolkit.experts.state.tensor_files import (
 FORMAT = 1
 STATE = "state.json"
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One, or several that have different parameters of a model; none where only weights are wanted."""
+
 # --- saving ------------------------------------------------------------------------------------------------------
 
 
-def save(
-    folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any] | None = None
-) -> None:
+def save(folder: Path | str, model: nn.Module, optimizer: Optimizers, extra: dict[str, Any] | None = None) -> None:
     """Writes a checkpoint from a loop that has no `Run`. A collective.
 
     A checkpoint that is there already is replaced once the new one is complete and verified.
@@ -63,14 +65,14 @@ def save(
     Args:
         folder: Becomes the checkpoint.
         model: Each rank writes the rows of its experts; the main process writes what all have.
-        optimizer: Its states are written beside the rows.
+        optimizer: One or several, whose states and settings, such as the learning rate, are written beside the rows.
         extra: Plain JSON values, which `load` returns.
 
     Raises:
-        UserError: On every rank, with the former one untouched, where it cannot be written, and where a weight or an
-            optimizer state is not finite.
+        UserError: On every rank, with the former one untouched, where it cannot be written, where a weight or an
+            optimizer state is not finite, and for an optimizer with a parameter that is none of the model's.
     """
-    final = Path(folder).absolute()
+    final, optimizers = Path(folder).absolute(), _listed(model, optimizer)
 
     def prepare() -> None:
         manifest.recover(final)
@@ -79,7 +81,8 @@ def save(
 
     def refuse_infinities() -> None:
         weights = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        if (name := first_not_finite(weights) or first_not_finite(named_states(model, optimizer))) is not None:
+        states = (state for each in optimizers for state in named_states(model, each))
+        if (name := first_not_finite(weights) or first_not_finite(states)) is not None:
             raise UserError(
                 f"checkpoint {folder} is not written, because {name} is not finite: go on from the one before, with a "
                 "lower learning rate or smaller max_norm."
@@ -88,7 +91,8 @@ def save(
     try:
         on_main(prepare)
         together(refuse_infinities)
-        begin_save(final, model, optimizer, state=extra or {}, config={}, step=None)(None)
+        state, random = extra or {}, gather_objects(random_states())
+        begin_save(final, model, optimizers, state=state, config={}, step=None, random=random)(None)
     except OSError as error:
         raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
 
@@ -96,11 +100,12 @@ def save(
 def begin_save(
     final: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     state: dict[str, Any],
     config: dict[str, Any],
     step: int | None,
+    random: list[dict[str, Any]] | None = None,
     make_free: Callable[[int], None] = lambda _: None,
     to_cpu: ToCPU = on_cpu,
     ranks: Sequence[int] | None = None,
@@ -109,13 +114,15 @@ def begin_save(
     its files. Both are collectives, and raise OSError on every rank.
 
     `make_free` is called with the number of bytes that the disk lacks. `ranks` are those that share the folder; the
-    first of them makes it.
+    first of them makes it. `random` has the states of each rank's generators.
     """
     makes_folder = is_main() if ranks is None else rank() == ranks[0]
     writing = final.with_name(manifest.WRITING + final.name)
     placement, tied = describe_places(model), describe_tied(model)
-    files = files_to_write(model, optimizer, to_cpu)
-    content = copy.deepcopy({"training": state, "config": config, "optimizer": _describe(optimizer)})
+    optimizers = _listed(model, optimizer)
+    files = files_to_write(model, optimizers, to_cpu)
+    content = {"training": state, "config": config, "optimizer": _describe(optimizers), "random": random}
+    content = copy.deepcopy(content)
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
 
     def write(group: dist.ProcessGroup | None) -> list[str]:
@@ -186,15 +193,16 @@ def free_bytes(folder: Path) -> int:
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def load(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """Verifies what `save` (or a `Trainer`) wrote, and loads it under any number of ranks. A collective.
 
-    On as many ranks with as many slots experts are placed where they were saved.
+    On as many ranks with as many slots experts are placed where they were saved, and on as many ranks random states are
+    those that were saved.
 
     Args:
         folder: The checkpoint.
         model: Takes its weights, each rank those of its experts.
-        optimizer: Takes its states.
+        optimizer: One or several, which take their states and settings, such as the learning rate; `()` leaves them.
 
     Returns:
         The `extra` that was saved.
@@ -210,36 +218,56 @@ def load(folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer)
             raise UserError(f"checkpoint {folder} cannot be loaded: {damage}: use another.")
 
     on_main(check)
-    return load_verified(path, model, optimizer, remedy="build the model that it was made with")
+    optimizers = _listed(model, optimizer)
+
+    def differences(saved: dict[str, Any]) -> list[str]:
+        then, now = len(saved["optimizer"]["groups"]), len(_groups(optimizers))
+        return [f"it has {then} parameter groups and the optimizer {now}"] if now not in (0, then) else []
+
+    remedy = "build model and optimizer as they were when it was made"
+    saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
+    for group, settings in zip(_groups(optimizers), saved["optimizer"]["groups"], strict=False):
+        for name, value in settings.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
+    if saved["random"] is not None and len(saved["random"]) == world_size():
+        restore_random_states(saved["random"][rank()])
+    training: dict[str, Any] = saved["training"]
+    return training
 
 
 def load_verified(
     path: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     remedy: str,
     differences: Callable[[dict[str, Any]], list[str]] = lambda _: [],
 ) -> dict[str, Any]:
-    """Loads the verified checkpoint at `path`; returns the state that was saved with it. A collective.
+    """Loads the verified checkpoint at `path`; returns all that was saved with it. A collective.
+
+    Settings of the optimizer stay its own.
 
     Args:
         path: The folder.
         model: Gets the weights.
         optimizer: Gets its states.
         remedy: What to do where the checkpoint does not fit, as the end of a sentence.
-        differences: Says what in the saved settings forbids to load it, each as half a sentence.
+        differences: Says what in what was saved forbids to load it, each as half a sentence.
 
     Raises:
         UserError: On every rank, before anything is changed, where the checkpoint does not fit.
     """
     about, saved = on_main(lambda: read(path))
+    optimizers = _listed(model, optimizer)
     with SavedTensors() as tensors:
 
         def compare() -> tuple[list[str], set[str]]:
             tensors.open(path, about["files"])
-            lines = differences(saved["config"])
-            return lines + _misfits(saved, model, optimizer, tensors), {weight for weight, _ in targets(model)}
+            lines = differences(saved)
+            return lines + _misfits(saved, model, optimizers, tensors), {weight for weight, _ in targets(model)}
 
         try:
             answers = together(compare)
@@ -256,15 +284,17 @@ def load_verified(
             raise UserError(f"checkpoint {path} does not fit this run: {lines[0]}{more}: {remedy}.")
         adopt_places(model, about.get("placement", {}))
         load_model(model, tensors)
-        load_optimizer(model, optimizer, tensors)
-    if saved["optimizer"]["scaler"] is not None:
-        optimizer.scaler.load_state_dict(saved["optimizer"]["scaler"])  # type: ignore[attr-defined]
-    return saved["training"]
+        for each in optimizers:
+            load_optimizer(model, each, tensors)
+    if optimizers and saved["optimizer"]["scaler"] is not None:
+        optimizers[0].scaler.load_state_dict(saved["optimizer"]["scaler"])  # type: ignore[attr-defined]
+    return saved
 
 
 class _Optimizer(BaseModel):
     name: StrictStr
     scaler: dict[str, Any] | None
+    groups: list[dict[str, Any]]
 
 
 class _Content(BaseModel):
@@ -273,6 +303,7 @@ class _Content(BaseModel):
     training: dict[str, Any]
     config: dict[str, Any]
     optimizer: _Optimizer
+    random: list[dict[str, Any]] | None
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -313,11 +344,13 @@ def check_types(model: type[BaseModel], value: Any, field: str = "") -> None:
 
 
 def _misfits(
-    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors
+    saved: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: SavedTensors
 ) -> list[str]:
     """Why this rank's model and optimizer cannot use the checkpoint, each reason as half a sentence."""
     lines = []
-    then, now = saved["optimizer"], _describe(optimizer)
+    then, now = saved["optimizer"], _describe(optimizers)
+    if not optimizers:
+        now = then
     if then["name"] != now["name"]:
         lines.append(f"it was made with the optimizer {then['name']} and this run has {now['name']}")
     if (then["scaler"] is None) != (now["scaler"] is None):
@@ -336,6 +369,35 @@ def _misfits(
     return lines
 
 
-def _describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    scaler = getattr(optimizer, "scaler", None)
-    return {"name": type(unwrapped(optimizer)).__name__, "scaler": None if scaler is None else scaler.state_dict()}
+def _listed(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """Returns them as a list. Raises UserError for one with a parameter that is none of the model's."""
+    found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    for each in found:
+        refuse_strangers(model, each)
+    return found
+
+
+def _describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    scaler = next((scaler for each in optimizers if (scaler := getattr(each, "scaler", None)) is not None), None)
+    return {
+        "name": ", ".join(type(unwrapped(each)).__name__ for each in optimizers),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "groups": [
+            {name: _plain(value) for name, value in group.items() if _is_plain(value)} for group in _groups(optimizers)
+        ],
+    }
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for each in optimizers for group in unwrapped(each).param_groups]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a setting of an optimizer can be written: numbers, also as tensors, text, and tuples of them."""
+    if isinstance(value, list | tuple):
+        return all(isinstance(each, int | float | str | None) for each in value)
+    return isinstance(value, int | float | str | None) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -50,11 +50,13 @@ def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
 # --- out of a model ----------------------------------------------------------------------------------------------
 
 
-def files_to_write(model: nn.Module, optimizer: torch.optim.Optimizer, to_cpu: ToCPU = on_cpu) -> FileContents:
+def files_to_write(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], to_cpu: ToCPU = on_cpu
+) -> FileContents:
     """Returns what this rank writes. A collective, because sharded tensors are gathered."""
     rows_file = ROWS.format(rank=rank())
     files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
-    states = unwrapped(optimizer).state
+    states = {parameter: state for each in optimizers for parameter, state in unwrapped(each).state.items()}
     for name, parameter in model.named_parameters():
         state = _tensors_of(name, states.get(parameter, {}))
         ownership = ownership_of(parameter)

@@ -26,13 +26,13 @@ LENGTHS = (12, 7, 9, 3)
 
 
 def prepared(model: nn.Module, ep_size: int) -> tuple[Any, str]:
-    """The wrapped model, and what `prepare` printed."""
+    """The wrapped model, and the last line that `prepare` printed."""
     from accelerate import Accelerator
 
     optimizer: Any = torch.optim.AdamW(model.parameters())
     with contextlib.redirect_stdout(io.StringIO()) as said:
         wrapped, _ = ExpertParallel(Accelerator(cpu=True), ep_size=ep_size).prepare(model, optimizer)
-    return wrapped, said.getvalue()
+    return wrapped, (said.getvalue().splitlines() or [""])[-1]
 
 
 def without_padding(family: str) -> tuple[list[Tensor], float, list[Tensor]]:

@@ -19,7 +19,7 @@ from toolkit.experts.parallel.dense import (
     refuse_meta,
 )
 from toolkit.experts.parallel.fsdp import fully_shard_dense
-from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
+from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_strangers
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
 from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
 
@@ -56,8 +56,9 @@ def prepare(
     if accelerator.mixed_precision == "fp16" and (experts or (dense == "fsdp2" and is_parallel)):
         raise UserError(
             "mixed_precision='fp16' cannot be used where ranks own experts or shards, because each would judge "
-            "overflow by its own: use bf16, or parallel_strategy='data_parallel'."
+            "overflow by its own: use mixed_precision='bf16', or ep_size=1 and dense='ddp' (data_parallel)."
         )
+    refuse_strangers(model, optimizer)
     refuse_coupled_rows(optimizer)
     if is_parallel:
         end_after_gloo_threads()

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.compat import is_marked_as_prepared
+from toolkit.compat import is_marked_as_prepared, models_of, without_states
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.hosts.loop.join import join_forwards
@@ -51,6 +52,7 @@ from toolkit.experts.parallel.gradients import (
 )
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
+from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
@@ -127,7 +129,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self._meter: LoadMeter | None = None
         self._model: Any = None
         self._prepared: Any = None
-        self._optimizer: Any = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        """Those of the model; the first has the experts."""
 
     @property
     def migrations(self) -> list[Migration]:
@@ -141,49 +144,66 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             *objects: The model and its optimizer, the first of their kinds, and what else Accelerate prepares, in any
                 order. All ranks hold the same model; each keeps the rows of its own experts, in place, so the optimizer
                 stays valid (it must not have stepped yet). It has all experts; the rest may be in further optimizers,
-                which under FSDP2 must be given. A scheduler stays as it is: call its `step` after `optimizer.step`,
-                where `accelerator.sync_gradients` is True, so that under `accelerator.accumulate` it steps with the
-                optimizer.
+                which under FSDP2 must be given. Schedulers step as Accelerate has prepared ones step: once per process
+                and optimizer step. Without an optimizer the model can be evaluated, and not trained.
 
         Returns:
-            What Accelerate made of them, in that order. Rank 0 prints which balance penalty is active.
+            What Accelerate made of them, in that order. Rank 0 prints which layers were spread, and which balance
+            penalty is active.
 
         Raises:
-            UserError: A model or an optimizer is missing or was prepared before, a parameter is on the meta device, no
-                experts are found, ranks cannot share them, a scheduler would step once per process, or two balance
-                penalties are active.
+            UserError: A model is missing or was prepared before, an optimizer was prepared before or has parameters
+                outside the model, a parameter is on the meta device, no experts are found, ranks cannot share them, or
+                two balance penalties are active.
         """
         if self.stacks:
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         model, optimizer = _model_and_optimizer(objects)
-        _refuse_schedulers(self.accelerator, objects)
         refuse_meta(model)
         for library in libraries():
             library.refuse_spread(model)
         layers = require_experts(model)
+        optimizers = _optimizers_of(model, objects)
+        for each in optimizers:
+            refuse_strangers(model, each)
         balance = describe_balance(model)
         if self._makes_groups:
             self.groups = make_expert_groups(self._fitting_ep_size(layers))
         self.stacks = spread_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
         hook_blocks(model)
+        known: dict[int, Any] = {}
+        if optimizer is None:
+            known[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
+        else:
+            known[id(model)], known[id(optimizer)] = self._prepare_to_train(model, optimizer, optimizers)
+        self._model, self._prepared, self._optimizers = model, known[id(model)], optimizers
+        if optimizer is not None:
+            self._follow_steps(optimizer)
+            self.patches.keep(*load_only_own_states(optimizer, self.stacks))
+        self.patches.callback(step_by_only(optimizer, self.expert_parameters()))
+        self._correct_accelerate()
+        self._correct_model()
+        ranks = f"spread over {self.groups.ep_size} ranks" if self.groups.ep_size > 1 else "whole on each rank"
+        self.accelerator.print(f"experts {ranks}: {', '.join(self.stacks)}.")
+        self.accelerator.print(balance)
+        return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
+
+    def _prepare_to_train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         fit_optimizer(optimizer, self.stacks)
         if self.groups.ep_size > 1:
             self._average_in_backward()
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
-        more = [each for each in objects if isinstance(each, torch.optim.Optimizer) and each is not optimizer]
-        prepared = prepare(
-            self.accelerator, model, optimizer, more_optimizers=more, dense=self.dense, fsdp_size=self.fsdp_size
+        return prepare(
+            self.accelerator,
+            model,
+            optimizer,
+            more_optimizers=[each for each in optimizers if each is not optimizer],
+            dense=self.dense,
+            fsdp_size=self.fsdp_size,
         )
-        self._model, self._prepared, self._optimizer = model, prepared[0], optimizer
-        self._follow_steps(optimizer)
-        self.patches.callback(step_by_only(optimizer, self.expert_parameters()))
-        self.patches.keep(*load_only_own_states(optimizer, self.stacks))
-        self._correct_accelerate()
-        self._correct_model()
-        self.accelerator.print(balance)
-        known = {id(model): prepared[0], id(optimizer): prepared[1]}
-        return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
 
     def close(self) -> None:
         """Take back what `prepare` replaced and hooked: see `toolkit.experts.hosts.loop.patches`.
@@ -197,7 +217,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """
         self.patches.close()
         self.stacks = {}
-        self._model = self._prepared = self._optimizer = self._meter = None
+        self._model = self._prepared = self._meter = None
+        self._optimizers = []
         if self.replanner is not None:
             self.replanner.watch({})
 
@@ -262,7 +283,15 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         return self._meter.read(self.steps)[1]
 
     def save(self, folder: Path | str, **extra: Any) -> None:
-        """Write model, optimizer, placement, guard and `extra` (plain JSON values) as a checkpoint. A collective."""
+        """Write model, optimizers, placement, guard, random states and `extra` as a checkpoint. A collective.
+
+        Args:
+            folder: Becomes the checkpoint.
+            extra: Plain JSON values, which `load` returns. The state dict of a scheduler may be among them.
+
+        Raises:
+            UserError: Where `extra` is no JSON, or the folder cannot be written.
+        """
         self._require_prepared("save")
         for name, value in extra.items():
             try:
@@ -271,15 +300,25 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 raise UserError(f"{name}={value!r} cannot be saved: {error}: give save plain JSON values.") from None
         replanner = self.replanner.state_dict() if self.replanner else None
         state = {"steps": self.steps, "replanner": replanner, "extra": extra}
-        checkpoint_files.save(folder, self._model, self._optimizer, state)
+        checkpoint_files.save(folder, self._model, self._optimizers, state)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
-        """Load what `save` wrote, under any number of processes, `ep_size` and placement; returns its `extra`.
+        """Load what `save` wrote, under any number of processes, `ep_size` and placement. A collective.
 
-        On as many ranks with as many slots experts are placed where they were saved. A collective.
+        Optimizers have the settings that were saved, such as learning rates. On as many ranks with as many slots
+        experts are placed where they were saved, and on as many ranks random states are restored.
+
+        Args:
+            folder: The checkpoint.
+
+        Returns:
+            The `extra` that was saved.
+
+        Raises:
+            UserError: Where the checkpoint is missing, damaged or does not fit.
         """
         self._require_prepared("load")
-        state = checkpoint_files.load(folder, self._model, self._optimizer)
+        state = checkpoint_files.load(folder, self._model, self._optimizers)
         self.steps = state["steps"]
         if self._meter is not None:
             self._meter.begin(self.steps)
@@ -320,25 +359,63 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         keep(optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def _correct_accelerate(self) -> None:
-        """Replace, on this accelerator, the methods that assume replicated parameters."""
-        accelerator = self.accelerator
+        """Replace, on this accelerator, the methods that assume replicated parameters.
+
+        An accelerator may outlive its models: what it has of this object does not keep it in memory.
+        """
+        accelerator, mine = self.accelerator, ref(self)
+        name = f"experts_{_number_of(accelerator, self._model, self._prepared)}"
+
+        def here() -> ExpertParallel | None:
+            """This object while its accelerator has its model, which all ranks say alike; `free_memory` ends that."""
+            experts = mine()
+            known = {id(model) for model in models_of(accelerator)}
+            return experts if experts and known & {id(experts._model), id(experts._prepared)} else None
 
         def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
             """Whole on rank 0 and empty elsewhere, for a model that is spread. A collective. `save_model` calls it."""
             inner = accelerator.unwrap_model(model) if unwrap else model
-            return whole_state_dict(inner) if is_spread(inner) else of_accelerate(model, unwrap)
+            return whole_state_dict(inner) if is_spread(inner) else of_accelerate["get_state_dict"](model, unwrap)
 
-        def refuse(*_: Any) -> None:
-            raise UserError(
-                "accelerator.save_state and load_state keep rank 0's experts only: "
-                "use the save(folder) and load(folder) of ExpertParallel."
-            )
+        def clip(*args: Any, **kwargs: Any) -> Tensor | None:
+            experts = here()
+            return (experts.clip_grad_norm_ if experts else of_accelerate["clip_grad_norm_"])(*args, **kwargs)
 
-        self.patches.replace(accelerator, "clip_grad_norm_", self.clip_grad_norm_)
-        of_accelerate = self.patches.replace(accelerator, "get_state_dict", get_state_dict)
-        self.patches.keep(
-            accelerator.register_save_state_pre_hook(refuse), accelerator.register_load_state_pre_hook(refuse)
-        )
+        def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
+            even = accelerator.even_batches if even_batches is None else even_batches
+            if here() and not even and accelerator.num_processes > 1:
+                raise UserError(
+                    "join_uneven_inputs with even_batches=False would wait for ever, because each forward needs all "
+                    "ranks' experts: train with even_batches=True, and evaluate in ExpertParallel's join()."
+                )
+            return of_accelerate["join_uneven_inputs"](joinables, even_batches)
+
+        def save_state(*args: Any, **kwargs: Any) -> Any:
+            return with_mine("save_state", lambda experts, *at: experts.save(Path(at[-1]) / name), *args, **kwargs)
+
+        def load_state(*args: Any, **kwargs: Any) -> Any:
+            return with_mine("load_state", lambda experts, *at: experts.load(Path(at[-1]) / name), *args, **kwargs)
+
+        def with_mine(called: str, add: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Accelerate's method for all but the model and its optimizers, and for those `add`."""
+            experts, register = here(), getattr(accelerator, f"register_{called}_pre_hook")
+            if experts is None:
+                return of_accelerate[called](*args, **kwargs)
+            hook = register(partial(add, experts))
+            try:
+                with without_states(accelerator, experts._model, experts._prepared, *experts._optimizers):
+                    return of_accelerate[called](*args, **kwargs)
+            finally:
+                hook.remove()
+
+        replaced = {
+            "get_state_dict": get_state_dict,
+            "clip_grad_norm_": clip,
+            "join_uneven_inputs": join_uneven_inputs,
+            "save_state": save_state,
+            "load_state": load_state,
+        }
+        of_accelerate = {name: self.patches.replace(accelerator, name, ours) for name, ours in replaced.items()}
 
     def _correct_model(self) -> None:
         """Replace those methods of modules that would write one rank's experts, or read what is refused."""
@@ -360,7 +437,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         if self._meter is not None:
             self._meter.fold_when_many()
         if self.replanner is not None:
-            self.replanner.after_step(self.steps, self._optimizer)
+            self.replanner.after_step(self.steps, self._optimizers[0])
 
 
 def describe_balance(model: nn.Module) -> str:
@@ -380,37 +457,38 @@ def describe_balance(model: nn.Module) -> str:
     return "balance penalty: none."
 
 
-def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the first model and the first optimizer of `objects`. Raises UserError where one is missing, or was
+def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Return the first model and the first optimizer of `objects`. Raises UserError where there is no model, or one was
     prepared before."""
     given = list(objects)
     models = [each for each in given if isinstance(each, nn.Module)]
     optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-    if not models or not optimizers:
+    if not models:
         raise UserError(
             f"prepare got {', '.join(type(each).__name__ for each in given) or 'nothing'}: "
-            "give it a model and its optimizer, and what else Accelerate prepares."
+            "give it a model, its optimizer unless it is only evaluated, and what else Accelerate prepares."
         )
+    optimizer = optimizers[0] if optimizers else None
     was_prepared = isinstance(models[0], DistributedDataParallel) or is_marked_as_prepared(models[0])
-    if was_prepared or isinstance(optimizers[0], AcceleratedOptimizer):
+    if was_prepared or isinstance(optimizer, AcceleratedOptimizer):
         raise UserError(
             "accelerator.prepare or prepare_model was called with this model or optimizer before: call "
             "ExpertParallel's prepare instead, once, and evaluate what it returns."
         )
-    return models[0], optimizers[0]
+    return models[0], optimizer
 
 
-def _refuse_schedulers(accelerator: Accelerator, objects: Iterable[Any]) -> None:
-    """Raise UserError for a scheduler where Accelerate would have it take as many steps per optimizer step as there are
-    processes."""
-    multiplied = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
-    for other in objects:
-        if isinstance(other, torch.optim.lr_scheduler.LRScheduler) and multiplied and accelerator.num_processes > 1:
-            raise UserError(
-                f"{type(other).__name__}, once prepared, takes {accelerator.num_processes} steps per optimizer "
-                "step: count its length in optimizer steps, leave it out of prepare, and call scheduler.step() "
-                "after optimizer.step() where accelerator.sync_gradients is True."
-            )
+def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return the first optimizer of `objects`, and those after it that have parameters of `model`."""
+    known = set(model.parameters())
+    found = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    has_some = [any(p in known for group in each.param_groups for p in group["params"]) for each in found]
+    return [each for number, each in enumerate(found) if number == 0 or has_some[number]]
+
+
+def _number_of(accelerator: Accelerator, *forms: nn.Module) -> int:
+    """Return the place of a model, of which Accelerate keeps one of the `forms`, among those of its accelerator."""
+    return next(number for number, each in enumerate(models_of(accelerator)) if any(each is form for form in forms))
 
 
 def _refuse_base(*_: Any, **__: Any) -> None:

@@ -3,7 +3,8 @@
 By `engine.py`:
 
 - an `Accelerator`'s `clip_grad_norm_` (the norm of one rank's experts is not the model's) and `get_state_dict` (it
-  would have the experts of one rank); `save_state` and `load_state` are refused by their hooks, for the same reason;
+  would have the experts of one rank); `save_state` and `load_state`, which leave model and optimizers to
+  `toolkit.experts.state`; and `join_uneven_inputs`, which is refused for uneven batches;
 - `save_pretrained` and `push_to_hub` of a model's modules, which gather the experts of all ranks, and `load_adapter`,
   which may read names;
 - the steps of an optimizer: gradients are averaged and replicas compared before, replicas refreshed and experts moved

@@ -37,8 +37,9 @@ def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> No
             fit_states(optimizer, parameter, stack.num_experts)
 
 
-def step_by_only(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Callable[[], None]:
-    """Have a step of any other optimizer that has one of `parameters` raise UserError; returns what ends that.
+def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Have a step of any other optimizer that has one of `parameters` raise UserError; returns what ends that. None:
+    of any optimizer, if ranks have different ones.
 
     Trainers make optimizers of their own. A step of such a one would neither copy weights to replicas nor move
     experts, and what it steps with was clipped by the norm of one rank's experts. Afterwards a step of any optimizer
@@ -53,9 +54,13 @@ def step_by_only(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Callable
             assert ownership is not None
             ownership.optimizer = of_owned if is_owned(parameter) else of_others
 
-    prepared = weakref.ref(optimizer)
-    allow(prepared, prepared)
-    return functools.partial(allow, _nobodys, None)
+    end = functools.partial(allow, _nobodys, None)
+    if optimizer is None:
+        end()
+    else:
+        prepared = weakref.ref(optimizer)
+        allow(prepared, prepared)
+    return end
 
 
 def _nobodys() -> None:
@@ -74,8 +79,8 @@ def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
             if ownership is not None and ownership.optimizer is not None and ownership.optimizer() is not optimizer:
                 raise UserError(
                     f"optimizer {type(optimizer).__name__} has experts that ExpertParallel prepared with another "
-                    "optimizer, or until it was closed: step that one, before close; for a Trainer, which makes its "
-                    "own, call expert_trainer with a model that was not prepared."
+                    "optimizer, with none, or until it was closed: step that one, before close; for a Trainer, which "
+                    "makes its own, call expert_trainer with a model that was not prepared."
                 )
 
 

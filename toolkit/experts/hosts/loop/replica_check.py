@@ -36,6 +36,11 @@ class ReplicaCheck:
 
     def __call__(self, *_: Any) -> None:
         self.steps += 1
+        if isinstance(self.model, DistributedDataParallel) and not self.model.require_backward_grad_sync:
+            raise UserError(
+                f"step {self.steps:,} is made within model.no_sync(), as by LocalSGD, so replicated parameters would "
+                "drift apart and experts be averaged with others: step outside of it, without LocalSGD."
+            )
         trained = sum(parameter.requires_grad for parameter in self._parameters)
         if trained != self._trained:
             self._trained, self._until = trained, self.steps + FIRST_STEPS

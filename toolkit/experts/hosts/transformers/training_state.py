@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.state import checkpoint_files
+from toolkit.experts.state.random_states import random_states, restore_random_states
 
 if TYPE_CHECKING:
     from toolkit.experts.hosts.loop.engine import ExpertParallel
@@ -52,19 +49,19 @@ class TrainingState:
     # a begun one were skipped, so that the data loader draws from them as it did.
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         if self._random is not None and not self._mid_epoch:
-            _restore(self._random)
+            restore_random_states(self._random)
             self._random = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if self._random is not None:
-            _restore(self._random)
+            restore_random_states(self._random)
             self._random = None
 
     def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         replanner = None if self.replanner is None else self.replanner.state_dict()
         content = {"replanner": replanner, "scheduler": trainer["lr_scheduler"].state_dict()}
         checkpoint_files.save(_checkpoint(args, state) / FOLDER, trainer["model"], trainer["optimizer"], content)
-        _random_file(args, state).write_text(json.dumps(_random_states()))
+        _random_file(args, state).write_text(json.dumps(random_states()))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -103,24 +100,3 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 def _random_file(args: Any, state: Any) -> Path:
     return _checkpoint(args, state) / f"random_states-{args.process_index}.json"
-
-
-def _random_states() -> dict[str, Any]:
-    """The states of all generators of this process, as JSON values."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    devices = torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": [state.tolist() for state in (torch.random.get_rng_state(), *devices)],
-    }
-
-
-def _restore(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    cpu, *devices = [torch.tensor(state, dtype=torch.uint8) for state in states["torch"]]
-    torch.random.set_rng_state(cpu)
-    if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
-        torch.cuda.random.set_rng_state_all(devices)
