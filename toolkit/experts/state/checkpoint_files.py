@@ -224,7 +224,7 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
         then, now = len(saved["optimizer"]["groups"]), len(_groups(optimizers))
         return [f"it has {then} parameter groups and the optimizer {now}"] if now not in (0, then) else []
 
-    remedy = "build model and optimizer as they were when it was made"
+    remedy = "build the model that it was made with, and its optimizer"
     saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
     for group, settings in zip(_groups(optimizers), saved["optimizer"]["groups"], strict=False):
         for name, value in settings.items():
