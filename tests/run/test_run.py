@@ -409,10 +409,10 @@ def test_code_that_differs_is_told_by_its_digest(tmp_path, monkeypatch):
     script = tmp_path / "recipe.py"
     monkeypatch.setattr("sys.argv", [str(script)])
     script.write_text("a = 1")
-    before = provenance._digest_of_code()
-    assert provenance._digest_of_code() == before
+    before = provenance._digests_of_code()
+    assert provenance._digests_of_code() == before
     script.write_text("a = 2")
-    assert provenance._digest_of_code() != before
+    assert provenance._digests_of_code() != before
 
 
 def test_the_time_of_a_run_does_not_jump_with_the_clock(tmp_path, monkeypatch):

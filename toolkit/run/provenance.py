@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +66,31 @@ def check_same_start(name: str, config: RunConfig) -> None:
 
     Ranks with other settings would train on together, or wait for each other for ever. A collective.
     """
-    mine = {**dict(leaves(recorded_config(name, config))), **versions(), "code": _digest_of_code()}
-    first, *others = gather_objects({what: value for what, value in mine.items() if what not in OF_A_MACHINE})
-    for rank, theirs in enumerate(others, start=1):
-        for what in first | theirs:
-            if first.get(what) != theirs.get(what):
-                remedy = f"so was rank {rank} started, and rank 0 with {first.get(what)}: start all processes alike"
-                raise UserError(field=what, value=theirs.get(what), remedy=remedy)
+    settings = {**dict(leaves(recorded_config(name, config))), **versions()}
+    mine = {what: value for what, value in settings.items() if what not in OF_A_MACHINE}, _digests_of_code()
+    (first, code), *others = gather_objects(mine)
+    for rank, (theirs, their_code) in enumerate(others, start=1):
+        pairs = [(what, first.get(what), theirs.get(what)) for what in first | theirs]
+        # Modules that one rank alone has imported so far tell nothing.
+        pairs += [(f"code of {file}", code[file], their_code[file]) for file in code.keys() & their_code.keys()]
+        for what, ours, others_value in pairs:
+            if ours != others_value:
+                remedy = f"so was rank {rank} started, and rank 0 with {ours}: start all processes alike"
+                raise UserError(field=what, value=others_value, remedy=remedy)
 
 
-def _digest_of_code() -> str:
-    """The digest of the running script, what it has imported from beside it, and the toolkit."""
+def _digests_of_code() -> dict[str, str]:
+    """The digests of the running script, of each module beside it that is imported so far, and of the toolkit."""
     script = Path(sys.argv[0] or ".").resolve()
-    loaded = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     # An environment below the script's folder holds what `versions` names, and would take seconds to read.
-    beside = {file for file in loaded if file.is_relative_to(script.parent) and "site-packages" not in file.parts}
-    ours = set(Path(__file__).parents[1].rglob("*.py")) | beside
-    texts = sorted((path.name, path.read_bytes()) for path in {*ours, script} if path.is_file())
+    beside = {file for file in files if file.is_relative_to(script.parent) and "site-packages" not in file.parts}
+    digests = {str(file.relative_to(script.parent)): _digest([file]) for file in {*beside, script} if file.is_file()}
+    return digests | {"the toolkit": _digest(sorted(Path(__file__).parents[1].rglob("*.py")))}
+
+
+def _digest(files: Sequence[Path]) -> str:
+    texts = [(file.name, file.read_bytes()) for file in files]
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
 
 

@@ -72,7 +72,7 @@ def save(folder: Path | str, model: nn.Module, optimizer: Optimizers, extra: dic
         UserError: On every rank, with the former one untouched, where it cannot be written, where a weight or an
             optimizer state is not finite, and for an optimizer with a parameter that is none of the model's.
     """
-    final = Path(folder).absolute()
+    final, optimizers = Path(folder).absolute(), _listed(model, optimizer)
 
     def prepare() -> None:
         manifest.recover(final)
@@ -81,7 +81,7 @@ def save(folder: Path | str, model: nn.Module, optimizer: Optimizers, extra: dic
 
     def refuse_infinities() -> None:
         weights = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        states = (named for each in _listed(model, optimizer) for named in named_states(model, each))
+        states = (state for each in optimizers for state in named_states(model, each))
         if (name := first_not_finite(weights) or first_not_finite(states)) is not None:
             raise UserError(
                 f"checkpoint {folder} is not written, because {name} is not finite: go on from the one before, with a "
@@ -92,7 +92,7 @@ def save(folder: Path | str, model: nn.Module, optimizer: Optimizers, extra: dic
         on_main(prepare)
         together(refuse_infinities)
         state, random = extra or {}, gather_objects(random_states())
-        begin_save(final, model, optimizer, state=state, config={}, step=None, random=random)(None)
+        begin_save(final, model, optimizers, state=state, config={}, step=None, random=random)(None)
     except OSError as error:
         raise UserError(f"checkpoint {folder} could not be written: {error}: make room, or save elsewhere.") from None
 
@@ -224,7 +224,7 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
         then, now = len(saved["optimizer"].get("groups") or ()), len(_groups(optimizers))
         return [f"it has {then} parameter groups and the optimizer {now}"] if then and now not in (0, then) else []
 
-    remedy = "build model and optimizer as they were when it was made"
+    remedy = "build the model that it was made with, and its optimizer"
     saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
     for group, settings in zip(_groups(optimizers), saved["optimizer"].get("groups") or (), strict=False):
         for name, value in settings.items():

@@ -379,12 +379,12 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             return whole_state_dict(inner) if is_spread(inner) else of_accelerate["get_state_dict"](model, unwrap)
 
         def clip(*args: Any, **kwargs: Any) -> Tensor | None:
-            experts = here()
+            experts = mine()
             return (experts.clip_grad_norm_ if experts else of_accelerate["clip_grad_norm_"])(*args, **kwargs)
 
         def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
             even = accelerator.even_batches if even_batches is None else even_batches
-            if here() and not even and accelerator.num_processes > 1:
+            if mine() and not even and accelerator.num_processes > 1:
                 raise UserError(
                     "join_uneven_inputs with even_batches=False would wait for ever, because each forward needs all "
                     "ranks' experts: train with even_batches=True, and evaluate in ExpertParallel's join()."
