@@ -228,7 +228,7 @@ class Run:
             if is_finished(self.folder):
                 (self.folder / FINISHING).touch()
             _describe_start(self, self.folder)
-        elif self.data:
+        elif self.data and self._metrics is not None:  # else it has no folder
             _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         config = recorded_config(self.name, self.config) | facts

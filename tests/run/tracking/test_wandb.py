@@ -176,7 +176,7 @@ FAILING_SERVER = """
     os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{{server.server_port}}"
 
     class Wait(Callback):  # for W&B to have given up, on its own thread
-        def on_fit_start(self, trainer):
+        def on_step_start(self, trainer, micro_batches):
             while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
                 time.sleep(0.05)
 

@@ -175,13 +175,3 @@ def test_two_callbacks_of_one_class_resume_with_their_own_state():
 def test_a_state_of_another_type_is_refused_before_any_is_loaded(state: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
         load_states([Throughput(), EarlyStopping(EarlyStoppingOptions(patience=1))], state)
-
-
-def test_the_state_of_throughput_does_not_grow_with_lines_of_a_slow_rank() -> None:
-    throughput = Throughput()
-    throughput._world_size = 2
-    sizes = set()
-    for _ in range(2):
-        throughput._note_slow(1, 2.0)
-        sizes.add(len(repr(throughput.state_dict())))
-    assert len(sizes) == 1
