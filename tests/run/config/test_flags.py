@@ -35,4 +35,4 @@ def test_what_is_recommended_exists():
     recommended = {flag for text in REMEDIES.values() for flag in re.findall(r"--[a-z][\w.-]*", text)}
     assert recommended <= OURS.keys()
     assert not {f"--{name}" for name in REMEDIES} & OURS.keys()
-    assert instead_of("--no-such-thing", OURS) == "see --help."
+    assert instead_of("--no-such-thing", OURS) == "see --help all."
