@@ -14,6 +14,8 @@ from toolkit.run.launch import children
 
 # Before torch is imported. Workers share the cores, and threads that wait for each other there double the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell that starts the suite in the background has it ignore Ctrl-C, and so whatever a test sends a signal to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A suite that passed passes again: properties are tried on the same cases each time. `make fuzz` looks for new ones.
 # No deadline, as the machine may be busy, and no store of failures beside the code.

@@ -71,7 +71,8 @@ for step in range(STEPS):
     optimizer.step()
     optimizer.zero_grad()
     if step == 1 and world > 1:
-        place_experts(model, MOVED, None if fault == "moments lost in a move" else optimizer)
+        another = torch.optim.AdamW(model.parameters())
+        place_experts(model, MOVED, another if fault == "moments lost in a move" else optimizer)
 if folders:
     save_pretrained(wrapped, folders[1])
 if len(folders) > 2:
