@@ -67,7 +67,7 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 	    -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(HANGS)
 
 .PHONY: families
-families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, a minute
+families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, two minutes
 	$(PY) -m tests.experts.hosts.transformers.test_mixtures
 
 .PHONY: fuzz

@@ -36,10 +36,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restored_signals() -> Iterator[None]:
-    """The handlers that a recipe's command line sets are undone after the test."""
-    before = {number: signal.getsignal(number) for number in children.STOP_SIGNALS}
+    """Handlers that a command line or a run that was stopped leaves behind are undone after the test."""
+    before = {number: signal.getsignal(number) for number in (*children.STOP_SIGNALS, signal.SIGINT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -60,7 +60,6 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
 ]
 
 
-@pytest.mark.usefixtures("restored_signals")
 @pytest.mark.parametrize(("typed", "line"), REFUSED_BEFORE_ANYTHING_STARTS)
 def test_what_can_be_known_is_refused_before_anything_starts(
     typed: str, line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

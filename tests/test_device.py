@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.experts.hosts.peft.models import adapted, base
 from tests.experts.hosts.transformers.trainers import make, quiet_float64
 from tests.recipes.continual.toy import dimmed, toy_config, toy_trainer
+from tests.recipes.test_lm_moe import corpus
 from tests.support.emulated_device import EmulatedDevice, emulate
 from tests.support.gpu import Gpu, use_gpu
 from tests.support.helpers import run_distributed
@@ -224,9 +225,9 @@ MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spar
 
 RECIPES = [
     ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
-    ("mnist_moe", 2, f"debug {MOVING}", 1),
-    ("lm_moe", 2, "debug", 2),
-    ("few_labels", 1, "debug", 0),
+    ("mnist_moe", 2, f"debug {MOVING} --epochs 1", 1),
+    ("lm_moe", 2, "debug --max-steps 12 --dataset folder", 2),
+    ("few_labels", 1, "debug --max-steps 20", 0),
 ]
 ON_GPUS_ONLY = [(recipe, 1, "debug", 0) for recipe in ("finetune_moe", "har", "lmu_speech", "vae_robustness")]
 """What their steps have beside the others' is kernels, which the emulated device has not."""
@@ -243,6 +244,8 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
     tmp_path: Path, recipe: str, processes: int, flags: str, layers: int, device: str
 ):
     words = flags.split()
+    if recipe == "lm_moe":
+        words += ["--data-dir", str(corpus(tmp_path / "corpus"))]
     expected, _ = run_distributed(run_recipe, processes, recipe, words, tmp_path / "cpu")[0]
     found, waits = run_distributed(run_recipe, processes, recipe, words, tmp_path / "device", device)[0]
     assert expected

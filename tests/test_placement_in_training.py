@@ -16,7 +16,7 @@ from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.run import cli
 
-COMMON = ["debug", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none"]
+COMMON = ["debug", "--epochs", "1", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none"]
 COMMON += ["--log-every", "2"]  # the first line is before the first plan
 WAYS = {
     "plain": [],

@@ -48,7 +48,6 @@ def test_two_processes_learn_the_curve_of_one_and_count_each_utterance_once(tmp_
     assert len(losses(tmp_path / "one")) == 6
 
 
-@pytest.mark.usefixtures("restored_signals")
 def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monkeypatch):
     whole = run_forked(
         "recipes/lmu_speech.py", "debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / "whole")

@@ -150,7 +150,6 @@ def test_every_flag_of_a_recipe_has_a_sentence(recipe: ModuleType):
     assert undescribed(type(next(iter(recipe.PRESETS.values()))())) == []
 
 
-@pytest.mark.usefixtures("restored_signals")
 @pytest.mark.parametrize(
     ("outcome", "code", "said"),
     [
@@ -178,7 +177,6 @@ def test_every_outcome_has_its_exit_code(
     assert (left.value.code, capsys.readouterr().err) == (code, said)
 
 
-@pytest.mark.usefixtures("restored_signals")
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def main(config: Config) -> None:  # noqa: ARG001
         raise RuntimeError("boom")

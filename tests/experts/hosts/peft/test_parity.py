@@ -49,7 +49,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "recomputed": {},
     "adagrad": {},
 }
-CASES = [Case(1, 1, family) for family in FAMILIES]
+CASES = [Case(1, 1, family) for family in list(FAMILIES)[::3]]
 CASES += [Case(2, 2, family, "shuffled", dense="fsdp2" if n % 4 == 1 else "ddp") for n, family in enumerate(FAMILIES)]
 CASES += [Case(2, 2, "qwen3_moe", kind=kind) for kind in ADAPTERS if kind != "plain"]
 CASES += [Case(2, 2, "qwen3_moe", placement, trains_base=True) for placement in ("shuffled", "copies")]
@@ -59,7 +59,7 @@ CASES += [
     Case(
         4, 4 if n % 3 else 2, family, ("contiguous", "copies", "moving")[n % 3], dense="fsdp2" if n % 4 == 2 else "ddp"
     )
-    for n, family in enumerate(FAMILIES)
+    for n, family in enumerate(list(FAMILIES)[::2])
 ]
 CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotron_h", "copies", trains_base=True)]
 
