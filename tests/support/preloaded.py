@@ -5,7 +5,11 @@ The garbage collector leaves what is here alone: else each fork would walk throu
 
 import gc
 import importlib
+import io
 from importlib.util import find_spec
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 MODULES = (
     "tests",
@@ -16,8 +20,6 @@ MODULES = (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.trainer",
     "peft",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
     "networkx",
     "scipy.optimize",
     "sklearn.datasets",
@@ -31,5 +33,10 @@ MODULES = (
 for name in MODULES:
     if find_spec(name.partition(".")[0]):  # some are installed for developers only
         importlib.import_module(name)
+EMPTY = io.BytesIO()
+FigureCanvasAgg(Figure(figsize=(0.1, 0.1))).print_png(EMPTY)
+# To render the pictures of a run takes as long as its training. Tests of pictures render them in their own process.
+FigureCanvasAgg.print_png = lambda self, path: path.write_bytes(EMPTY.getvalue())  # type: ignore
+
 gc.collect()
 gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +86,17 @@ def check_same_start(name: str, config: RunConfig) -> None:
 def _digests_of_code() -> dict[str, str]:
     """The digests of the running script, of each module beside it that is imported so far, and of the toolkit."""
     script = Path(sys.argv[0] or ".").resolve()
-    files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    below = f"{script.parent}{os.sep}"
+    files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
     # An environment below the script's folder holds what `versions` names, and would take seconds to read.
-    beside = {file for file in files if file.is_relative_to(script.parent) and "site-packages" not in file.parts}
+    beside = {Path(file) for file in files if file.startswith(below) and "site-packages" not in file}
     digests = {str(file.relative_to(script.parent)): _digest([file]) for file in {*beside, script} if file.is_file()}
-    return digests | {"the toolkit": _digest(sorted(Path(__file__).parents[1].rglob("*.py")))}
+    return digests | {"the toolkit": _digest_of_toolkit()}
+
+
+@cache
+def _digest_of_toolkit() -> str:
+    return _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -305,7 +305,9 @@ def test_families_train_move_and_save_as_on_one_process_and_the_table_says_so(tm
     alike: dict[str, list[str]] = {}
     for name, cells in rows.items():
         alike.setdefault(cells, []).append(name)
-    for line in lines(results([name for names in alike.values() for name in names[::5] if name in installed], tmp_path)):
+    for line in lines(
+        results([name for names in alike.values() for name in names[::5] if name in installed], tmp_path)
+    ):
         assert "WRONG" not in line
         assert line in table, f"transformers {transformers.__version__} differs from {TABLE.name}: run `make families`"
 
