@@ -52,8 +52,6 @@ LAYOUTS: list[Layout] = [
     (2, 2, "uneven"),
     (2, 2, "copies"),
     (4, 2, "shuffled"),
-    (4, 2, "copies"),
-    (4, 4, "uneven"),
     (4, 4, "copies"),
 ]
 PAIRS = list(product(LAYOUTS, LAYOUTS))

@@ -20,7 +20,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed import DistNetworkError, TCPStore
 
-from tests.support.forked_python import run_forked
+from tests.support.forked_python import ForkedPython, run_forked
 from tests.support.helpers import ROOT, free_port
 from toolkit.errors import EXIT_BUG, EXIT_PREEMPTED, UserError
 from toolkit.run.config.run import RunConfig
@@ -442,9 +442,7 @@ def test_processes_are_started_once(world):
 
 def accelerate_launch(*words: str, cwd: Path, **variables: str) -> SimpleNamespace:
     """`accelerate launch`; what our own lines on stderr were, apart from all that the launcher adds."""
-    done = subprocess.run(
-        [*ACCELERATE, *words], cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=180
-    )
+    done = run_forked(*ACCELERATE[1:], *words, cwd=cwd, env=environment(**variables))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     return SimpleNamespace(code=done.returncode, errors=errors, out=done.stdout, err=done.stderr)
 
@@ -471,23 +469,22 @@ def test_several_machines_make_one_world(tmp_path: Path):
     port = str(free_port())
     where = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
     machines = [
-        subprocess.Popen(
-            [
-                *ACCELERATE,
-                *train(
-                    *("multi_node", *where, "--main_process_port", port, "--machine_rank", str(rank)),
-                    run_dir=tmp_path / "run",
-                ),
-                "--cpu",
-            ],
+        ForkedPython(
+            *ACCELERATE[1:],
+            *train(
+                *("multi_node", *where, "--main_process_port", port, "--machine_rank", str(rank)),
+                run_dir=tmp_path / "run",
+            ),
+            "--cpu",
             cwd=tmp_path,
             env=environment(),
-            stdout=subprocess.DEVNULL,
         )
         for rank in range(2)
     ]
     try:
-        assert [machine.wait(timeout=180) for machine in machines] == [0, 0]
+        for machine in machines:
+            _, err = machine.communicate(timeout=180)
+            assert machine.returncode == 0, err
     finally:
         for machine in machines:
             machine.kill()

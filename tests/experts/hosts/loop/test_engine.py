@@ -30,7 +30,7 @@ from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.train.callbacks.expert_load import ExpertLoad
 
-DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 6
+DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 4
 
 
 class StackedExperts(nn.Module):
@@ -290,7 +290,7 @@ def metrics_beside_the_callback() -> tuple[Any, ...]:
         record=recorded.__setitem__,
     )
     before, lines = experts.metrics(), []
-    for step in range(1, STEPS + 1):
+    for step in range(1, 7):
         model(torch.randn(4 + step, 5)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
