@@ -415,6 +415,11 @@ def test_code_that_differs_is_told_by_its_digest(tmp_path, monkeypatch):
     assert provenance._digests_of_code() != before
 
 
+def test_one_process_reads_no_code_to_compare(monkeypatch):
+    monkeypatch.delattr(provenance, "_digests_of_code")
+    provenance.check_same_start("toy", config())
+
+
 def test_the_time_of_a_run_does_not_jump_with_the_clock(tmp_path, monkeypatch):
     with start_run("toy", config(run_dir=tmp_path)) as run:
         monkeypatch.setattr("time.time", lambda: 0.0)

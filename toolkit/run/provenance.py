@@ -17,7 +17,7 @@ import accelerate
 import torch
 
 from toolkit.errors import UserError
-from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.experts.parallel.collectives import gather_objects, world_size
 from toolkit.run.config.run import RunConfig
 from toolkit.run.config.settings import leaves
 from toolkit.run.folder import recorded_config
@@ -66,6 +66,8 @@ def check_same_start(name: str, config: RunConfig) -> None:
 
     Ranks with other settings would train on together, or wait for each other for ever. A collective.
     """
+    if world_size() == 1:
+        return
     settings = {**dict(leaves(recorded_config(name, config))), **versions()}
     mine = {what: value for what, value in settings.items() if what not in OF_A_MACHINE}, _digests_of_code()
     (first, code), *others = gather_objects(mine)
