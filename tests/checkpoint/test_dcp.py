@@ -1,4 +1,4 @@
-"""A checkpoint goes to torch.distributed.checkpoint and back with the same bits; torch alone reads it."""
+"""A checkpoint goes to torch.distributed.checkpoint and back with the same bits; torch and Accelerate read it."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.checkpoint.test_checkpoint import OneRank, load, numbers, save, trained
 from tests.support.helpers import run_distributed
@@ -15,6 +18,7 @@ from toolkit.checkpoint import checkpoint
 from toolkit.commands.checkpoint import main
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.state import checkpoint_files
 
 
 def save_on_two(folder: Path) -> None:
@@ -50,16 +54,64 @@ def test_there_and_back_is_the_same_bits(saved: Path, exported: Path, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_alone_reads_it_into_a_whole_model(saved: Path, exported: Path):
-    model, optimizer = trained(steps=1)
-    load(saved, (model, optimizer))
-    weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    moments = {name: {"exp_avg": torch.zeros_like(p)} for name, p in model.named_parameters()}
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=exported, no_dist=True)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        assert torch.equal(weights[name], tensor), name
-    for name, parameter in model.named_parameters():
-        assert torch.equal(moments[name]["exp_avg"], optimizer.state[parameter]["exp_avg"]), name
+def test_torch_reads_it_into_the_state_dict_of_a_whole_model(saved: Path, exported: Path):
+    expected, found = trained(steps=1), trained(steps=1)
+    load(saved, expected)
+    found[1].param_groups[0].update(lr=0.5, betas=(0.5, 0.5))
+    load_by_torch(exported, *found)
+    before, after = dict(numbers(expected)), dict(numbers(found))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for mine, other in zip(found[1].param_groups, expected[1].param_groups, strict=True):
+        assert mine | {"params": []} == other | {"params": []}
+
+
+def load_by_torch(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As torch's documentation says."""
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a Python number, as many optimizers do that are not torch's."""
+
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tied_head_and_python_numbers_go_there_and_back(tmp_path: Path):
+    def new(steps: int) -> tuple[nn.Module, Counting]:
+        model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        optimizer = Counting(model.parameters())
+        for _ in range(steps):
+            optimizer.step()
+        return model, optimizer
+
+    pair, found = new(3), new(1)
+    checkpoint_files.save(tmp_path / "in", *pair)
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
+    load_by_torch(tmp_path / "dcp", *found)
+    assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    again = new(1)
+    checkpoint_files.load(tmp_path / "out", *again)
+    for model, optimizer in (found, again):
+        assert torch.equal(model["head"].weight, pair[0]["head"].weight)
+        assert [dict(state) for state in optimizer.state.values()] == [{"step": 3}]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_accelerate_merges_weights_into_the_state_dict_of_a_whole_model(saved: Path, tmp_path: Path):
+    assert main(["export", str(saved), str(tmp_path / "dcp"), "--format", "dcp-weights"]) == 0
+    merge_fsdp_weights(tmp_path / "dcp", tmp_path / "merged")
+    merged, pair = load_file(tmp_path / "merged" / "model.safetensors"), trained(steps=1)
+    load(saved, pair)
+    weights = pair[0].state_dict()
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

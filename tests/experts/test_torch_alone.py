@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,7 @@ from toolkit.experts.state.state_dict import whole_state_dict
 
 STUB = ast.parse((ROOT / "toolkit" / "experts" / "__init__.pyi").read_text())
 EXAMPLE = ROOT / "docs" / "examples" / "torch_alone.py"
+PAGE = ROOT / "docs" / "experts" / "torch_alone.md"
 
 
 def test_there_are_few_public_names_and_each_is_there():
@@ -86,17 +88,37 @@ def test_two_and_four_processes_learn_what_one_does_while_experts_move(tmp_path:
                 torch.testing.assert_close(weight, weights[name], rtol=1e-9, atol=1e-12)
 
 
-def test_the_example_saves_and_loads_on_two_processes(tmp_path: Path):
+def run_example(script: Path, folder: Path) -> list[tuple[str, str]]:
+    """The last loss of each rank, and what it is again after loading."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLE), str(tmp_path)],
+        [sys.executable, *launch, str(script), str(folder)],
         env=program_environment(),
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    losses = re.findall(r"loss ([\d.]+), again ([\d.]+)", done.stdout)
+    return re.findall(r"loss ([\d.]+), again ([\d.]+)", done.stdout)
+
+
+def test_the_example_saves_and_loads_on_two_processes(tmp_path: Path):
+    losses = run_example(EXAMPLE, tmp_path)
     assert len(losses) == 2
     assert all(after == again for after, again in losses)
     assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+def test_under_fabric_it_learns_the_same(tmp_path: Path):
+    pytest.importorskip("lightning.fabric")
+    text = EXAMPLE.read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
+    for hunk in diff.split("\n\n"):
+        before, after = ("\n".join(re.findall(f"^[{sign}](.*)", hunk, re.MULTILINE)) for sign in ("-", "+"))
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    losses = run_example(script, tmp_path / "fabric")
+    assert len(losses) == 2
+    assert sorted(losses) == sorted(run_example(EXAMPLE, tmp_path / "torch"))

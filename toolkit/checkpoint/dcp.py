@@ -1,8 +1,10 @@
 """Checkpoints to and from the format of `torch.distributed.checkpoint` (DCP), which others read, in one process.
 
-    model.<parameter or buffer>         whole; experts stacked in the order of their ids
-    optimizer.<parameter>.<state>       of the same shape; or one number, where rows differ the largest
+    model.<parameter or buffer>                whole; experts stacked in the order of their ids
+    optimizer.state.<parameter>.<state>        of the same shape; or one number, where rows differ the largest
+    optimizer.param_groups.<group>.<setting>   such as lr; `params` has names
 
+These are the names of torch's `get_state_dict` of the model on one process, as "model" and "optimizer" of one dict.
 Torch keeps the names in a pickle, which can execute code when it is read: import only folders that you trust.
 """
 
@@ -24,19 +26,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 from toolkit.checkpoint.without_model import RowIds, new_target, read_verified, row_places, whole_weights
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
-from toolkit.experts.state.tensor_files import SavedTensors, split_key
+from toolkit.experts.state.checkpoint_files import PARAMETERS, read
+from toolkit.experts.state.tensor_files import SavedTensors, split_key, tensors_of, with_numbers
 
 
-def export_dcp(source: Path, target: Path) -> None:
-    """Write the weights and optimizer states of `source` to the DCP folder `target`.
+def export_dcp(source: Path, target: Path, *, with_optimizer: bool = True) -> None:
+    """Write the weights of `source` to the DCP folder `target`, and states and settings of its optimizer.
 
-    It takes as much memory as these. Raises UserError where `source` is damaged, or `target` exists or cannot be
-    written.
+    A parameter of several names, such as a tied head, is there under each, as in a state dict. It takes as much memory
+    as what is written. Raises UserError where `source` is damaged, or `target` exists or cannot be written.
     """
     about = read_verified(source)
     with SavedTensors() as tensors, new_target(target) as writing, _quiet():
         tensors.open(source, about["files"])
-        dcp.save(_whole(tensors, row_places(about)), checkpoint_id=writing / target.name, no_dist=True)
+        whole = _whole(tensors, row_places(about))
+        whole["model"] |= {name: whole["model"][first] for name, first in about.get("tied", {}).items()}
+        if with_optimizer:
+            whole["optimizer"]["param_groups"] = _settings(read(source)[1]["optimizer"])
+        else:
+            del whole["optimizer"]
+        dcp.save(whole, checkpoint_id=writing / target.name, no_dist=True)
         (writing / target.name).rename(target)
 
 
@@ -51,7 +60,7 @@ def import_dcp(source: Path, like: Path, target: Path) -> bool:
     about = read_verified(like)
     places = row_places(about)
     there = _sizes(source)
-    has_states = any(name.startswith("optimizer.") for name in there)
+    has_states = any(name.startswith("optimizer.state.") for name in there)
     with SavedTensors() as tensors, new_target(target) as writing, _quiet():
         tensors.open(like, about["files"])
         whole = _whole(tensors, places)
@@ -86,7 +95,7 @@ def import_dcp(source: Path, like: Path, target: Path) -> bool:
 
 
 def _whole(tensors: SavedTensors, places: RowIds) -> dict[str, dict[str, Any]]:
-    """The weights by name, and optimizer states by name and state, experts stacked."""
+    """The weights by name, and optimizer states by name and state as the optimizer has them, experts stacked."""
     states: dict[str, dict[str, Tensor]] = {}
     in_rows = set()
     for name in places:
@@ -96,7 +105,16 @@ def _whole(tensors: SavedTensors, places: RowIds) -> dict[str, dict[str, Any]]:
         if of_rows[0]:
             states[name] = {state: _stacked([each[state] for each in of_rows]) for state in of_rows[0]}
     states |= {name: tensors.state(name) for name in tensors.states if name not in in_rows}
-    return {"model": whole_weights(tensors, places, Tensor.clone), "optimizer": states}
+    kept = {name: with_numbers(state) for name, state in states.items()}
+    return {"model": whole_weights(tensors, places, Tensor.clone), "optimizer": {"state": kept}}
+
+
+def _settings(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of the optimizer of a checkpoint, as `get_state_dict` has them: JSON has made lists of its tuples."""
+    return [
+        {key: tuple(value) if isinstance(value, list) and key != PARAMETERS else value for key, value in group.items()}
+        for group in optimizer["groups"] or ()
+    ]
 
 
 def _stacked(values: list[Tensor]) -> Tensor:
@@ -104,12 +122,13 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 
 def _named(whole: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that DCP gives."""
+    """The tensors, under the names that DCP gives."""
     for name, tensor in whole["model"].items():
         yield f"model.{name}", tensor
-    for name, states in whole.get("optimizer", {}).items():
-        for state, tensor in states.items():
-            yield f"optimizer.{name}.{state}", tensor
+    for name, states in whole.get("optimizer", {}).get("state", {}).items():
+        for state, value in states.items():
+            if isinstance(value, Tensor):
+                yield f"optimizer.state.{name}.{state}", value
 
 
 def _part(
@@ -119,17 +138,17 @@ def _part(
     if state is not None and "optimizer" not in whole:
         return None
     name, row = rows.get(weight, (weight, None))
-    value = whole["model"][name] if state is None else whole["optimizer"][name][state]
+    value = whole["model"][name] if state is None else tensors_of(name, whole["optimizer"]["state"][name])[state]
     if row is None:
         return value
     return value[row : row + 1] if value.ndim else value.clone()
 
 
 def _sizes(source: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in the DCP folder `source`, by name."""
+    """The shapes of what is in the DCP folder `source`, by name; that of a Python number is ()."""
     try:
         found = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-        return {name: tuple(about.size) for name, about in found.items() if hasattr(about, "size")}
+        return {name: tuple(getattr(about, "size", ())) for name, about in found.items()}
     except Exception as error:  # whatever reading a pickle may raise
         raise UserError(
             f"{source} cannot be read as a DCP folder ({one_line(error)}): give one that holds .metadata."

@@ -20,7 +20,10 @@ from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import manifest
 
-FORMATS = "dcp: a folder of torch.distributed.checkpoint, with optimizer states; out is its name"
+FORMATS = (
+    "dcp: a folder of torch.distributed.checkpoint, with optimizer states, for dcp.load of get_state_dict's dicts; "
+    "dcp-weights: without, for accelerate merge-weights; out is its name"
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("checkpoint", type=Path, help=of)
     command.add_argument("out", type=Path, help="a file *.safetensors, or a folder for model.safetensors")
     command.add_argument("--dtype", choices=DTYPES, help="type of floating point numbers; as they are without it")
-    command.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=FORMATS)
+    command.add_argument("--format", choices=("safetensors", "dcp", "dcp-weights"), default="safetensors", help=FORMATS)
     command.set_defaults(run=_export)
 
     command = commands.add_parser("import", help="a checkpoint with the tensors of a torch.distributed.checkpoint")
@@ -118,12 +121,12 @@ def _draw(slots: list[list[int]]) -> str:
 
 
 def _export(args: argparse.Namespace) -> None:
-    if args.format == "dcp":
+    if args.format != "safetensors":
         if args.dtype is not None:
             raise UserError(
-                f"--dtype {args.dtype}: --format dcp keeps the types that a run continues with: leave it out."
+                f"--dtype {args.dtype}: --format {args.format} keeps the types that a run continues with: leave it out."
             )
-        export_dcp(args.checkpoint, args.out)
+        export_dcp(args.checkpoint, args.out, with_optimizer=args.format == "dcp")
         _say(f"{args.out}: written")
         return
     out = args.out if args.out.suffix == ".safetensors" else args.out / "model.safetensors"

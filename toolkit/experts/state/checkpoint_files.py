@@ -50,6 +50,8 @@ from toolkit.experts.state.tensor_files import (
 
 FORMAT = 1
 STATE = "state.json"
+PARAMETERS = "params"
+"""What torch calls the parameters of an optimizer's group; state.json has their names."""
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """One, or several that have different parameters of a model; none where only weights are wanted."""
@@ -121,7 +123,7 @@ def begin_save(
     placement, tied = describe_places(model), describe_tied(model)
     optimizers = _listed(model, optimizer)
     files = files_to_write(model, optimizers, to_cpu)
-    content = {"training": state, "config": config, "optimizer": _describe(optimizers), "random": random}
+    content = {"training": state, "config": config, "optimizer": _describe(model, optimizers), "random": random}
     content = copy.deepcopy(content)
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
 
@@ -228,6 +230,8 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
     saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
     for group, settings in zip(_groups(optimizers), saved["optimizer"].get("groups") or (), strict=False):
         for name, value in settings.items():
+            if name == PARAMETERS:
+                continue
             if isinstance(group.get(name), Tensor):
                 group[name].fill_(value)
             else:
@@ -349,7 +353,7 @@ def _misfits(
 ) -> list[str]:
     """Why this rank's model and optimizer cannot use the checkpoint, each reason as half a sentence."""
     lines = []
-    then, now = saved["optimizer"], _describe(optimizers)
+    then, now = saved["optimizer"], _describe(model, optimizers)
     if not optimizers:
         now = then
     if then["name"] != now["name"]:
@@ -378,13 +382,16 @@ def _listed(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimi
     return found
 
 
-def _describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def _describe(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
     scaler = next((scaler for each in optimizers if (scaler := getattr(each, "scaler", None)) is not None), None)
     return {
         "name": ", ".join(type(unwrapped(each)).__name__ for each in optimizers),
         "scaler": None if scaler is None else scaler.state_dict(),
         "groups": [
-            {name: _plain(value) for name, value in group.items() if _is_plain(value)} for group in _groups(optimizers)
+            {key: _plain(value) for key, value in group.items() if _is_plain(value)}
+            | {PARAMETERS: [names[parameter] for parameter in group[PARAMETERS]]}
+            for group in _groups(optimizers)
         ],
     }
 

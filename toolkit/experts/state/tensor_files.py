@@ -58,7 +58,7 @@ def files_to_write(
     files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
     states = {parameter: state for each in optimizers for parameter, state in unwrapped(each).state.items()}
     for name, parameter in model.named_parameters():
-        state = _tensors_of(name, states.get(parameter, {}))
+        state = tensors_of(name, states.get(parameter, {}))
         ownership = ownership_of(parameter)
         if ownership is None:
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
@@ -81,7 +81,7 @@ def files_to_write(
     }
 
 
-def _tensors_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The optimizer state of the parameter `name` as tensors: a Python number of one element, under a marked key."""
     tensors = {}
     for key, value in state.items():
@@ -289,12 +289,12 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     packed = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = (_load_state(names[parameter], parameter, tensors) for parameter in parameters)
-    packed["state"] = {index: _with_numbers(state) for index, state in enumerate(states) if state}
+    packed["state"] = {index: with_numbers(state) for index, state in enumerate(states) if state}
     optimizer.load_state_dict(packed)
 
 
-def _with_numbers(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns what `_tensors_of` was given."""
+def with_numbers(state: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns what `tensors_of` was given."""
     return {key.removesuffix(NUMBER): v.item() if key.endswith(NUMBER) else v for key, v in state.items()}
 
 
