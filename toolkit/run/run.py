@@ -56,7 +56,7 @@ from toolkit.run.provenance import check_same_start, code_snapshot, git_revision
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, moves_of, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
-from toolkit.run.tracking.jsonl import MetricsFile, read_metrics
+from toolkit.run.tracking.jsonl import MetricsFile, last_tables, read_metrics
 from toolkit.run.tracking.secrets import mask
 from toolkit.run.tracking.trackers import check_installed, start_trackers
 
@@ -231,10 +231,8 @@ class Run:
         elif self.data and self._metrics is not None:  # else it has no folder
             _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
-        config = recorded_config(self.name, self.config) | facts
-        self._trackers = start_trackers(
-            self.config.tracker, self.name, self.config.preset, self.folder, config, self.print
-        )
+        recorded = recorded_config(self.name, self.config) | facts
+        self._trackers = start_trackers(self.config, self.name, self.folder, recorded, self.print)
         restarts = past_restarts()
         if restarts and self._metrics is not None:
             self._metrics.append(step, {"run/restarts": len(restarts), RESTART_REASON: restarts[-1]})
@@ -279,6 +277,8 @@ class Run:
         self.begin()
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
+            for tracker in self._trackers:
+                tracker.log_results(numbers, last_tables(self.metrics()))
             for draw in self._draws:
                 self._draw(draw, numbers)
             with writing("pictures", self.folder):
