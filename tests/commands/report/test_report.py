@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.commands.report.conftest import write_run
+from tests.experts.dynamic.eventful import write_lifecycle
 from tests.support.small_run import small_config, small_trainer
 from toolkit.commands import main
 from toolkit.commands.report import experts
@@ -184,6 +185,20 @@ def test_loads_are_means_over_the_lines_of_a_column_and_placements_come_from_the
     expected[:, 0] = [0.5, 0.275, 0.15, 0.075]
     assert layer.shares_ET == pytest.approx(expected)
     assert layer.ranks_ET.tolist() == [[0] * 5, [0, 0, 1, 1, 1], [1] * 5, [1, 1, 0, 0, 0]]
+
+
+def test_dynamic_experts_keep_their_number_on_the_page(tmp_path: Path):
+    write_lifecycle(write_run(tmp_path / "dynamic"))
+    (run,) = read_runs([tmp_path / "dynamic"])
+    (layer,) = layers_of([run])
+    steps = [20 * (1 + np.flatnonzero(shares_T > 0)) for shares_T in layer.shares_ET]
+    assert steps[3].tolist() == list(range(20, 240, 20)), "which was merged away after step 230"
+    assert steps[6].tolist() == [400], "which got the logical id of 3 after step 390"
+    assert placements_of(run, "moe")[-1] == (400, [[0, 1, 2, 6, 4]])
+    run.lines[0]["moe/placement/moe"] = [[3, 1], [0, 2]]
+    run.lines[-1]["moe/placement/moe"] = [[3, 1], [0, 2, 4]]
+    assert (20, [[3, 1], [0, 2]]) in placements_of(run, "moe")
+    assert (400, [[6, 1], [0, 2, 4]]) in placements_of(run, "moe")
 
 
 def test_damaged_files_are_shown_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
