@@ -182,12 +182,13 @@ class Run:
         """Add plain facts about the run to results.json, the summary and the trackers' config.
 
         A fact that may change while training, such as where experts are, is a function without arguments: results.json
-        gets its value at the end. A `dataset_notice` is printed at once: nobody should train on other data than they
-        think.
+        gets its value at the end. A `dataset_notice` is printed at once, and once: nobody should train on other data
+        than they think.
         """
+        notice = facts.get("dataset_notice")
+        if notice and notice != self._facts.get("dataset_notice"):
+            self.note(notice)
         self._facts |= facts
-        if facts.get("dataset_notice"):
-            self.print(facts["dataset_notice"])
 
     def print(self, text: str) -> None:
         """Print `text` on the main process, and flush. A full disk, a closed terminal or a reader that has enough, such
@@ -286,7 +287,7 @@ class Run:
             if self.storage is not None:
                 self.storage.put_finished(self.folder, self.print)
             send(f"{FINISHED}{self.folder}")
-            self.print("\n" + (self.folder / "summary.txt").read_text(encoding="utf-8").rstrip())
+            self.print("\n" + summarise(numbers | {"dataset_notice": None}, self.folder).rstrip())
         return numbers
 
     def _restore_folder(self) -> None:
