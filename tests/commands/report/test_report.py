@@ -266,6 +266,20 @@ def test_values_that_cannot_be_are_left_out(words: list[str], tmp_path: Path, ca
         assert not notice or told in shown, damage
 
 
+def test_what_links_in_the_folder_of_a_run_lead_to_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "precious").write_text('{"step": 1, "test_pin": 4711, "started: ": 1}\nstarted: 4711\n')
+    files = ["config.json", "results.json", "metrics.jsonl", "lifecycle.jsonl", "code.txt"]
+    for name in files:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / "precious")
+    assert main(["compare", str(run)]) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert [name for name in files if f"run: {name}: is a link, and is taken as empty: put" not in said] == []
+    page_of(tmp_path, [run])
+    assert "4711" not in said + (tmp_path / "out" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_folders_without_a_run_cost_a_line_each(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good = write_run(tmp_path / "runs" / "good")
