@@ -268,16 +268,17 @@ def test_values_that_cannot_be_are_left_out(words: list[str], tmp_path: Path, ca
 
 def test_what_links_in_the_folder_of_a_run_lead_to_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = write_run(tmp_path / "run")
-    (tmp_path / "precious").write_text('{"step": 1, "test_pin": 4711, "started: ": 1}\nstarted: 4711\n')
+    (tmp_path / "secrets.json").write_text('{"step": 1, "world_size": 1, "word": "hunter2"}\n')
+    (tmp_path / "secrets.txt").write_text("started: hunter2\n")
     files = ["config.json", "results.json", "metrics.jsonl", "lifecycle.jsonl", "code.txt"]
     for name in files:
         (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(tmp_path / "precious")
+        (run / name).symlink_to(tmp_path / ("secrets.txt" if name == "code.txt" else "secrets.json"))
     assert main(["compare", str(run)]) == EXIT_DONE
     said = capsys.readouterr().out
     assert [name for name in files if f"run: {name}: is a link, and is taken as empty: put" not in said] == []
     page_of(tmp_path, [run])
-    assert "4711" not in said + (tmp_path / "out" / "report.html").read_text()
+    assert "hunter2" not in said + (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])

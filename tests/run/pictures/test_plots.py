@@ -62,7 +62,8 @@ def test_dynamic_experts_keep_their_number_in_all_pictures(tmp_path, monkeypatch
     write_lifecycle(tmp_path)
     draw_plots(tmp_path, {"moe": [[0, 1, 2, 3, 4]]})
     (axes,) = figures["expert_load"].axes
-    steps = {line.get_label(): line.get_xdata()[np.isfinite(line.get_ydata())].tolist() for line in axes.get_lines()}
+    lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}
+    steps = {label: points[np.isfinite(points[:, 1]), 0].tolist() for label, points in lines.items()}
     assert list(steps) == ["0", "1", "2", "3", "4", "5", "6", "fair: 20 %"]
     assert steps["3"] == list(range(20, 240, 20)), "which was merged away after step 230"
     assert steps["6"] == [400], "which got the logical id of 3 after step 390"
