@@ -161,6 +161,7 @@ def test_the_code_on_the_card_of_a_checkpoint_loads_it(
     assert all(torch.equal(value, finished[1][name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which PEFT asks for
 def test_the_code_on_the_card_of_an_adapter_loads_it_and_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
