@@ -29,8 +29,7 @@ from toolkit.data.rows import is_own
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, require
 
-TITLES = "The wrist accelerometer set hmp and UCI-HAR"
-MADE_UP = "Training on generated signals: made-up volunteers, whose accuracy says nothing about people."
+MADE_UP = "made-up volunteers say nothing about people."
 CACHE_FORMAT = 2
 """Goes up when what is cached for the same files changes."""
 
@@ -186,7 +185,7 @@ def _find(
         notice = found.notice
     elif dataset == "generated":
         found = Recordings("generated", "generated", HMP_RATE_HZ, generate_trials)
-        notice = MADE_UP
+        notice = MADE_UP.capitalize()
     else:
         wanted = ["hmp", "uci_har"] if dataset == "auto" else [dataset]
         try:
@@ -199,7 +198,7 @@ def _find(
             if dataset != "auto":
                 raise UserError(f"dataset={dataset!r}: {reason}; give data_dir, or take generated.") from None
             found = Recordings("generated", "generated", HMP_RATE_HZ, generate_trials)
-            notice = f"{TITLES} could not be reached ({reason}); {MADE_UP}"
+            notice = f"No hmp (dataset='hmp' says why): {MADE_UP}"
     published = UCI_HAR_STEPS / UCI_HAR_RATE_HZ
     if found.name == "uci_har" and window_seconds not in (None, published):
         raise UserError(f"window_seconds={window_seconds}: UCI-HAR is published in windows of {published} s.")

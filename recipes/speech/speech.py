@@ -162,10 +162,10 @@ def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
         if name == "auto":
             try:
                 return sources.find_digits(data_folder(data_dir)), None
-            except NotFoundHere as reason:
+            except NotFoundHere:
                 if data_dir is not None:
                     raise
-                return sources.tones(), f"No spoken digits were found ({reason}); training on synthetic tones."
+                return sources.tones(), "No spoken digits (dataset='fsdd' says why): training on synthetic tones."
         if name == "fsdd":
             digits = sources.find_digits(data_folder(data_dir))
             return (sources.validation(digits) if subset == "validation" else digits), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -20,11 +21,13 @@ from safetensors.torch import load_file
 
 from language.model_card import model_card
 from tests.commands.report.conftest import write_run
+from tests.experts.hosts.transformers import families
 from tests.recipes.language.test_language_models import FACTS
 from tests.support.helpers import free_port
 from tests.support.small_run import SmallModel, small_config, small_trainer
 from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.parallel.groups import make_expert_groups
 
 TOKEN = "hf_" + "t" * 34
@@ -135,8 +138,45 @@ def test_an_adapter_names_its_base_but_not_the_folder_it_lay_in(tmp_path: Path):
     assert main(["push", str(run), "me/adapter", "--dry-run"]) == EXIT_DONE
     card = ModelCard.load(run / "push" / "README.md")
     assert card.data.library_name == "peft"
-    assert 'PeftModel.from_pretrained(base, "me/adapter")  # base: the model that was adapted, base' in card.text
+    assert 'AutoModelForCausalLM.from_pretrained("base")  # what was adapted: a name of' in card.text
     assert json.loads((run / "push" / "adapter_config.json").read_text()) == {"base_model_name_or_path": "base"}
+
+
+def snippet(folder: Path) -> str:
+    """The code of the card in `folder`."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return code
+
+
+def test_the_code_on_the_card_of_a_checkpoint_loads_it(
+    finished: tuple[Path, dict[str, torch.Tensor]], run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert main(["push", str(run), "me/small", "--dry-run"]) == EXIT_DONE
+    on_the_hub = {("me/small", path.name): str(path) for path in (run / "push").iterdir()}
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: on_the_hub[names])
+    known: dict[str, Any] = {}
+    exec(snippet(run / "push"), known)
+    model = known["load"](SmallModel(make_expert_groups(1)))
+    assert not model.training
+    assert all(torch.equal(value, finished[1][name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which PEFT asks for
+def test_the_code_on_the_card_of_an_adapter_loads_it_and_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    causal_lm(families.config("qwen3_moe")).save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(causal_lm(tmp_path / "base"), settings).eval()
+    run = write_run(tmp_path / "adapted", results={"recipe": "finetune_moe"})
+    model.save_pretrained(run / "adapter")
+    assert main(["push", str(run), "me/adapter", "--dry-run"]) == EXIT_DONE
+    monkeypatch.chdir(tmp_path)  # where the base is, of whose place the card has the last part
+    known: dict[str, Any] = {}
+    exec(snippet(run / "push").replace("me/adapter", str(run / "push")), known)
+    ids = families.tokens(0, 2)
+    with torch.no_grad():
+        assert torch.equal(known["model"].eval()(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,12 @@ def test_a_set_in_the_cache_of_the_hub_is_found_offline_unless_a_folder_is_named
 # --- the digits
 
 
-def test_without_mnist_auto_says_why_and_takes_the_embedded_digits():
+def test_without_mnist_auto_takes_the_embedded_digits_and_says_so_in_a_line():
     data = load("auto")
     assert data.name == "digits"
-    assert data.notice is not None
-    assert data.notice.startswith("MNIST could not be reached (there is no data_dir and no $TOOLKIT_DATA_DIR; ")
-    assert data.notice.endswith("; training on scikit-learn's 1,797 handwritten digits, scaled to 28x28.")
+    assert data.notice == "No MNIST (dataset='mnist' says why): training on scikit-learn's 1,797 digits."
+    assert len(data.notice) <= 80
+    assert "there is no data_dir and no $TOOLKIT_DATA_DIR; " in refusal("mnist")
 
 
 def test_the_digits_are_split_evenly_over_classes_and_scaled_to_the_size_of_mnist():

@@ -103,13 +103,13 @@ def test_a_frozen_encoder_stays_and_the_classifier_learns(runs):
 
 def test_the_results_say_on_what_and_how_it_was_judged(runs):
     numbers = results(runs / "frozen")
-    assert "made-up volunteers" in numbers["dataset_notice"]
+    assert numbers["dataset_notice"] == "Made-up volunteers say nothing about people."
     assert numbers["held_out_volunteers"] == ["made-up-04", "made-up-09"]
     assert (numbers["class_balance"], numbers["frozen"], numbers["mode"]) == ("sqrt", True, "all_channels")
     assert set(numbers["class_counts"]) == set(numbers["classes"])
     summary = (runs / "frozen" / "summary.txt").read_text()
     assert "macro-F1" in summary
-    assert "made-up volunteers" in summary
+    assert "Made-up volunteers" in summary
     with Image.open(runs / "frozen" / "confusion.png") as picture:
         assert picture.width > 300
 

@@ -45,6 +45,8 @@ def parse(recipe: str, line: str):
         ("mnist_moe", "bias_balanced", "--balance-scope local", "--balance loss"),
         ("mnist_moe", "full", "--drop-policy position", "--capacity-factor 2"),
         ("mnist_moe", "top2", "--router-group-score max", "--router-groups 2"),
+        ("mnist_moe", "--tracker none", "--project digits", "--tracker wandb"),
+        ("mnist_moe", "--tracker tensorboard", "--run-name first", "--tracker trackio"),
     ],
 )
 def test_a_flag_without_effect_is_refused_and_taken_where_it_has_one(recipe, others, flag, needs):

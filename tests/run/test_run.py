@@ -46,10 +46,16 @@ def test_a_run_without_a_folder_gets_a_new_one_named_by_recipe_and_time(tmp_path
     assert run.checkpoints == run.folder / "checkpoints"
 
 
-def test_other_data_than_asked_for_is_said_at_once(tmp_path, capsys):
+def test_other_data_than_asked_for_is_said_at_once_and_once(tmp_path, capsys):
+    notice = "No MNIST (dataset='mnist' says why): training on digits."
     with start_run("toy", config(run_dir=tmp_path / "r")) as run:
-        run.describe(dataset="digits", dataset_notice="MNIST could not be reached.")
-        assert "MNIST could not be reached." in capsys.readouterr().out.splitlines()
+        run.describe(dataset="digits", dataset_notice=notice)
+        said = capsys.readouterr().out
+        assert "No MNIST (--dataset mnist says why): training on digits." in said.splitlines()
+        run.describe(dataset="digits", dataset_notice=notice)  # as `fit` does of what a recipe has described
+        run.finish({"steps": 3})
+    assert "MNIST" not in capsys.readouterr().out
+    assert f"digits ({notice})" in (tmp_path / "r" / "summary.txt").read_text()
 
 
 def test_a_run_leaves_its_config_code_results_and_summary(tmp_path):

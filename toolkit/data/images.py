@@ -150,11 +150,7 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
             ) from None
         if dataset != "auto":
             raise UserError(f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet files.") from None
-        notice = (
-            f"MNIST could not be reached ({reason}); "
-            "training on scikit-learn's 1,797 handwritten digits, scaled to 28x28."
-        )
-        return replace(digits, notice=notice)
+        return replace(digits, notice="No MNIST (dataset='mnist' says why): training on scikit-learn's 1,797 digits.")
     key = content_key([*files["train"], *files["test"]])
     return Source(name, f"{name}-{key}-v{CACHE_FORMAT}", lambda: _with_facts(read_files(files), map(str, range(10))))
 

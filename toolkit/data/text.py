@@ -232,9 +232,7 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     raise UserError(f"dataset={dataset!r}: choose one of {names}, a file or folder, or owner/name of the Hub.")
 
 
-_NO_SHAKESPEARE = (
-    "tinyshakespeare is not here ($TOOLKIT_DATA_DIR names no folder with tinyshakespeare/input.txt); taking the "
-)
+_NO_SHAKESPEARE = "tinyshakespeare is not here: taking the "
 
 
 def _stdlib(notice: str | None = None) -> _Corpus:

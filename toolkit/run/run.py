@@ -56,7 +56,7 @@ from toolkit.run.provenance import check_same_start, code_snapshot, git_revision
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, moves_of, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
-from toolkit.run.tracking.jsonl import MetricsFile, read_metrics
+from toolkit.run.tracking.jsonl import MetricsFile, last_tables, read_metrics
 from toolkit.run.tracking.secrets import mask
 from toolkit.run.tracking.trackers import check_installed, start_trackers
 
@@ -182,12 +182,13 @@ class Run:
         """Add plain facts about the run to results.json, the summary and the trackers' config.
 
         A fact that may change while training, such as where experts are, is a function without arguments: results.json
-        gets its value at the end. A `dataset_notice` is printed at once: nobody should train on other data than they
-        think.
+        gets its value at the end. A `dataset_notice` is printed at once, and once: nobody should train on other data
+        than they think.
         """
+        notice = facts.get("dataset_notice")
+        if notice and notice != self._facts.get("dataset_notice"):
+            self.note(notice)
         self._facts |= facts
-        if facts.get("dataset_notice"):
-            self.print(facts["dataset_notice"])
 
     def print(self, text: str) -> None:
         """Print `text` on the main process, and flush. A full disk, a closed terminal or a reader that has enough, such
@@ -231,10 +232,8 @@ class Run:
         elif self.data and self._metrics is not None:  # else it has no folder
             _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
-        config = recorded_config(self.name, self.config) | facts
-        self._trackers = start_trackers(
-            self.config.tracker, self.name, self.config.preset, self.folder, config, self.print
-        )
+        recorded = recorded_config(self.name, self.config) | facts
+        self._trackers = start_trackers(self.config, self.name, self.folder, recorded, self.print)
         restarts = past_restarts()
         if restarts and self._metrics is not None:
             self._metrics.append(step, {"run/restarts": len(restarts), RESTART_REASON: restarts[-1]})
@@ -279,6 +278,8 @@ class Run:
         self.begin()
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
+            for tracker in self._trackers:
+                tracker.log_results(numbers, last_tables(self.metrics()))
             for draw in self._draws:
                 self._draw(draw, numbers)
             with writing("pictures", self.folder):
@@ -286,7 +287,7 @@ class Run:
             if self.storage is not None:
                 self.storage.put_finished(self.folder, self.print)
             send(f"{FINISHED}{self.folder}")
-            self.print("\n" + (self.folder / "summary.txt").read_text(encoding="utf-8").rstrip())
+            self.print("\n" + summarise(numbers | {"dataset_notice": None}, self.folder).rstrip())
         return numbers
 
     def _restore_folder(self) -> None:

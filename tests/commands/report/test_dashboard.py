@@ -111,7 +111,7 @@ def test_what_cannot_be_made_is_one_line(
 
 
 def test_the_workspace_is_saved_and_its_failure_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     ws = pytest.importorskip("wandb_workspaces.workspaces")
     monkeypatch.setattr("toolkit.run.tracking.trackers.why_offline", lambda: None)
@@ -121,6 +121,10 @@ def test_the_workspace_is_saved_and_its_failure_is_one_line(
     assert main(["dashboard", "wandb", "digits", "--entity", "me"]) == EXIT_DONE
     assert [(workspace.entity, workspace.project) for workspace in saved] == [("me", "digits")]
     assert capsys.readouterr().out == f"https://wandb.invalid/me/digits: {len(saved[0].sections)} sections\n"
+    filed = write_run(tmp_path / "filed", settings={"project": "cats"})
+    assert main(["dashboard", "wandb", str(filed), "--entity", "me"]) == EXIT_DONE
+    assert saved[1].project == "cats", "where --project has put the run"
+    capsys.readouterr()
 
     def refuse(_workspace: Any) -> None:
         raise ValueError("no such project\nand more")

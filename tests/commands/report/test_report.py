@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.commands.report.conftest import write_run
+from tests.experts.dynamic.eventful import write_lifecycle
 from tests.support.small_run import small_config, small_trainer
 from toolkit.commands import main
 from toolkit.commands.report import experts
@@ -186,6 +187,20 @@ def test_loads_are_means_over_the_lines_of_a_column_and_placements_come_from_the
     assert layer.ranks_ET.tolist() == [[0] * 5, [0, 0, 1, 1, 1], [1] * 5, [1, 1, 0, 0, 0]]
 
 
+def test_dynamic_experts_keep_their_number_on_the_page(tmp_path: Path):
+    write_lifecycle(write_run(tmp_path / "dynamic"))
+    (run,) = read_runs([tmp_path / "dynamic"])
+    (layer,) = layers_of([run])
+    steps = [20 * (1 + np.flatnonzero(shares_T > 0)) for shares_T in layer.shares_ET]
+    assert steps[3].tolist() == list(range(20, 240, 20)), "which was merged away after step 230"
+    assert steps[6].tolist() == [400], "which got the logical id of 3 after step 390"
+    assert placements_of(run, "moe")[-1] == (400, [[0, 1, 2, 6, 4]])
+    run.lines[0]["moe/placement/moe"] = [[3, 1], [0, 2]]
+    run.lines[-1]["moe/placement/moe"] = [[3, 1], [0, 2, 4]]
+    assert (20, [[3, 1], [0, 2]]) in placements_of(run, "moe")
+    assert (400, [[6, 1], [0, 2, 4]]) in placements_of(run, "moe")
+
+
 def test_damaged_files_are_shown_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good, bad, broken = write_run(tmp_path / "good"), write_run(tmp_path / "bad"), write_run(tmp_path / "broken")
     metrics = bad / "metrics.jsonl"
@@ -249,6 +264,21 @@ def test_values_that_cannot_be_are_left_out(words: list[str], tmp_path: Path, ca
     for damage, (_, _, notice) in DAMAGE.items():
         told = f"{damage}: {notice}" if words != ["compare", "--json"] else notice
         assert not notice or told in shown, damage
+
+
+def test_what_links_in_the_folder_of_a_run_lead_to_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "secrets.json").write_text('{"step": 1, "world_size": 1, "word": "hunter2"}\n')
+    (tmp_path / "secrets.txt").write_text("started: hunter2\n")
+    files = ["config.json", "results.json", "metrics.jsonl", "lifecycle.jsonl", "code.txt"]
+    for name in files:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / ("secrets.txt" if name == "code.txt" else "secrets.json"))
+    assert main(["compare", str(run)]) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert [name for name in files if f"run: {name}: is a link, and is taken as empty: put" not in said] == []
+    page_of(tmp_path, [run])
+    assert "hunter2" not in said + (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])

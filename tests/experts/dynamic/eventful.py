@@ -77,6 +77,7 @@ def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
     (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [
         {"step": s, "train/loss": 2.0 / s**0.5, "train/accuracy": 1 - 0.5 / s**0.4, "perf/step_time_ms": 2.0}
+        | {"moe/load/moe": [0.3, 0.2, 0.2, s / 1000, 0.1, 0.1, 0.0, 0.0]}
         | ({"eval/loss": 2.2 / s**0.5, "eval/accuracy": 1 - 0.6 / s**0.4} if s % STEPS_PER_EPOCH == 0 else {})
         for s in range(20, 401, 20)
     ]

@@ -9,6 +9,7 @@ from PIL import Image
 from activity.confusion import draw_confusion, draw_last_confusion
 from toolkit.run.summary import summarise
 from toolkit.run.tracking.guard import expand
+from toolkit.run.tracking.jsonl import last_tables
 
 SHARES = [[0.5, 0.125, 0.0], [0.0, 0.375, 0.0], [0.0, 0.0, 0.0]]
 CLASSES = ["walk", "use_telephone", "never_seen"]
@@ -49,6 +50,8 @@ def test_a_run_that_evaluates_one_gets_the_picture_of_its_last(tmp_path):
 
 def test_a_table_is_no_curve_of_a_tracker():
     assert expand({"eval/confusion": SHARES, "eval/macro_f1": 0.5}) == {"eval/macro_f1": 0.5}
+    lines = [{"step": 1, "eval/confusion": [[1.0]]}, {"step": 2, "eval/confusion": SHARES, "moe/placement/0": [[0]]}]
+    assert last_tables(lines) == {"eval/confusion": SHARES}, "of the last evaluation, for when the run ends"
 
 
 def test_the_summary_says_macro_f1_beside_the_accuracy(tmp_path):

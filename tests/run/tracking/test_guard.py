@@ -34,6 +34,9 @@ class Backend:
     def log_images(self, images):
         self._do("log_images", images)
 
+    def log_results(self, results, tables):
+        self._do("log_results", results, tables)
+
     def finish(self, *, failed):
         self._do("finish", failed)
 

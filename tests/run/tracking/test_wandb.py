@@ -71,7 +71,16 @@ def inspect(run_folder: Path, *options: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("runs") / "offline"
-    program = "import os; train(config, api_key=os.environ['PASS'], expert_placement={'block': [[0, 1], [2, 3]]})"
+    program = """
+    import os
+
+    class Confusion(Callback):
+        def on_step_end(self, trainer):
+            trainer.record("eval/confusion", [[0.5, 0.25], [0.0, trainer.state.step / 100]])
+
+    facts = {"classes": ["no", "yes"], "expert_placement": {"block": [[0, 1], [2, 3]]}}
+    train(config, Confusion(), api_key=os.environ["PASS"], **facts)
+    """
     secret = "hf_" + "a1B2" * 10
     return folder, run_program(program, folder, f"--note={secret}", SOME_TOKEN=secret, PASS="open-" + "sesame")
 
@@ -111,22 +120,40 @@ def test_an_offline_run_read_back_has_config_facts_and_every_group_of_metrics_wi
     assert summary["state"] == "finished"
 
 
+def test_an_offline_run_read_back_has_its_results_in_the_summary_and_as_tables(offline_run):
+    folder, _ = offline_run
+    (summary,) = inspect(offline_folder(folder), "--summary")
+    results = json.loads((folder / "results.json").read_text())
+    assert summary["summary"]["test_accuracy"] == pytest.approx(results["test_accuracy"])
+    tables = offline_folder(folder) / "files" / "media" / "table"
+    (table,) = tables.glob("results_*.table.json")
+    rows = dict(json.loads(table.read_text())["data"])
+    assert rows["test_loss"] == str(results["test_loss"])
+    assert set(rows) == set(results)
+    (table,) = tables.glob("eval/confusion_*.table.json")
+    confusion = json.loads(table.read_text())
+    assert confusion["columns"] == ["true class", "no", "yes"]
+    assert confusion["data"] == [["no", 0.5, 0.25], ["yes", 0.0, 0.2]], "of the last evaluation"
+
+
 def labels(folder: Path) -> dict:
     (run,) = [record["run"] for record in inspect(offline_folder(folder)) if record["type"] == "run"]
-    return {name: run.get(name) for name in ("display_name", "run_group", "tags")}
+    return {name: run.get(name) for name in ("project", "display_name", "run_group", "tags")}
 
 
-def test_name_group_and_tags_say_recipe_and_preset_or_what_a_sweep_has_set(offline_run, tmp_path):
+def test_name_group_and_tags_say_recipe_and_preset_or_what_flags_or_a_sweep_have_set(offline_run, tmp_path):
     folder, _ = offline_run
-    assert labels(folder) == {"display_name": "toy offline", "run_group": "toy", "tags": ["toy"]}
+    by_default = {"project": "toy", "display_name": "toy offline", "run_group": "toy", "tags": ["toy"]}
+    assert labels(folder) == by_default
     program = "object.__setattr__(config, 'preset', 'tiny'); train(config)"
-    run_program(program, tmp_path / "alone")
-    named = {"display_name": "toy tiny alone", "run_group": "toy tiny", "tags": ["toy", "tiny"]}
+    flags = "config = config.replace(project='digits', run_name='first')\n"
+    run_program(flags + program, tmp_path / "alone", WANDB_PROJECT="other", WANDB_NAME="other")
+    named = {"project": "digits", "display_name": "first", "run_group": "toy tiny", "tags": ["toy", "tiny"]}
     assert labels(tmp_path / "alone") == named
     of_a_sweep = {"WANDB_RUN_GROUP": "few", "WANDB_NAME": "labels=100 seed=0", "WANDB_TAGS": "sweep few"}
     run_program(program, tmp_path / "cell", **of_a_sweep)
     named = {"display_name": "labels=100 seed=0", "run_group": "few", "tags": ["toy", "tiny", "sweep few"]}
-    assert labels(tmp_path / "cell") == named
+    assert labels(tmp_path / "cell") == {"project": "toy", **named}
 
 
 def test_an_offline_run_read_back_has_the_plots_as_images(offline_run):

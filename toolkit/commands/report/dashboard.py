@@ -84,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
         runs = readable_runs([Path(args.what)])
         if runs is None:
             return EXIT_USER_ERROR
-        entity, project = "", os.environ.get("WANDB_PROJECT", str(runs[0].config.get("recipe", "")))
+        config = runs[0].config
+        entity, project = "", config.get("project") or os.environ.get("WANDB_PROJECT", str(config.get("recipe", "")))
         metrics = metrics_of(runs[0])
     elif not re.fullmatch(r"([\w-]+/)?[\w.-]+", args.what):
         raise UserError(f"{args.what}: is neither the folder of a run nor [ENTITY/]PROJECT: give one of them.")

@@ -1,4 +1,4 @@
-"""Load and placement of experts over the steps of a run, and what happened to them."""
+"""Load and placement of experts, by uid, over the steps of a run, and what happened to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.commands.report.records import RunRecord
 from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
 from toolkit.run.runs_table import is_number
 from toolkit.run.summary import RESTART_REASON
-from toolkit.run.tracking.lifecycle_records import describe
+from toolkit.run.tracking.lifecycle_records import LayerState, describe
 
 PLACEMENT_PREFIX = "moe/placement/"
 CELLS_OF_A_PAGE = 200_000
@@ -21,7 +21,7 @@ MOST_COLUMNS, FEWEST_COLUMNS = 120, 10
 MOST_EVENTS = 200
 """Of one run, evenly spread where there were more."""
 Placement = tuple[int, Sequence[Sequence[int]]]
-"""A step, and the logical experts on each rank from it on."""
+"""A step, and the experts on each rank from it on, by uid."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,18 @@ def layers_of(runs: Sequence[RunRecord]) -> list[Layer]:
 
 
 def _loads(run: RunRecord, name: str) -> Iterator[tuple[int, list[float]]]:
-    """The steps that have loads under `name`, and these, 0 for what is no number."""
+    """The steps that have loads under `name`, and these by uid, 0 for what is no number."""
+    state = _last_state(run, name.removeprefix(LOAD_PREFIX))
     for line in run.lines:
         shares = line.get(name)
         if isinstance(shares, list) and shares:
-            yield line["step"], [share if is_number(share) else 0.0 for share in shares]
+            of_uids = state.by_uid(shares, line["step"]) if state else shares
+            yield line["step"], [share if is_number(share) else 0.0 for share in of_uids]
+
+
+def _last_state(run: RunRecord, layer: str) -> LayerState | None:
+    """What is known of the experts of `layer` at last; None where they are not dynamic."""
+    return run.epochs[-1].layers.get(layer) if run.epochs else None
 
 
 def _layer(index: int, run: RunRecord, name: str, points: Sequence[tuple[int, list[float]]], columns: int) -> Layer:
@@ -86,11 +93,12 @@ def placements_of(run: RunRecord, layer: str) -> list[Placement]:
     dynamic, otherwise the one of results.json. Empty where the run has noted none."""
     name = PLACEMENT_PREFIX + layer
     found = [(line["step"], line[name]) for line in run.lines if name in line]
+    if (last := _last_state(run, layer)) is not None:
+        uids = {step: last.uids_at(step + 1) for step, _ in found}
+        found = [(step, [[uids[step][e] for e in row if e in uids[step]] for row in rows]) for step, rows in found]
     for epoch in run.epochs:
         if (state := epoch.layers.get(layer)) is not None:
-            uids = state.uids_of_logical
-            rows = state.logical_on_ranks
-            found.append((epoch.step, [[e for e in row if e >= 0 and uids[e] is not None] for row in rows]))
+            found.append((epoch.step, [[uid for uid in row if uid is not None] for row in state.uids_on_ranks]))
     placed = run.results.get("expert_placement")
     final = placed.get(layer) if isinstance(placed, Mapping) else None
     if not found and final:

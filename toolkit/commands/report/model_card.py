@@ -24,13 +24,18 @@ LOAD = {
 
 model = {architecture}.from_pretrained("{name}")""",
     "peft": """from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(base, "{name}")  # base: the model that was adapted, {base}""",
+base = AutoModelForCausalLM.from_pretrained({base})  # what was adapted: a name of the Hub, or a folder
+model = PeftModel.from_pretrained(base, "{name}")""",
     "toolkit": """from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
 
-weights = load_file(hf_hub_download("{name}", "model.safetensors"))
-model.load_state_dict(weights)  # the recipe's model, in one process""",
+
+def load(model):
+    # model: as the recipe builds it in one process, with the settings of run/config.json
+    model.load_state_dict(load_file(hf_hub_download("{name}", "model.safetensors")))
+    return model.eval()""",
 }
 """Library -> how its users load the weights."""
 
@@ -76,7 +81,7 @@ def _introduction(run: RunRecord, folder: Path, name: str, library: str) -> str:
     recipe, dataset = run.results.get("recipe"), run.results.get("dataset")
     about = _json(folder / ("adapter_config.json" if library == "peft" else "config.json"))
     architecture = next(iter(about.get("architectures") or ()), "AutoModel")
-    base = about.get("base_model_name_or_path") or "which its configuration does not name"
+    base = json.dumps(about.get("base_model_name_or_path") or "the model that was adapted")
     code = LOAD[library].format(name=name, architecture=architecture, base=base)
     return f"# {recipe} on {dataset}\n\n```python\n{code}\n```"
 

@@ -236,7 +236,7 @@ def _experts(layers: Sequence[Layer], runs: Sequence[RunRecord], steps: Range1d)
                 height=140 + 6 * min(experts, 30),
                 x_range=steps,
                 y_range=(-0.5, experts - 0.5),
-                y_axis_label="logical expert",
+                y_axis_label="expert",
                 toolbar_location="above",
             )
             colours = LinearColorMapper(palette=palette, low=low, high=high, nan_color="#eeeeee")

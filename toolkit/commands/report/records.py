@@ -104,11 +104,20 @@ def _read(name: str, folder: Path) -> RunRecord:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
     changed = [f"{name}: was changed after the run was finished." for name in changed_files(folder)]
-    starts = _starts(folder / "code.txt")
+    starts = [] if _is_link(folder / "code.txt", notices) else _starts(folder / "code.txt")
     return RunRecord(name, folder, config, results, lines, epochs, starts, finished, notices + changed)
 
 
+def _is_link(path: Path, notices: list[str]) -> bool:
+    """Whether a file of a run is a link: it may lead to any file of this machine, and runs do not write to one."""
+    if path.is_symlink():
+        notices.append(f"{path.name}: is a link, and is taken as empty: put the file itself there.")
+    return path.is_symlink()
+
+
 def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
+    if _is_link(path, notices):
+        return {}
     try:
         values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -121,6 +130,8 @@ def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
 
 
 def _read_lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
+    if _is_link(path, notices):
+        return []
     try:
         lines, damaged = list(read_metrics(path)), unreadable_lines(path)
     except OSError:

@@ -38,6 +38,8 @@ REMEDIES: Mapping[str, str] = {
     "sync-batchnorm": "use --sync-bn",
     "timeout": "use --process-timeout, in minutes",
     "use-gradient-checkpointing": "use --recompute full",
+    "wandb-project": "use --project",
+    "wandb-run-name": "use --run-name",
     "weight-decay": "use --optimizer.weight-decay",
     "world-size": "use --num-processes, or a launcher",
 }

@@ -82,6 +82,10 @@ class RunConfig(DenseOptions):
     """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "all"] = "wandb"
     """Log metrics there, too."""
+    project: str | None = None
+    """Project of the run in W&B or Trackio; none: $WANDB_PROJECT, which W&B reads, else the recipe's name."""
+    run_name: str | None = None
+    """Name of the run there; none: $WANDB_NAME, else recipe, preset and folder."""
     log_every: PositiveInt = 50
     """Optimizer steps between lines of metrics."""
     validation: bool = False
@@ -114,6 +118,10 @@ class RunConfig(DenseOptions):
         require(not (self.extend and begins), "extend", self.extend, "leave resume='no' out")
         pieces = (world or 1) * self.gradient_accumulation_steps
         require_divisible(self.batch_size, world or 1, self.gradient_accumulation_steps, pieces)
+
+    def idle(self) -> dict[str, str]:
+        of_projects = ("project", "run_name") if self.tracker in ("none", "tensorboard") else ()
+        return super().idle() | dict.fromkeys(of_projects, f"with tracker={self.tracker!r}")
 
     @property
     def validates(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.run.tracking.lifecycle_records import read_lifecycle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +36,8 @@ STYLE: Any = {
 LOAD_PREFIX = "moe/load/"
 MOST_LAYERS = 8
 """Panels of the load picture; of a deeper model the layers shown are spread evenly."""
+MOST_NAMED = 9
+"""Rows of a heat map that have the number of their expert."""
 MOST_IDS = 32
 """Experts per rank up to which their ids are written out in the placement picture."""
 
@@ -62,11 +65,21 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
 def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None) -> dict[str, Path]:
     """Draw what the metrics of the run in `folder` allow; returns picture files by name.
 
-    `placement` maps each layer to the ids of the experts on each rank.
+    `placement` maps each layer to the logical experts on each rank. The pictures number experts by uid, as those of
+    `lifecycle_plots` do, because dynamic experts get the logical ids of those that were removed.
     """
     lines = list(read_metrics(folder / "metrics.jsonl"))
     layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
     loads = {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
+    if epochs := read_lifecycle(folder):
+        last = epochs[-1].layers
+        loads |= {
+            name: [(step, state.by_uid(shares, step)) for step, shares in loads[name]]
+            for name, state in last.items()
+            if name in loads
+        }
+        of_uids = {n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last}
+        placement = {**(placement or {}), **of_uids}
     drawings: dict[str, Callable[[Figure], None]] = {}
     if any(points_of(lines, name) for name in ("train/loss", "eval/loss")):
         drawings["loss"] = lambda figure: draw_loss(figure, lines)
@@ -118,10 +131,8 @@ def _draw_loads(
 ) -> None:
     """Fraction of assignments per expert over time: lines for few experts, a heat map for many.
 
-    Logical experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
+    Experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
     """
-    from matplotlib.ticker import MaxNLocator
-
     layers = spread(list(loads), MOST_LAYERS)
     columns = min(2, len(layers))
     rows = math.ceil(len(layers) / columns)
@@ -130,9 +141,9 @@ def _draw_loads(
     for layer, axes in zip(layers, panels, strict=False):
         points = loads[layer]
         steps = [step for step, _ in points]
-        logical = max(len(shares) for _, shares in points)
-        active = {expert for row in placement.get(layer, [range(logical)]) for expert in row}
-        ids = [e for e in range(logical) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
+        known = max(len(shares) for _, shares in points)
+        active = {expert for row in placement.get(layer, [range(known)]) for expert in row}
+        ids = [e for e in range(known) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
         experts = len(ids)
         # A layer may have grown, and what is not a number is null in JSON.
         table = [[_percent(shares[e] if e < len(shares) else None) for e in ids] for _, shares in points]
@@ -157,7 +168,8 @@ def _draw_loads(
                 "fair", (0, fair), xytext=(-3, 0), textcoords="offset points", ha="right", va="center", fontsize=7
             )
             axes.set_ylabel("expert")
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+            rows_named = spread(range(experts), MOST_NAMED)
+            axes.set_yticks([row + 0.5 for row in rows_named], [str(ids[row]) for row in rows_named])
         axes.set_title(f"Load per expert: {layer}" if layer else "Load per expert")
         step_axis(axes)
     for axes in panels:

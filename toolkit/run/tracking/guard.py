@@ -19,6 +19,8 @@ CLOSE_S = 10.0
 LONGEST_LIST = 64
 """Numbers of a list, such as the load of each expert, that become a metric each."""
 
+Table = Sequence[Sequence[float]]
+
 
 class Backend(Protocol):
     """A tracker that may fail in any way. All but `kill` are called on one thread."""
@@ -32,6 +34,10 @@ class Backend(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
     def log_images(self, images: Mapping[str, Path]) -> None: ...
+
+    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        """Note the final numbers of a run, and tables of numbers, a list per row."""
+        ...
 
     def finish(self, *, failed: bool) -> None:
         """End the tracker's run; `failed`: the training run ended with an error."""
@@ -67,6 +73,10 @@ class GuardedTracker:
     def log_images(self, images: Mapping[str, Path]) -> None:
         """Have picture files logged under their names."""
         self._call(lambda: self.backend.log_images(images))
+
+    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        """Have the final numbers of the run noted, and its tables."""
+        self._call(lambda: self.backend.log_results(results, tables))
 
     def close(self, *, failed: bool = False) -> None:
         """End the tracker; `failed` tells it that the run ended with an error."""

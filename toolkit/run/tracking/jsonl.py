@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,16 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         with path.open("rb") as lines:
             yield from (record for line in lines if (record := _parse(line)) is not None)
+
+
+def last_tables(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """The last table of evaluations under each name, such as `eval/confusion`: a list of rows on a line of metrics."""
+    return {
+        name: value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith("eval/") and isinstance(value, list) and value and isinstance(value[0], list)
+    }
 
 
 def unreadable_lines(path: Path) -> list[int]:

@@ -43,6 +43,21 @@ class LayerState:
             for row in self.logical_on_ranks
         ]
 
+    def uids_at(self, step: int) -> dict[int, int]:
+        """The uid of each logical expert that was active in `step`, up to this epoch."""
+        return {
+            node["logical_id"]: uid
+            for uid, node in self.nodes.items()
+            if node["created_at"] < step and (node["removed_at"] is None or step <= node["removed_at"])
+        }
+
+    def by_uid(self, values: Sequence[Any], step: int) -> list[Any]:
+        """What a line of metrics of `step` has for each logical expert, by uid; None where none was active."""
+        found: list[Any] = [None] * (1 + max(self.nodes, default=-1))
+        for logical_id, uid in self.uids_at(step).items():
+            found[uid] = values[logical_id] if logical_id < len(values) else None
+        return found
+
 
 @dataclass(frozen=True)
 class Epoch:

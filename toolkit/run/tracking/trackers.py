@@ -13,7 +13,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -21,8 +21,9 @@ from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
 from toolkit.compat import is_wandb_service, wandb_privacy
 from toolkit.errors import UserError, one_line
+from toolkit.run.config.run import RunConfig
 from toolkit.run.config.settings import leaves
-from toolkit.run.tracking.guard import Backend, GuardedTracker
+from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 from toolkit.run.tracking.secrets import mask_text
 
 METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
@@ -41,19 +42,20 @@ def check_installed(tracker: str) -> None:
 
 
 def start_trackers(
-    tracker: str, recipe: str, preset: str, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]
+    config: RunConfig, recipe: str, folder: Path, recorded: Mapping[str, Any], say: Callable[[str], None]
 ) -> list[GuardedTracker]:
-    """The trackers that the config field `tracker` names; they start on their own threads."""
+    """The trackers that `config.tracker` names, which get `recorded` as the config; they start on their own threads."""
     backends: list[Backend] = []
+    tracker, labels = config.tracker, labels_of(config, recipe, folder)
     if tracker in ("wandb", "all"):
         if importlib.util.find_spec("wandb") is None:
             say("W&B is not installed (pip install wandb); metrics.jsonl has every line.")
         elif os.environ.get("WANDB_MODE") != "disabled":
-            backends.append(WandB(recipe, preset, folder, config))
+            backends.append(WandB(labels, folder, recorded))
     if tracker in ("tensorboard", "all"):
-        backends.append(TensorBoard(folder, config))
+        backends.append(TensorBoard(folder, recorded))
     if tracker == "trackio":
-        backends.append(Trackio(recipe, preset, folder, config))
+        backends.append(Trackio(labels, folder, recorded))
     return [GuardedTracker(backend, say) for backend in backends]
 
 
@@ -62,8 +64,8 @@ class WandB:
 
     name = "W&B"
 
-    def __init__(self, recipe: str, preset: str, folder: Path, config: Mapping[str, Any]):
-        self.recipe, self.preset, self.folder, self.config = recipe, preset, folder, config
+    def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any]):
+        self.labels, self.folder, self.config = labels, folder, config
         self._tracker: WandBTracker | None = None
 
     def start(self) -> str | None:
@@ -86,9 +88,11 @@ class WandB:
         """A W&B run with its metric groups and their common step axis."""
         command = " ".join(sys.orig_argv)
         self._tracker = WandBTracker(
-            os.environ.get("WANDB_PROJECT", self.recipe),
+            self.labels.project,
             dir=str(self.folder),
-            **labels(self.recipe, self.preset, self.folder),
+            name=self.labels.name,
+            group=self.labels.group,
+            tags=self.labels.tags,
             id=self._id(),
             resume="allow" if mode == "online" else None,
             mode=mode,
@@ -134,6 +138,18 @@ class WandB:
         assert self._tracker is not None
         self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
 
+    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        """In the run's summary, by which W&B compares runs, and as tables."""
+        assert self._tracker is not None
+        numbers = {name: value for name, value in results.items() if isinstance(value, (int, float))}
+        self._tracker.tracker.summary.update(numbers)
+        self._tracker.log_table("results", ["name", "value"], [[name, str(value)] for name, value in results.items()])
+        classes = results.get("classes") or ()
+        for name, rows in tables.items():
+            names = [str(label) for label in (classes if len(classes) == len(rows) else range(len(rows)))]
+            data = [[label, *row] for label, row in zip(names, rows, strict=True)]
+            self._tracker.log_table(name, ["true class", *names], data)
+
     def finish(self, *, failed: bool) -> None:
         assert self._tracker is not None
         self._tracker.tracker.finish(exit_code=int(failed))
@@ -154,8 +170,8 @@ class Trackio:
 
     name = "Trackio"
 
-    def __init__(self, recipe: str, preset: str, folder: Path, config: Mapping[str, Any]):
-        self.recipe, self.preset, self.folder, self.config = recipe, preset, folder, config
+    def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any]):
+        self.labels, self.folder, self.config = labels, folder, config
         self._tracker: TrackioTracker | None = None
 
     def start(self) -> str | None:
@@ -163,15 +179,14 @@ class Trackio:
         # imported, on the main thread, it would skip every metric.
         import matplotlib.figure  # noqa: F401
 
-        named = labels(self.recipe, self.preset, self.folder)
         # A run that is continued goes on; one of the same name in a folder that was deleted does not.
         mark = self.folder / "trackio" / "name"
         continues = mark.exists()
-        name = mark.read_text(encoding="utf-8") if continues else f"{named['name']} {secrets.token_hex(2)}"
+        name = mark.read_text(encoding="utf-8") if continues else f"{self.labels.name} {secrets.token_hex(2)}"
         self._tracker = TrackioTracker(
-            self.recipe,
+            self.labels.project,
             name=name,
-            group=named["group"],
+            group=self.labels.group,
             config=_flat(self.config),
             resume="allow" if continues else "never",
             embed=False,
@@ -179,7 +194,7 @@ class Trackio:
         self._tracker.start()
         mark.parent.mkdir(exist_ok=True)
         mark.write_text(name, encoding="utf-8")
-        return f"Trackio: trackio show --project {shlex.quote(self.recipe)}"
+        return f"Trackio: trackio show --project {shlex.quote(self.labels.project)}"
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         assert self._tracker is not None
@@ -190,6 +205,8 @@ class Trackio:
 
         assert self._tracker is not None
         self._tracker.log({name: trackio.Image(str(path)) for name, path in images.items()})
+
+    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None: ...
 
     def finish(self, *, failed: bool) -> None:  # noqa: ARG002
         assert self._tracker is not None
@@ -221,6 +238,8 @@ class TensorBoard:
         for name, path in images.items():
             self._tracker.log_images({name: _pixels(path)[None]}, step=0, dataformats="NHWC")
 
+    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None: ...
+
     def finish(self, *, failed: bool) -> None:  # noqa: ARG002
         self._tracker.finish()
 
@@ -229,15 +248,25 @@ class TensorBoard:
     def kill(self) -> None: ...
 
 
-def labels(recipe: str, preset: str, folder: Path) -> dict[str, Any]:
-    """Name, group and tags of a run: of the recipe, its preset and the folder, or what a sweep or the user has set."""
-    words = [word for word in (recipe, preset) if word]
+class Labels(NamedTuple):
+    """Where a run is filed, and under which name."""
+
+    project: str
+    name: str
+    group: str
+    tags: list[str]
+
+
+def labels_of(config: RunConfig, recipe: str, folder: Path) -> Labels:
+    """The labels of the recipe, its preset and the folder, or what `config`, a sweep or the environment says."""
+    words = [word for word in (recipe, config.preset) if word]
     tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
-    return {
-        "name": os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
-        "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
-        "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
-    }
+    return Labels(
+        config.project or os.environ.get("WANDB_PROJECT", recipe),
+        config.run_name or os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
+        os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
+        [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
+    )
 
 
 def why_offline() -> str | None:
