@@ -139,8 +139,8 @@ clean: ## remove what was built and cached; runs/ and the environment stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
-	    { echo "error: this needs Python 3.11 or 3.12: name one with PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	    { echo "error: this needs Python 3.11, 3.12 or 3.13: name one with PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
