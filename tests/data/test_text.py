@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
 
-from toolkit.data.text import IGNORED, TextData, load_text, split
+from toolkit.data.text import IGNORED, TextData, input_ids, load_text, split
 from toolkit.errors import UserError
 
 
 def load(
-    dataset: str, folder: Path | None = None, *, block: int = 4, batch: int = 1, tokenizer: str = "bytes"
+    dataset: str,
+    folder: Path | None = None,
+    *,
+    block: int = 4,
+    batch: int = 1,
+    tokenizer: str = "bytes",
+    answers: bool = False,
 ) -> TextData:
-    return load_text(
-        dataset, folder, tokenizer=tokenizer, block_size=block, batch_size=batch, on_main=lambda decide: decide()
-    )
+    sizes = {"block_size": block, "batch_size": batch, "assistant_only_loss": answers}
+    return load_text(dataset, folder, tokenizer=tokenizer, **sizes, on_main=lambda decide: decide())
 
 
 def targets(data: TextData, part: str = "train") -> str:
@@ -169,6 +175,55 @@ def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_to
     (saved_tokenizer / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
     with pytest.raises(UserError, match=r"chat template refuses a row of messages \(system first\)"):
         load(str(chats), tokenizer=str(saved_tokenizer), block=2)
+
+
+MARKED = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '.' }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", ["bytes", "ChatML", MARKED])
+@pytest.mark.parametrize("rows", [20, 2])
+def test_of_conversations_only_what_the_assistant_says_is_predicted(template, rows, tmp_path, saved_tokenizer):
+    name = "bytes"
+    if template != "bytes":
+        name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
+        (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+    if template == MARKED:
+        (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    said = ["the mat, näh", "on it"]
+    turns = [("user", "the cat"), ("assistant", said[0]), ("user", "sat"), ("assistant", said[1])]
+    chats = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    chats.write_text(f"{json.dumps(row)}\n" * rows)
+    whole, data = (load(str(chats), tokenizer=name, block=2, answers=answers) for answers in (False, True))
+    ends = "." if template == MARKED else "<|im_end|>"
+    tokens = data.train.columns["tokens"]
+    assert torch.equal(input_ids(tokens), whole.train.columns["tokens"].int()), "what is read is the same"
+    ids = tokens[:, 1:].flatten()
+    predicted = data.tokenizer.decode(ids[ids >= 0].tolist())
+    answer = "".join(each + ends for each in said)
+    assert predicted.startswith(answer)
+    assert not predicted.replace(answer, "").strip(answer)
+    test = data.test.columns["tokens"].flatten()
+    if rows == 20:
+        learned = data.test.columns["tokens"][:, 1:]
+        assert data.bytes_per_token == pytest.approx(2 * len(answer.encode()) / int((learned >= 0).sum()))
+    assert int((test >= 0).sum()) > 0
+
+
+def test_a_template_that_does_not_mark_the_assistant_and_text_without_one_are_refused(tmp_path, saved_tokenizer):
+    name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    for file, row, tokenizer, says in (
+        ("chats.jsonl", {"messages": [{"role": "assistant", "content": "the mat"}]}, name, "does not mark what the"),
+        ("rows.jsonl", {"text": "the cat sat"}, name, "has no conversations, in a column messages: leave it out"),
+        ("plain.txt", "the cat sat", "bytes", "plain.txt has no conversations"),
+    ):
+        (tmp_path / file).write_text(f"{row if isinstance(row, str) else json.dumps(row)}\n" * 20)
+        with pytest.raises(UserError, match=f"^assistant_only_loss=True: .*{says}"):
+            load(str(tmp_path / file), tokenizer=tokenizer, answers=True)
 
 
 @pytest.mark.parametrize("held_out", ["validation", "test", None])
