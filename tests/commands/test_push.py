@@ -191,10 +191,10 @@ def test_what_cannot_be_pushed_is_one_line(run: Path, tmp_path: Path, capsys: py
     (run / "results.json").write_text("[1, 2]")
     assert "results.json holds list in place of an object: delete it" in refusal(capsys, run, "me/x", "--dry-run")
     (run / "results.json").write_text(results)
-    newest = max((run / "checkpoints").iterdir())
-    shutil.copytree(newest, newest.with_name("step-00000001"))  # an older one, which is not what the figures are of
-    (newest / "model.safetensors").write_bytes(b"other")
-    assert f"its checkpoint {newest.name} is damaged (" in refusal(capsys, run, "me/x", "--dry-run")
+    best = run / "checkpoints" / "step-00000010"
+    shutil.copytree(best, best.with_name("step-00000001"))  # another one, which is not what the figures are of
+    (best / "model.safetensors").write_bytes(b"other")
+    assert f"its checkpoint {best.name} is damaged (" in refusal(capsys, run, "me/x", "--dry-run")
     assert list(tmp_path.rglob("push")) == []
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +93,8 @@ def test_validation_text_is_held_out_of_the_training_text(name, tmp_path):
 def test_a_cut_does_not_go_through_a_character():
     train, test = split(["ä".encode() * 11])  # nine tenths of 22 bytes are 19, in the middle of the tenth letter
     assert (train[0].decode(), test[0].decode()) == ("ä" * 10, "ä")
+    kept, held_out = split([np.full(10, 0x80)])  # ids are no bytes
+    assert (len(kept[0]), len(held_out[0])) == (9, 1)
 
 
 def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkeypatch):
@@ -178,14 +181,13 @@ def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_to
 
 
 MARKED = (
-    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '.' }}"
+    "{% for m in messages %}{{ m.role + ':\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '.' }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
 )
 
 
 @pytest.mark.parametrize("template", ["bytes", "ChatML", MARKED])
-@pytest.mark.parametrize("rows", [20, 2])
-def test_of_conversations_only_what_the_assistant_says_is_predicted(template, rows, tmp_path, saved_tokenizer):
+def test_of_conversations_only_what_the_assistant_says_is_predicted(template, tmp_path, saved_tokenizer):
     name = "bytes"
     if template != "bytes":
         name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
@@ -194,23 +196,18 @@ def test_of_conversations_only_what_the_assistant_says_is_predicted(template, ro
         (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
     said = ["the mat, näh", "on it"]
     turns = [("user", "the cat"), ("assistant", said[0]), ("user", "sat"), ("assistant", said[1])]
-    chats = tmp_path / "chats.jsonl"
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    chats.write_text(f"{json.dumps(row)}\n" * rows)
-    whole, data = (load(str(chats), tokenizer=name, block=2, answers=answers) for answers in (False, True))
-    ends = "." if template == MARKED else "<|im_end|>"
-    tokens = data.train.columns["tokens"]
-    assert torch.equal(input_ids(tokens), whole.train.columns["tokens"].int()), "what is read is the same"
-    ids = tokens[:, 1:].flatten()
-    predicted = data.tokenizer.decode(ids[ids >= 0].tolist())
-    answer = "".join(each + ends for each in said)
-    assert predicted.startswith(answer)
-    assert not predicted.replace(answer, "").strip(answer)
-    test = data.test.columns["tokens"].flatten()
-    if rows == 20:
-        learned = data.test.columns["tokens"][:, 1:]
-        assert data.bytes_per_token == pytest.approx(2 * len(answer.encode()) / int((learned >= 0).sum()))
-    assert int((test >= 0).sum()) > 0
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    whole, data = (load(str(tmp_path / "chats.jsonl"), tokenizer=name, block=2, answers=each) for each in (False, True))
+    read, ids = whole.train.columns["tokens"], data.train.columns["tokens"]
+    assert torch.equal(input_ids(ids), read.int())
+    answer = "".join(each + ("." if template == MARKED else "<|im_end|>") for each in said)
+    learned = ids[:, 1:].flatten()
+    predicted = data.tokenizer.decode(learned[learned >= 0].tolist())
+    assert (18 * answer).startswith(predicted)
+    assert len(predicted) > 17 * len(answer)
+    test = data.test.columns["tokens"][:, 1:]
+    assert data.bytes_per_token == 2 * len(answer.encode()) / int((test >= 0).sum())
 
 
 def test_a_template_that_does_not_mark_the_assistant_and_text_without_one_are_refused(tmp_path, saved_tokenizer):
