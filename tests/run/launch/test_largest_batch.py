@@ -84,8 +84,8 @@ def test_a_batch_that_does_not_get_through_two_steps_is_not_taken(tmp_path: Path
 def test_twice_the_memory_is_not_tried_where_there_may_be_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(largest_batch, "_try", lambda size: size * 2**26)
     monkeypatch.setattr(largest_batch, "memory_limit_bytes", lambda: 3 * 2**30)
-    said = "With 32 it might need more than the 3.0 GiB of this machine."
-    assert largest_batch._largest(tk.RunConfig(batch_size=8)) == (16, said)
+    said = "With 64 it might need more than the 3.0 GiB of this machine."
+    assert largest_batch._largest(tk.RunConfig(batch_size=8)) == (32, said)
 
 
 def test_a_launcher_and_a_call_from_python_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
