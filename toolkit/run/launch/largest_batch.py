@@ -76,7 +76,10 @@ def _largest(config: RunConfig) -> tuple[int, str]:
 def _try(size: int) -> int | str:
     """Bytes of the host's memory that a run with batches of `size` takes; or, as the end of a sentence, why it does
     not get through its first steps."""
-    with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as folder, Children(raise_received=True) as children:
+    with (
+        tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as folder,
+        Children(raise_received=True) as children,
+    ):
         run = Path(folder) / "run"
         words = [*sys.orig_argv[1:], *TRIAL, "--run-dir", str(run), "--batch-size", str(size)]
         with (Path(folder) / "said").open("w+") as said:
