@@ -34,6 +34,8 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """Type of the model's weights; adapters are float32."""
     context: PositiveInt = 128
     """Tokens in a block of text."""
+    assistant_only_loss: bool = False
+    """Of conversations, learn and evaluate what the assistant says alone."""
     eval_blocks: PositiveInt | None = None
     """Blocks of each held-out text to evaluate, spread evenly over it; none: all."""
     compare: bool = False
@@ -100,7 +102,7 @@ def main(config: Config) -> dict[str, Any]:
             batch_size=config.batch_size,
             on_main=run.on_main_and_share,
         )
-        data = load(config.dataset, config.data_dir)
+        data = load(config.dataset, config.data_dir, assistant_only_loss=config.assistant_only_loss)
         old = load(config.old_dataset, None) if config.old_dataset else None
         run.describe(dataset=data.name, dataset_notice=data.notice, trained=config.trained)
         base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
@@ -113,7 +115,9 @@ def main(config: Config) -> dict[str, Any]:
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
         trainer = tk.standard_trainer(
             run,
-            tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
+            tk.LanguageModeling(
+                bytes_per_token=data.bytes_per_token, penalty=penalty, may_ignore=config.assistant_only_loss
+            ),
             model,
             optimizer,
             train=data.train,

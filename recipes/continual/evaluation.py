@@ -65,13 +65,21 @@ class TaskEvaluation(Callback):
     """Evaluates on the held-out table of each task before the first step and at each of `task_ends` (in steps).
 
     The metrics are eval/task0/accuracy, eval/task0/loss, ...; after the last task the results get `accuracy_before`,
-    `accuracy_matrix` and the scores of `AccuracyMatrix`. `batch_size` is over all ranks.
+    `accuracy_matrix` and the scores of `AccuracyMatrix`. `batch_size` is over all ranks. With `every_steps`, the
+    config's `eval_every_steps`, metrics come within tasks, too: how fast a task is learned and others are forgotten.
     """
 
     runs_after = (Throughput,)
 
-    def __init__(self, tests: Sequence[TensorTable], task_ends: Sequence[int], *, batch_size: int = 1000):
-        self.tests = list(tests)
+    def __init__(
+        self,
+        tests: Sequence[TensorTable],
+        task_ends: Sequence[int],
+        *,
+        batch_size: int = 1000,
+        every_steps: int | None = None,
+    ):
+        self.tests, self.every_steps = list(tests), every_steps
         self.task_ends = list(task_ends)
         self.batch_size = batch_size
         self._before: list[float] = []
@@ -85,6 +93,8 @@ class TaskEvaluation(Callback):
         # A checkpoint that was taken after a task's end has its row already.
         if trainer.state.step in self.task_ends[len(self._after) :]:
             self._after.append(self._evaluate(trainer))
+        elif self.every_steps is not None and trainer.state.step % self.every_steps == 0:
+            self._evaluate(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if len(self._after) == len(self.task_ends):

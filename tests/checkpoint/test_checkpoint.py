@@ -930,11 +930,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_over_a_restart(tmp_p
     options = CheckpointOptions(every_steps=5, keep=1, best="validation/accuracy")
     config = small_config(tmp_path / "run", checkpoint=options)
 
-    def run(accuracies: list[float], until: int) -> list[str]:
+    def run(accuracies: list[float], until: int, config: SmallConfig = config) -> list[str]:
         with small_trainer(config, callbacks=[Evaluated(accuracies)]) as trainer:
             trainer.max_steps = until
             trainer.fit()
-            best.append(trainer.results["best_checkpoint"])
+            best.append(trainer.results.get("best_checkpoint"))
         return sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
 
     best: list[dict[str, Any]] = []
@@ -942,7 +942,12 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_over_a_restart(tmp_p
     assert best[-1] == {"metric": "validation/accuracy", "step": 4, "evaluated": {"validation/accuracy": 0.7}}
     assert best_or_newest(config.run_dir / "checkpoints").name == "step-00000004"
     assert run([0.7, 0.1], 16) == ["step-00000004", "step-00000016"], "as good is not better"
-    assert run([0.8], 20) == ["step-00000018", "step-00000020"]
+    shutil.rmtree(config.run_dir / "checkpoints" / "step-00000004")
+    with pytest.raises(tk.UserError, match="the best checkpoint, of step 4, is not there: put it back"):
+        best_or_newest(config.run_dir / "checkpoints")
+    assert run([0.6], 20) == ["step-00000018", "step-00000020"], "what is gone is not the best any more"
+    run([], 20, config.replace(checkpoint=CheckpointOptions(every_steps=5, keep=2)))
+    assert best[-1] is None, "it was kept in an earlier part of the run"
     assert find_checkpoint(config.run_dir / "checkpoints", OneRank()).name == "step-00000020", "a run continues there"
     flip(config.run_dir / "checkpoints" / "step-00000020" / "state.json", 0)
     assert best_or_newest(config.run_dir / "checkpoints").name == "step-00000018"

@@ -21,11 +21,14 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
     """As one of two ranks on machines of their own: what each folder holds after a stop, and the steps of a storage."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
-        undisturbed = train(small_config(parent / "shared by both"), ep_size=2)
+        # The first of two evaluations is the best one, and not of the newest checkpoint.
+        best = {"best": "eval/loss", "best_is": "higher", "every_steps": 4, "keep": 1, "in_background": True}
+        kept: Any = {"checkpoint": CheckpointOptions(**best)}
+        undisturbed = train(small_config(parent / "shared by both", **kept), ep_size=2)
         mine = "ab"[dist.get_rank()]
         with pytest.raises(UserError, match=r"run_dir=.* is not the same on all machines: give one that they share"):
             train(small_config(parent / mine), ep_size=2)
-        settings = {"storage": f"file://{parent}/bucket/run"}
+        settings = {"storage": f"file://{parent}/bucket/run", **kept}
         with pytest.raises(Preempted):
             train(small_config(parent / mine, **settings), Stop(13, "SIGTERM"), ep_size=2)
         held = [path.name for path in sorted((parent / mine / "checkpoints" / "step-00000010").iterdir())]
@@ -36,6 +39,8 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
     assert continued.results == undisturbed.results
     if dist.get_rank() == 0:
         assert continued.metrics == undisturbed.metrics
+    for place in (parent / f"later-{mine}", parent / "bucket" / "run"):
+        assert sorted(path.name for path in (place / "checkpoints").iterdir()) == ["step-00000010", "step-00000020"]
     return held, min(continued.samples)
 
 

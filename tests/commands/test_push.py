@@ -19,6 +19,7 @@ import yaml
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 
+import toolkit as tk
 from language.model_card import model_card
 from tests.commands.report.conftest import write_run
 from tests.experts.hosts.transformers import families
@@ -29,6 +30,7 @@ from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.run.config.callback_options import CheckpointOptions
 
 TOKEN = "hf_" + "t" * 34
 
@@ -36,15 +38,25 @@ TOKEN = "hf_" + "t" * 34
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
+class Weights(tk.Callback):
+    """Those of each checkpoint, by step."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_save(self, trainer: tk.Trainer, folder: Path) -> None:  # noqa: ARG002
+        self.of[trainer.state.step] = {name: value.clone() for name, value in trainer.raw_model.state_dict().items()}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run as the trainer leaves it, and its weights."""
+    """A run as the trainer leaves it, of which the first of two evaluations is the best, and the weights of then."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    with small_trainer(small_config(folder)) as trainer:
+    weights, options = Weights(), CheckpointOptions(best="eval/loss", best_is="higher")
+    with small_trainer(small_config(folder, checkpoint=options), callbacks=[weights]) as trainer:
         trainer.run.describe(dataset="mnist", dataset_notice="made up, not /home/someone/data/mnist")
         trainer.run.finish(trainer.fit())
-        weights = {name: value.clone() for name, value in trainer.raw_model.state_dict().items()}
-    return folder, weights
+    return folder, weights.of[10]
 
 
 @pytest.fixture
@@ -87,10 +99,12 @@ def test_a_dry_run_writes_weights_card_curves_and_numbers_without_a_token_or_a_n
         "datasets": ["ylecun/mnist"],
     }
     results = json.loads((run / "results.json").read_text())
+    best = results["best_checkpoint"]["evaluated"]
+    assert best["eval/accuracy"] != results["test_accuracy"]
     command = next(line for line in (run / "code.txt").read_text().splitlines() if line.startswith("command: "))
     said = [
         "# small on mnist", 'hf_hub_download("me/small", "model.safetensors")',
-        f"{100 * results['test_accuracy']:.2f} %", "made up, not mnist", "train: 95 rows",
+        f"{100 * best['eval/accuracy']:.2f} %", "made up, not mnist", "train: 95 rows",
         Path(command.split()[1]).name, "torch " + torch.__version__, "1 process(es) on cpu", "![loss](loss.png)",
         "## Licence\n\napache-2.0",
     ]  # fmt: skip
@@ -217,10 +231,10 @@ def test_what_cannot_be_pushed_is_one_line(run: Path, tmp_path: Path, capsys: py
     (run / "results.json").write_text("[1, 2]")
     assert "results.json holds list in place of an object: delete it" in refusal(capsys, run, "me/x", "--dry-run")
     (run / "results.json").write_text(results)
-    newest = max((run / "checkpoints").iterdir())
-    shutil.copytree(newest, newest.with_name("step-00000001"))  # an older one, which is not what the figures are of
-    (newest / "model.safetensors").write_bytes(b"other")
-    assert f"its checkpoint {newest.name} is damaged (" in refusal(capsys, run, "me/x", "--dry-run")
+    best = run / "checkpoints" / "step-00000010"
+    shutil.copytree(best, best.with_name("step-00000001"))  # another one, which is not what the figures are of
+    (best / "model.safetensors").write_bytes(b"other")
+    assert f"its checkpoint {best.name} is damaged (" in refusal(capsys, run, "me/x", "--dry-run")
     assert list(tmp_path.rglob("push")) == []
 
 

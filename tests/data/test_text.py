@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
-from toolkit.data.text import IGNORED, TextData, load_text, split
+from toolkit.data.text import IGNORED, TextData, input_ids, load_text, split
 from toolkit.errors import UserError
 
 
 def load(
-    dataset: str, folder: Path | None = None, *, block: int = 4, batch: int = 1, tokenizer: str = "bytes"
+    dataset: str,
+    folder: Path | None = None,
+    *,
+    block: int = 4,
+    batch: int = 1,
+    tokenizer: str = "bytes",
+    answers: bool = False,
 ) -> TextData:
-    return load_text(
-        dataset, folder, tokenizer=tokenizer, block_size=block, batch_size=batch, on_main=lambda decide: decide()
-    )
+    sizes = {"block_size": block, "batch_size": batch, "assistant_only_loss": answers}
+    return load_text(dataset, folder, tokenizer=tokenizer, **sizes, on_main=lambda decide: decide())
 
 
 def targets(data: TextData, part: str = "train") -> str:
@@ -86,6 +93,8 @@ def test_validation_text_is_held_out_of_the_training_text(name, tmp_path):
 def test_a_cut_does_not_go_through_a_character():
     train, test = split(["ä".encode() * 11])  # nine tenths of 22 bytes are 19, in the middle of the tenth letter
     assert (train[0].decode(), test[0].decode()) == ("ä" * 10, "ä")
+    kept, held_out = split([np.full(10, 0x80)])  # ids are no bytes
+    assert (len(kept[0]), len(held_out[0])) == (9, 1)
 
 
 def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkeypatch):
@@ -169,6 +178,49 @@ def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_to
     (saved_tokenizer / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
     with pytest.raises(UserError, match=r"chat template refuses a row of messages \(system first\)"):
         load(str(chats), tokenizer=str(saved_tokenizer), block=2)
+
+
+MARKED = (
+    "{% for m in messages %}{{ m.role + ':\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '.' }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", ["bytes", "ChatML", MARKED])
+def test_of_conversations_only_what_the_assistant_says_is_predicted(template, tmp_path, saved_tokenizer):
+    name = "bytes"
+    if template != "bytes":
+        name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
+        (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+    if template == MARKED:
+        (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    said = ["the mat, näh", "on it"]
+    turns = [("user", "the cat"), ("assistant", said[0]), ("user", "sat"), ("assistant", said[1])]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    whole, data = (load(str(tmp_path / "chats.jsonl"), tokenizer=name, block=2, answers=each) for each in (False, True))
+    read, ids = whole.train.columns["tokens"], data.train.columns["tokens"]
+    assert torch.equal(input_ids(ids), read.int())
+    answer = "".join(each + ("." if template == MARKED else "<|im_end|>") for each in said)
+    learned = ids[:, 1:].flatten()
+    predicted = data.tokenizer.decode(learned[learned >= 0].tolist())
+    assert (18 * answer).startswith(predicted)
+    assert len(predicted) > 17 * len(answer)
+    test = data.test.columns["tokens"][:, 1:]
+    assert data.bytes_per_token == 2 * len(answer.encode()) / int((test >= 0).sum())
+
+
+def test_a_template_that_does_not_mark_the_assistant_and_text_without_one_are_refused(tmp_path, saved_tokenizer):
+    name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    for file, row, tokenizer, says in (
+        ("chats.jsonl", {"messages": [{"role": "assistant", "content": "the mat"}]}, name, "does not mark what the"),
+        ("rows.jsonl", {"text": "the cat sat"}, name, "has no conversations, in a column messages: leave it out"),
+        ("plain.txt", "the cat sat", "bytes", "plain.txt has no conversations"),
+    ):
+        (tmp_path / file).write_text(f"{row if isinstance(row, str) else json.dumps(row)}\n" * 20)
+        with pytest.raises(UserError, match=f"^assistant_only_loss=True: .*{says}"):
+            load(str(tmp_path / file), tokenizer=tokenizer, answers=True)
 
 
 @pytest.mark.parametrize("held_out", ["validation", "test", None])

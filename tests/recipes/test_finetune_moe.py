@@ -269,6 +269,7 @@ def test_conversations_of_the_hubs_format_are_trained_on(texts, tmp_path, monkey
     )
     assert done["dataset"] == "chats.jsonl"
     own: Any = {"run_dir": tmp_path / "own", "dataset": str(chats), "tokenizer": None, "max_steps": 2}
+    own["assistant_only_loss"] = True
     assert finetune_moe.main(config(texts, "any", model=str(tmp_path / "run" / "merged"), **own))["steps"] == 2
     how: Any = {"tokenizer": "bytes", "block_size": 32, "batch_size": 32}
     data = load_text(str(chats), None, **how, on_main=lambda decide: decide())

@@ -15,10 +15,11 @@ from tests.support.forked_python import run_forked
 from tests.support.helpers import run_distributed
 from tests.train import memory_recipe
 from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
+from toolkit.run.folder import MICRO_BATCH_SIZE
 from toolkit.run.launch import world
 from toolkit.run.run import Run
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.batch_size import CHOICE_FILE, SmallerMicroBatches, _shrink, _shrunk, accumulation_steps
+from toolkit.train.batch_size import SmallerMicroBatches, _shrink, _shrunk, accumulation_steps
 
 LINE = "restart: step 1 ran out of memory with micro-batches of {} sample(s) on each process: "
 
@@ -127,13 +128,13 @@ def test_a_run_that_ran_out_of_memory_continues_with_the_next_smaller_size_that_
     with started(tmp_path) as run:
         assert accumulation_steps(run) == 6
         assert run.accelerator.gradient_accumulation_steps == 6
-    saved = json.loads((tmp_path / CHOICE_FILE).read_text())
+    saved = json.loads((tmp_path / MICRO_BATCH_SIZE).read_text())
     assert saved == {"world_size": 1, "micro_batch_size": 4, "out_of_memory_with": 8}
 
 
 def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config(tmp_path: Path):
     with started(tmp_path) as run:
         _shrink(run, 1)
-    (tmp_path / CHOICE_FILE).write_text('{"world_size": 2, "micro_batch_size": 6, "out_of_memory_with": 12}')
+    (tmp_path / MICRO_BATCH_SIZE).write_text('{"world_size": 2, "micro_batch_size": 6, "out_of_memory_with": 12}')
     with started(tmp_path) as run:
         assert accumulation_steps(run) == 1

@@ -34,12 +34,17 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
     """
     for name in _known(folder, run):
         path = folder / name
-        damage = next((line for line in together(partial(_fetch, path, run)) if line is not None), None)
-        damage = damage or on_main(partial(_strangeness, path))
-        if damage is None:
+        if (damage := fetch_checkpoint(path, run)) is None:
             return path
         run.print(f"warning: checkpoint {name} is passed over: {damage}.")
     return None
+
+
+def fetch_checkpoint(path: Path, run: Run) -> str | None:
+    """Have the checkpoint `path` whole on every machine, from the storage where one lacks it; returns what is wrong
+    with it then, or None. A collective."""
+    damage = next((line for line in together(partial(_fetch, path, run)) if line is not None), None)
+    return damage or on_main(partial(_strangeness, path))
 
 
 def _known(folder: Path, run: Run) -> list[str]:

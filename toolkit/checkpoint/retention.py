@@ -31,13 +31,22 @@ def best_step(training: Mapping[str, Any]) -> int | None:
 
 
 def best_or_newest(folder: Path) -> Path | None:
-    """The best checkpoint in `folder`, as the newest state says that can be read; the newest one where none is kept."""
+    """The best checkpoint in `folder`, as the newest state says that can be read; the newest one where none is kept.
+
+    Raises UserError where the best one is not there.
+    """
     found = newest_first(folder)
+    step = None
     for path in found:
         with suppress(OSError, ValueError, LookupError):
             step = best_step(read_state(path)["training"])
-            return next((each for each in found if step_of(each) == step), found[0])
-    return found[0] if found else None
+            break
+    if step is None:
+        return found[0] if found else None
+    best = next((path for path in found if step_of(path) == step), None)
+    if best is None:
+        raise UserError(f"{folder}: the best checkpoint, of step {step:,}, is not there: put it back, or name another.")
+    return best
 
 
 def prune(folder: Path, step: int, keep: int, best: int | None, say: Callable[[str], None]) -> None:

@@ -10,10 +10,11 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.data.cache import OnMain, cached_columns
@@ -30,11 +31,20 @@ SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
 ROWS = (".jsonl", ".parquet")
 """Suffixes of the files that hold rows."""
 IGNORED = -1
-"""Stands where a block of held-out text has no token left."""
+"""Stands where a block of held-out text has no token left. A token that is read and not predicted is below 0, too: see
+`input_ids`."""
 MANY = 10
 """From so many documents on, every tenth is held out; of fewer, the last tenth of each."""
 CACHE_FORMAT = 2
 """Goes up when what is cached for the same text changes."""
+Document = bytes | NDArray[np.int32]
+"""A text; or, of a conversation in which only answers are learned, ids as `Tokenizer.encode_answers` has them."""
+D = TypeVar("D", bytes, Document)
+
+
+def input_ids(tokens: Tensor) -> Tensor:
+    """What a model reads of `tokens`, where `~id` stands for a token that is not predicted."""
+    return torch.where(tokens < 0, ~tokens, tokens)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class TextData:
 
     def prompts(self, count: int, length: int) -> Tensor:
         """int64 (count, length): how blocks begin that lie evenly over the held-out text; fewer where it is short."""
-        return self.some_test(count).columns["tokens"][:, :length].long().clamp(min=0)
+        return input_ids(self.some_test(count).columns["tokens"][:, :length].long())
 
     def some_test(self, count: int | None) -> TensorTable:
         """So many full blocks that lie evenly over the held-out text, fewer where it is short; None: all of it."""
@@ -79,12 +89,16 @@ class _Corpus:
     notice: str | None = None
     validation: bool = False
     """The training documents alone are split once more: the held-out ones are not read."""
+    answers: bool = False
+    """Only what the assistant says is learned of conversations."""
 
     def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
         """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
         if self.kind == "dataset":
-            train, test, key = _read_dataset(tokenizer, self.validation, *self.source)
+            train, test, key = _read_dataset(tokenizer, self.validation, self.answers, *self.source)
             return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
+        if self.answers:
+            raise _no_conversations(self.name)
 
         def encode() -> dict[str, np.ndarray]:
             train, test = split(self._documents())
@@ -93,7 +107,8 @@ class _Corpus:
         return cached_columns(self._entry(content_key(map(Path, self.source)), tokenizer), encode)
 
     def _entry(self, key: str, tokenizer: Tokenizer) -> str:
-        return f"text-{key}-{tokenizer.key}{'-validation' * self.validation}-v{CACHE_FORMAT}"
+        parts = "-validation" * self.validation + "-answers" * self.answers
+        return f"text-{key}-{tokenizer.key}{parts}-v{CACHE_FORMAT}"
 
     def _documents(self) -> list[bytes]:
         if self.kind == "topics":
@@ -114,6 +129,7 @@ def load_text(
     block_size: int,
     batch_size: int,
     validation: bool = False,
+    assistant_only_loss: bool = False,
     on_main: OnMain,
 ) -> TextData:
     """Load text as blocks of tokens.
@@ -135,13 +151,16 @@ def load_text(
         batch_size: Blocks per optimizer step.
         validation: Hold out a part of the training text, too: the split `validation` of a data set that has a split
             `test` as well, else a tenth.
+        assistant_only_loss: Of conversations only what the assistant says, the end of its turn included, is learned and
+            evaluated.
         on_main: `Run.on_main_and_share`.
 
     Returns:
         The tables of training and held-out blocks, and their tokenizer.
 
     Raises:
-        UserError: On every rank, the text is not found, not readable, or too short.
+        UserError: On every rank, the text is not found, not readable, or too short; or `assistant_only_loss` is given
+            where there are no conversations, or the chat template does not mark what the assistant says.
     """
     validation = validation and not dataset.endswith(VALIDATION)
     columns: dict[str, Tensor] = {}
@@ -154,7 +173,7 @@ def load_text(
             columns.update(train=held_out["train"], validation=held_out["test"])
 
     def decide() -> _Corpus:
-        corpus = _choose(dataset.removesuffix(VALIDATION), data_dir)
+        corpus = replace(_choose(dataset.removesuffix(VALIDATION), data_dir), answers=assistant_only_loss)
         if dataset.endswith(VALIDATION):
             corpus = replace(corpus, name=corpus.name + VALIDATION, validation=True)
         found.append(load_tokenizer(tokenizer))
@@ -178,7 +197,7 @@ def load_text(
         TensorTable(tokens=train.unfold(0, block_size + 1, block_size)[:blocks]),
         _filled_up(columns["test"], block_size),
         here,
-        columns["test_bytes"].item() / len(columns["test"]),
+        columns["test_bytes"].item() / max(1, int((columns["test"] >= 0).sum())),
         corpus.notice,
         _filled_up(columns["validation"], block_size) if validation else None,
     )
@@ -270,17 +289,20 @@ def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
 
 
 def _read_dataset(
-    tokenizer: Tokenizer, validation: bool, name: str, config: str | None = None
-) -> tuple[Sequence[bytes], Sequence[bytes], str]:
+    tokenizer: Tokenizer, validation: bool, answers: bool, name: str, config: str | None = None
+) -> tuple[Sequence[Document], Sequence[Document], str]:
     """Training and held-out documents of a data set of the Hub, or in a file or folder, and what changes when they
     do."""
     splits, key = load_splits(name, config)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     column = _text_column(name, train)
+    if answers and column != MESSAGES:
+        raise _no_conversations(name)
 
-    def documents(rows: Any) -> list[bytes]:
+    def documents(rows: Any) -> list[Document]:
         if column == MESSAGES:
-            return [write_conversation(tokenizer, row, f"dataset={name!r}") for row in rows[column]]
+            what = f"dataset={name!r}"
+            return [write_conversation(tokenizer, row, what, answers=answers) for row in rows[column]]
         return [text.encode() for text in rows[column] if text]
 
     if column == MESSAGES:
@@ -290,6 +312,11 @@ def _read_dataset(
         return documents(train), documents(held_out[1]), key
     parts = (documents(train), documents(held_out[0])) if held_out else split(documents(train))
     return *(split(parts[0]) if validation else parts), key
+
+
+def _no_conversations(name: str) -> UserError:
+    remedy = f"{name} has no conversations, in a column {MESSAGES}: leave it out"
+    return UserError(field="assistant_only_loss", value=True, remedy=remedy)
 
 
 def _text_column(name: str, rows: Any) -> str:
@@ -306,25 +333,29 @@ def _text_column(name: str, rows: Any) -> str:
 # --- from documents to ids -------------------------------------------------------------------------------------------
 
 
-def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+def split(documents: Sequence[D]) -> tuple[list[D], list[D]]:
     """Training and held-out documents: every tenth is held out, or the last tenth of each where there are few."""
     if len(documents) >= MANY:
         return [text for i, text in enumerate(documents) if i % MANY != MANY - 1], list(documents[MANY - 1 :: MANY])
     cuts = [_character_boundary(text, len(text) * 9 // 10) for text in documents]
-    both = list(zip(documents, cuts, strict=True))
+    both: list[Any] = list(zip(documents, cuts, strict=True))
     return [text[:cut] for text, cut in both], [text[cut:] for text, cut in both]
 
 
-def _character_boundary(text: bytes, at: int) -> int:
+def _character_boundary(text: Document, at: int) -> int:
     """The first position from `at` on that is not inside a UTF-8 character."""
-    while at < len(text) and text[at] & 0xC0 == 0x80:
+    while isinstance(text, bytes) and at < len(text) and text[at] & 0xC0 == 0x80:
         at += 1
     return at
 
 
-def _encode(train: Sequence[bytes], test: Sequence[bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+def _encode(train: Sequence[Document], test: Sequence[Document], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    texts = [text for text in test if isinstance(text, bytes)]
     # A separator is a byte of the text, too: it has to be predicted like any other.
-    test_bytes = sum(map(len, test)) + max(0, len(test) - 1)
+    test_bytes = sum(map(len, texts)) + max(0, len(texts) - 1)
+    for ids in test:
+        if not isinstance(ids, bytes):
+            test_bytes += len(tokenizer.decode(ids[ids >= 0].tolist()).encode())
     return {
         "train": _joined(train, tokenizer),
         "test": _joined(test, tokenizer),
@@ -332,11 +363,14 @@ def _encode(train: Sequence[bytes], test: Sequence[bytes], tokenizer: Tokenizer)
     }
 
 
-def _joined(documents: Sequence[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """All ids in one row, with a separator between documents."""
+def _joined(documents: Sequence[Document], tokenizer: Tokenizer) -> np.ndarray:
+    """All ids in one row, with a separator between documents, which the assistant does not say."""
     pieces: list[np.ndarray] = []
     for document in documents:
-        ids = tokenizer.encode(document)
+        if isinstance(document, bytes):
+            ids, separator = tokenizer.encode(document), tokenizer.separator
+        else:
+            ids, separator = document, ~tokenizer.separator
         if len(ids):
-            pieces += [np.array([tokenizer.separator], dtype=ids.dtype), ids]
+            pieces += [np.array([separator], dtype=ids.dtype), ids]
     return np.concatenate(pieces[1:]) if pieces else np.zeros(0, dtype=np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,12 @@ MESSAGES = "messages"
 """The column of conversations: lists of dicts with "role" and "content", as chat templates take them."""
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """How a message is written where the tokenizer has no chat template (OpenAI 2023)."""
+MARKED_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}"
+)
+"""`CHATML` as a template that tells what the assistant says."""
 
 
 class Tokenizer(Protocol):
@@ -44,6 +51,11 @@ class Tokenizer(Protocol):
         """A conversation as text."""
         ...
 
+    def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
+        """The ids of a conversation as text; `~id` of each that the assistant does not say. Raises UserError where the
+        chat template does not tell."""
+        ...
+
     def save_pretrained(self, folder: Path) -> None:
         """Write what `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
         ...
@@ -54,8 +66,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
 
 
-def write_conversation(tokenizer: Tokenizer, messages: Any, what: str) -> bytes:
-    """Messages of one row as text. Raises UserError, which begins with `what`, for what is no conversation."""
+def write_conversation(
+    tokenizer: Tokenizer, messages: Any, what: str, *, answers: bool = False
+) -> bytes | NDArray[np.int32]:
+    """Messages of one row as text, or with `answers` as ids, see `Tokenizer.encode_answers`. Raises UserError, which
+    begins with `what`, for what is no conversation."""
     valid = isinstance(messages, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         for message in messages
@@ -65,7 +80,9 @@ def write_conversation(tokenizer: Tokenizer, messages: Any, what: str) -> bytes:
             f"{what}: a row of {MESSAGES} is {str(messages)[:80]!r}: take a list of dicts with role and content."
         )
     try:
-        return tokenizer.write(messages).encode()
+        return tokenizer.encode_answers(messages) if answers else tokenizer.write(messages).encode()
+    except UserError:
+        raise
     except Exception as error:  # of the template's language, or raised by the template
         raise UserError(
             f"{what}: the tokenizer's chat template refuses a row of {MESSAGES} ({one_line(error)})."
@@ -86,6 +103,16 @@ class ByteTokenizer:
 
     def write(self, messages: Sequence[Mapping[str, str]]) -> str:
         return "".join(CHATML.format(**message) for message in messages)
+
+    def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
+        pieces = []
+        for message in messages:
+            written = self.write([message]).encode()
+            ids = np.frombuffer(written, dtype=np.uint8).astype(np.int32)
+            said = np.arange(len(ids)) > written.index(b"\n")
+            said[-1] = False  # the line's end
+            pieces.append(np.where(said & (message["role"] == "assistant"), ids, ~ids))
+        return np.concatenate(pieces)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write byte-level BPE without merges, whose end-of-text token is the byte 0."""
@@ -161,6 +188,20 @@ class PretrainedTokenizer:
         if self.chat == CHATML:
             return "".join(CHATML.format(**message) for message in messages)
         return str(self._inner.apply_chat_template(list(messages), tokenize=False))
+
+    def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
+        template = MARKED_CHATML if self.chat == CHATML else self.chat
+        if not re.search(r"{%-?\s*generation\b", template):
+            remedy = (
+                "the tokenizer's chat template does not mark what the assistant says, with {% generation %}: take a "
+                "tokenizer whose template does, or leave it out"
+            )
+            raise UserError(field="assistant_only_loss", value=True, remedy=remedy)
+        marked = self._inner.apply_chat_template(
+            list(messages), chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = np.array(marked["input_ids"], dtype=np.int32)
+        return np.where(np.array(marked["assistant_masks"], dtype=bool), ids, ~ids)
 
     def save_pretrained(self, folder: Path) -> None:
         self._inner.save_pretrained(folder)

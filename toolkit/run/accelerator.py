@@ -16,7 +16,7 @@ from toolkit.experts.hosts.loop.accelerate_prepare import ddp_options
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import holding_signals
 from toolkit.run.launch.restarts import STORE
-from toolkit.run.launch.world import is_set
+from toolkit.run.launch.world import is_set, meeting_within
 
 _meetings = itertools.count()
 """A process group that is made after another one was destroyed needs a new file."""
@@ -27,7 +27,8 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     another program has."""
     reset_accelerator_state()
     try:
-        with holding_signals():  # one would interrupt a connection to another process, which is tried for minutes
+        # A signal would interrupt a connection to another process, which is tried for minutes.
+        with meeting_within(config.process_timeout), holding_signals():
             accelerator = Accelerator(
                 cpu=config.cpu,
                 mixed_precision=config.mixed_precision,

@@ -50,6 +50,10 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
         world.begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
         world.check_world(config)
+        if config.auto_batch_size:
+            from toolkit.run.launch.largest_batch import start_with_largest_batch
+
+            start_with_largest_batch(config)
         if supervisor.must_start_processes(config):
             sys.exit(supervisor.start_processes(config))
         main(config)

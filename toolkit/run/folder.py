@@ -37,6 +37,8 @@ from toolkit.run.tracking.secrets import mask
 RUNS = Path("runs")
 FINISHING = ".finishing"
 DIGESTS = "digests.json"
+MICRO_BATCH_SIZE = "micro_batch_size.json"
+"""What a run came to after a step ran out of memory: see `toolkit.train.batch_size`."""
 DATA = "data_identity"
 """The key of config.json that `toolkit.run.data` fills in."""
 

@@ -369,6 +369,8 @@ def start_run(name: str, config: RunConfig) -> Run:
     run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
         check_same_start(name, config)
+        if config.auto_batch_size:
+            raise UserError(field="auto_batch_size", value=True, remedy="only the command of a recipe takes it")
         if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
             pieces = run.world_size * config.gradient_accumulation_steps
             require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import StepOutOfMemory, UserError, is_out_of_memory
-from toolkit.run.folder import write_text
+from toolkit.run.folder import MICRO_BATCH_SIZE, write_text
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
-
-CHOICE_FILE = "micro_batch_size.json"
 
 
 def accumulation_steps(run: Run) -> int:
@@ -81,7 +79,7 @@ def _shrink(run: Run, accumulation: int) -> int | None:
     try:
         # Several ranks may do so at once: each has its own unfinished file.
         text = json.dumps(choice, indent=2) + "\n"
-        write_text(run.folder / CHOICE_FILE, text, partial=f".{CHOICE_FILE}.{run.rank}.partial")
+        write_text(run.folder / MICRO_BATCH_SIZE, text, partial=f".{MICRO_BATCH_SIZE}.{run.rank}.partial")
     except OSError:
         return None
     return chosen
@@ -107,7 +105,7 @@ def _take(run: Run, choice: Mapping[str, Any]) -> int:
 
 def _choice_in(run: Run) -> dict[str, Any] | None:
     """Returns what the folder says of as many processes as there are."""
-    path = run.folder / CHOICE_FILE
+    path = run.folder / MICRO_BATCH_SIZE
     if not path.exists():
         return None
     choice: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

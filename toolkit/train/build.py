@@ -182,7 +182,8 @@ def standard_trainer(
         augment: Changes training batches, and what is replayed from a memory: `toolkit.data.visit_draws.BlankPixels`.
         order: Replaces the random permutation of each epoch.
         max_steps: Replaces the config's number of epochs.
-        evaluation: A callback in place of `test`, such as one over a stream of tasks.
+        evaluation: A callback in place of `test`, such as one over a stream of tasks; it is to heed the config's
+            `eval_every_steps` where it has `every_steps`.
         more_evaluations: Are of further data sets.
         eval_at_start: Evaluates `test` before the first step, too.
         callbacks: Run before the usual ones, so that what they record is on the line of metrics that is printed.
@@ -252,7 +253,7 @@ def standard_trainer(
         model,
         own_loader=isinstance(train, DataLoader),
         own_schedule=schedule is not None,
-        own_evaluation=test is None,
+        own_evaluation=evaluation if test is None else None,
         endless=isinstance(batches, LoaderBatches) and batches.endless,
         warmup_steps=warmup_steps(config.schedule, batches.steps_per_epoch),
         max_steps=max_steps,

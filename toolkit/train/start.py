@@ -43,7 +43,7 @@ def print_idle_settings(
     max_steps: int,
     own_loader: bool = False,
     own_schedule: bool = False,
-    own_evaluation: bool = False,
+    own_evaluation: object = None,
     endless: bool = False,
 ) -> None:
     """Print a line for each setting that is not the usual one and does nothing in this run.
@@ -55,12 +55,14 @@ def print_idle_settings(
         max_steps: Optimizer steps of the run.
         own_loader: Training data come from a DataLoader of the recipe's.
         own_schedule: The recipe has a scheduler of its own.
-        own_evaluation: The recipe evaluates by itself.
+        own_evaluation: What evaluates in a recipe that does so by itself; it may have the setting `every_steps`.
         endless: Nobody knows how long an epoch is.
     """
     config = run.config
     shape, alone = config.schedule.name, run.world_size == 1
     stacks = list(expert_stacks(model).values())
+    takes_steps = getattr(own_evaluation, "every_steps", None) is not None
+    by_itself = "because the recipe evaluates by itself"
     spread = "on one process" if alone else f"with dense_parallel={config.dense_parallel!r}"
     rows = [
         (shape == "constant", ["schedule.final"], f"with schedule.name={shape!r}"),
@@ -73,7 +75,8 @@ def print_idle_settings(
         ),
         (endless, ["eval_every"], "where nobody knows how long an epoch is: use eval_every_steps"),
         (config.eval_every_steps is not None, ["eval_every"], "with eval_every_steps"),
-        (own_evaluation, ["eval_every", "eval_every_steps"], "because the recipe evaluates by itself"),
+        (own_evaluation is not None, ["eval_every"], by_itself),
+        (own_evaluation is not None and not takes_steps, ["eval_every_steps"], by_itself),
         (alone, ["sync_bn"], "on one process"),
         (own_loader, ["num_workers"], "because the DataLoader has its own"),
         (alone, ["dense_parallel"], spread),

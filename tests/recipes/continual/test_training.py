@@ -56,15 +56,20 @@ def whole(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     return {name: train_in_float64(toy_config(folder / name), **method) for name, method in METHODS.items()}
 
 
-def test_after_each_task_all_are_tested(tmp_path):
-    results, _ = train(toy_config(tmp_path / "run"))
+def test_after_each_task_all_are_tested_and_within_tasks_every_few_steps(tmp_path, capsys):
+    results, _ = train(toy_config(tmp_path / "run", eval_every_steps=4, eval_every=2))
     matrix = results["accuracy_matrix"]
     assert [row[task] for task, row in enumerate(matrix)] == [1.0] * 5
     assert matrix[0][3:] == [0.0, 0.0], "classes that were never seen"
     assert results["learning_accuracy"] == 1.0
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    logged = [line["eval/task0/accuracy"] for line in lines if "eval/task0/accuracy" in line]
-    assert logged == [results["accuracy_before"][0], *(row[0] for row in matrix)]
+    logged = {line["step"]: line["eval/task0/accuracy"] for line in lines if "eval/task0/accuracy" in line}
+    ends = [10, 20, 30, 40, 50]  # 80 samples per task, batches of 8
+    assert sorted(logged) == sorted({1, *range(4, 50, 4), *ends})
+    assert [logged[step] for step in (1, *ends)] == [results["accuracy_before"][0], *(row[0] for row in matrix)]
+    said = capsys.readouterr().out
+    assert "--eval-every 2: no effect" in said
+    assert "--eval-every-steps" not in said
 
 
 def test_what_contradicts_is_forgotten_unless_weights_are_held_or_samples_replayed(tmp_path):

@@ -90,6 +90,6 @@ def toy_trainer(
             order=tasks,
             augment=augment,
             max_steps=tasks.steps_per_epoch,
-            evaluation=TaskEvaluation(stream.tests, tasks.task_ends),
+            evaluation=TaskEvaluation(stream.tests, tasks.task_ends, every_steps=config.eval_every_steps),
             callbacks=[*methods, *callbacks],
         )

@@ -501,17 +501,29 @@ def test_a_first_process_that_does_not_answer_is_named():
     )
 
 
-def test_a_port_that_another_program_has_is_one_line(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("rank", "code", "says"),
+    [
+        (0, 2, "error: MASTER_PORT {port}: another program on this machine listens there: take another.\n"),
+        (
+            1,
+            1,
+            "error: the first process did not answer at 127.0.0.1:{port} within --process-timeout: start it, or "
+            "correct MASTER_ADDR and MASTER_PORT.\n",
+        ),
+    ],
+)
+def test_a_port_that_another_program_has_is_one_line(rank: int, code: int, says: str, tmp_path: Path):
+    """It accepts, and stays silent."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         env = os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--cpu", "--run-dir", str(tmp_path / "run")]
-        ended = run_forked(*recipe, env=env)
-    line = f"error: MASTER_PORT {port}: another program on this machine listens there: take another.\n"
-    assert (ended.returncode, ended.stderr) == (2, line)
+        ended = run_forked(*recipe, "--process-timeout", "0.02", env=env)
+    assert (ended.returncode, ended.stderr) == (code, says.format(port=port))
 
 
 def test_every_config_is_one_that_accelerate_reads_and_the_readme_speaks_of():

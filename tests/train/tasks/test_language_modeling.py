@@ -58,6 +58,27 @@ def test_the_training_loss_is_that_of_transformers_times_the_targets():
     assert loss.penalty == 7
 
 
+def test_tokens_that_are_no_targets_are_read_and_counted_by_nobody():
+    """The sums and counts of two processes' parts add up to those of the whole: an unequal number of targets each."""
+    torch.manual_seed(0)
+    model = Bigram(16)
+    tokens = torch.randint(16, (4, 9))
+    learned = torch.arange(36).view(4, 9) % 5 == 2
+    learned[3] = False
+    marked = torch.where(learned, tokens, ~tokens).int()
+    task = LanguageModeling(may_ignore=True)
+    every = nn.functional.cross_entropy(
+        model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
+    loss = task.loss(model, {"tokens": marked})
+    assert loss.count == task.count({"tokens": marked}) == int(learned[:, 1:].sum()) == 5
+    assert loss.sum.item() == pytest.approx(every[learned[:, 1:].flatten()].sum().item())
+    assert task.evaluate(model, {"tokens": marked}).sum.item() == loss.sum.item()
+    parts = [task.loss(model, {"tokens": part}) for part in marked.split([1, 3])]
+    assert sum(part.count for part in parts) == loss.count
+    assert sum(part.sum.item() for part in parts) == pytest.approx(loss.sum.item())
+
+
 def test_an_empty_batch_costs_nothing_and_stays_connected(uniform):
     task, batch = LanguageModeling(), {"tokens": torch.zeros(0, 5, dtype=torch.uint8)}
     loss = task.loss(uniform, batch)

@@ -15,7 +15,6 @@ LAUNCHER = "a launcher sets it in the environment: leave it out, or use --num-pr
 REMEDIES: Mapping[str, str] = {
     "accumulate-grad-batches": "use --gradient-accumulation-steps",
     "amp": "use --mixed-precision bf16, fp16 or no",
-    "auto-batch-size": "leave it out: a run out of memory goes on from its checkpoint with smaller micro-batches",
     "backend": "it is NCCL on GPUs, and gloo with --cpu",
     "checkpoint-frequency": "use --checkpoint.every-steps",
     "cuda": NO_DEVICE,

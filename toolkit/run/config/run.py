@@ -36,6 +36,8 @@ class RunConfig(DenseOptions):
     """Stop after this many optimizer steps, if --epochs takes longer."""
     batch_size: PositiveInt = 64
     """Global batch: samples per optimizer step, over all processes."""
+    auto_batch_size: bool = False
+    """Before training, double --batch-size in trial runs while two steps fit into memory."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step and process; more of them after a step ran out of memory."""
     lr: PositiveFloat = 1e-3
@@ -92,7 +94,8 @@ class RunConfig(DenseOptions):
     """Hold out a part of the training data, too, and evaluate on it: for choices, which the test data must not make.
     Early stopping does so by itself."""
     eval_every: PositiveInt = 1
-    """Epochs between evaluations; the end of the run is always evaluated."""
+    """Epochs between evaluations; the end of the run is always evaluated. A stream without a known length, and one of
+    tasks, has --eval-every-steps alone."""
     eval_every_steps: PositiveInt | None = None
     """Optimizer steps between evaluations, in place of epochs."""
     sync_bn: bool = False

@@ -30,6 +30,7 @@ ONLY_OF_THE_SPEED = frozenset(
 """Fields that change how fast a run learns, and not what."""
 NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
     {
+        "auto_batch_size",  # only a command has it: the run that it starts has the batch that was found
         "run_dir",
         "storage",
         "resume",

@@ -14,8 +14,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -194,17 +196,38 @@ def lost_process(error: Exception) -> str | None:
     if not isinstance(error, RuntimeError):
         return None
     if connecting := re.search(r"timed out after .* trying to connect to \((\S+), (\d+)\)", str(error)):
-        where = ":".join(connecting.groups())
-        return (
-            f"the first process did not answer at {where} within --process-timeout: start it, or correct MASTER_ADDR "
-            "and MASTER_PORT."
-        )
+        return _no_answer(":".join(connecting.groups()))
     if re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE):
         return "another process did not answer within --process-timeout: it hangs or is gone."
     gone = r"connection (closed|reset) by peer|connection was likely closed|broken pipe|remote process exited"
     if re.search(gone, str(error), re.IGNORECASE):
         return "another process has ended, and this one cannot go on without it."
     return None
+
+
+def _no_answer(where: str) -> str:
+    return (
+        f"the first process did not answer at {where} within --process-timeout: start it, or correct MASTER_ADDR and "
+        "MASTER_PORT."
+    )
+
+
+@contextmanager
+def meeting_within(minutes: float) -> Iterator[None]:
+    """End this process where it does not find the others in time. Torch waits without end for the first byte of an
+    answer, as of another program's port that accepts and stays silent."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None or os.environ.get("RANK") == "0" or STORE in os.environ:
+        yield
+        return
+    line = f"error: {_no_answer(f'{address}:{port}')}"
+    timer = threading.Timer(66 * minutes + 1, end_from_a_thread, [line])  # what torch notices itself comes first
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def start_again(error: StepOutOfMemory) -> NoReturn:

@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.background import BackgroundSave
-from toolkit.checkpoint.finding import find_checkpoint
+from toolkit.checkpoint.finding import fetch_checkpoint, find_checkpoint
 from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
@@ -72,6 +72,7 @@ class Checkpointing(Callback):
             # All refusals are above: what they refuse stays as it was.
             if back is not None:
                 run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
+            self._have_best(trainer)
             run.truncate_metrics(trainer.state.step, saved.get("metrics"))
             run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes":
@@ -79,6 +80,16 @@ class Checkpointing(Callback):
                 f"resume='yes': no checkpoint in {run.checkpoints} verifies: leave it out to start from step 0."
             )
         self._started_at = trainer.state.step
+
+    def _have_best(self, trainer: Trainer) -> None:
+        """Have the best checkpoint on every machine, or forget it where it is gone."""
+        run = trainer.run
+        if self._best is None or self._best["step"] == trainer.state.step:
+            return
+        step = self._best["step"]
+        if damage := fetch_checkpoint(run.checkpoints / f"step-{step:08d}", run):
+            run.print(f"warning: the best checkpoint, of step {step:,}, is gone ({damage}): the next one is the best.")
+            self._best = None
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         step = trainer.state.step
@@ -120,6 +131,7 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._background is not None:
             self._finish(trainer, self._background)
+        trainer.results.pop("best_checkpoint", None)  # of a part of the run that kept one
         if self._best is not None:
             trainer.results["best_checkpoint"] = self._best
         saved = trainer.state.step == self._started_at or trainer.save(self.keep) is not None

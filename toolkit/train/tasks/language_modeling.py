@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.data.table import Batch
+from toolkit.data.text import IGNORED, input_ids
 from toolkit.train.task import Loss
 
 
@@ -18,17 +19,27 @@ class LanguageModeling:
     """Cross-entropy in nats per token, and in bits per byte of the text.
 
     The model takes `input_ids` (B, T) and returns an object with `logits` (B, T, V), as those of transformers do.
-    Training blocks are full; in evaluation targets below 0 are left out. `bytes_per_token` is that of the held-out
-    text: on average for a tokenizer, 1 for bytes. `penalty` is called after each training forward and returns a term to
-    add.
+    Tokens below 0 are no targets: `toolkit.data.text.input_ids` says what is read there. Those of training are counted
+    where `may_ignore` is given, else there are none. `bytes_per_token` is that of the held-out text: on average for a
+    tokenizer, 1 for bytes. `penalty` is called after each training forward and returns a term to add.
     """
 
-    def __init__(self, *, bytes_per_token: float = 1.0, penalty: Callable[[], Tensor | None] | None = None):
+    def __init__(
+        self,
+        *,
+        bytes_per_token: float = 1.0,
+        penalty: Callable[[], Tensor | None] | None = None,
+        may_ignore: bool = False,
+    ):
         self.bits_per_nat = 1 / (math.log(2) * bytes_per_token)
-        self.penalty = penalty
+        self.penalty, self.may_ignore = penalty, may_ignore
 
-    def count(self, batch: Batch) -> int:
-        return batch["tokens"][:, 1:].numel()
+    def count(self, batch: Batch) -> int | Int[Tensor, ""]:
+        targets = batch["tokens"][:, 1:]
+        if not self.may_ignore:
+            return targets.numel()
+        counted = (targets >= 0).sum()
+        return int(counted) if targets.device.type == "cpu" else counted
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         nats = self._nats(model, batch["tokens"])
@@ -44,8 +55,9 @@ class LanguageModeling:
         if not len(tokens):
             return self._nothing(model, tokens.new_zeros(1, 1, dtype=torch.int64))
         tokens = tokens.long()
-        logits = model(input_ids=tokens[:, :-1].clamp(min=0)).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum", ignore_index=-1)
+        logits = model(input_ids=input_ids(tokens[:, :-1])).logits
+        targets = tokens[:, 1:].clamp(min=IGNORED).flatten()
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum", ignore_index=IGNORED)
 
     def _nothing(self, model: nn.Module, token: Int[Tensor, "1 1"]) -> Float[Tensor, ""]:
         """Zero, after a forward of one token that does not count: transformers' attention takes no empty batch, and
