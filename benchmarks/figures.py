@@ -55,7 +55,8 @@ UNIT = re.compile(
     r"|bits per byte|nats\b|GB/s|MiB\b)"
 )
 VERSION = re.compile(
-    r"\b(python|torch|transformers|accelerate|deepspeed|peft|\w*trainer|arxiv)\W+([\d.]+(, | or | to ))*$", re.IGNORECASE
+    r"\b(python|torch|transformers|accelerate|deepspeed|peft|\w*trainer|arxiv)\W+([\d.]+(, | or | to ))*$",
+    re.IGNORECASE,
 )
 """What stands before a number that is a version."""
 CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)

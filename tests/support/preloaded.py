@@ -5,11 +5,11 @@ The garbage collector leaves what is here alone: else each fork would walk throu
 
 import gc
 import importlib
-import io
 from importlib.util import find_spec
+from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from PIL import Image
 
 MODULES = (
     "tests",
@@ -33,10 +33,14 @@ MODULES = (
 for name in MODULES:
     if find_spec(name.partition(".")[0]):  # some are installed for developers only
         importlib.import_module(name)
-EMPTY = io.BytesIO()
-FigureCanvasAgg(Figure(figsize=(0.1, 0.1))).print_png(EMPTY)
-# To render the pictures of a run takes as long as its training. Tests of pictures render them in their own process.
-FigureCanvasAgg.print_png = lambda self, path: path.write_bytes(EMPTY.getvalue())  # type: ignore
 
+
+def print_empty(canvas: FigureCanvasAgg, path: Path) -> None:
+    """In place of `print_png`: to render the pictures of a run takes as long as its training. Tests of pictures render
+    them in their own process."""
+    Image.new("RGB", canvas.get_width_height()).save(path, format="png")
+
+
+FigureCanvasAgg.print_png = print_empty  # type: ignore[method-assign]
 gc.collect()
 gc.freeze()

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.adapter_faults import CLEAN, OF_TRAINING, by_doctor
 
 
-@pytest.mark.parametrize("fault", ["averaged over all ranks", "frozen while claimed trained", "moments lost in a move"])
+@pytest.mark.parametrize("fault", ["averaged over all ranks", "moments lost in a move"])
 def test_a_fault_of_training_is_named(fault: str):
     assert by_doctor(fault) == OF_TRAINING[fault]
 

@@ -9,7 +9,6 @@ from benchmarks.faults.silent_bugs.score import BUGS, about, bugs, findings
 SAMPLE = (
     "all_ranks_see_the_same_samples",
     "balance_loss_without_effect",
-    "epochs_in_the_same_order",
     "last_micro_batch_alone",
     "router_cut_off_by_gather",
 )
