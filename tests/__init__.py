@@ -1,10 +1,11 @@
-"""Tests. Importing this package, also in a process that a test starts, has the shapes of tensors checked from then on.
+"""Tests. Importing this package has the shapes of tensors checked from then on, but in forks that a test starts.
 
 Every module of `toolkit/` and of a recipe's subject that annotates tensors with jaxtyping is imported with its
 functions and dataclasses wrapped: a call whose tensors do not have the shapes of the annotations raises
 `jaxtyping.TypeCheckError`.
 """
 
+import sys
 import typing
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -43,6 +44,8 @@ def modules_with_shapes() -> list[str]:
     )
 
 
+# The functions that ranks call are also called in the tests' own process, and checks would take a third of their time.
+_IN_FORKS = any("multiprocessing.forkserver" in word for word in sys.orig_argv)
 # Benchmarks use helpers of the tests, also where only what training needs is installed.
-if find_spec("beartype"):
+if find_spec("beartype") and not _IN_FORKS:
     install_import_hook(modules_with_shapes(), "tests.check_shapes")

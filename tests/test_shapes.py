@@ -13,7 +13,6 @@ from jaxtyping import TypeCheckError
 from activity.voting import vote
 from speech.legendre import LegendreMemory
 from tests import modules_with_shapes
-from tests.support.helpers import run_distributed
 from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.grouped_mm import grouped_mm
@@ -55,13 +54,3 @@ def test_the_modules_that_annotate_shapes_are_those_that_are_checked():
     checked = {name for name in modules_with_shapes() if name in sys.modules and "jaxtyping" in vars(sys.modules[name])}
     assert checked == {name for name in modules_with_shapes() if name in sys.modules}
     assert {"toolkit.experts.layer.router", "toolkit.experts.layer.dispatch.dispatch", "toolkit.train.task"} <= checked
-
-
-def wrong_call() -> str:
-    with pytest.raises(TypeCheckError) as caught:
-        WRONG["ids of other tokens"]()
-    return type(caught.value).__name__
-
-
-def test_shapes_are_checked_in_the_processes_that_a_test_starts():
-    assert run_distributed(wrong_call, 1) == ["TypeCheckError"]

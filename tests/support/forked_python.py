@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import jaxtyping
-
 from tests.support.helpers import ROOT, fork_context, program_environment
 
 
@@ -208,8 +206,7 @@ def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
 
 
 def _main(words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
-    """In the fork: become `python *words`, which checks no shapes, as for users."""
-    jaxtyping.config.update("jaxtyping_disable", True)
+    """In the fork: become `python *words`."""
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115

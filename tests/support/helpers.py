@@ -44,13 +44,10 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, port: int, fn: Call
         ACCELERATE_USE_CPU="true",
         OMP_NUM_THREADS="1",
     )
-    import jaxtyping
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # The same functions are called in one process; the checks would take a third of the time.
-    jaxtyping.config.update("jaxtyping_disable", world_size > 1)
     try:
         if world_size > 1:
             store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
