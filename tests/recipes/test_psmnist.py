@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_the_debug_preset_learns_and_two_processes_learn_the_same(tmp_path):
-    alone = train_on_ranks(tmp_path / "one")
+    (alone,) = run_distributed(train_on_ranks, 1, tmp_path / "one")
     assert alone["test_accuracy"] > 0.2  # four seeds: 0.29 to 0.59; chance is 0.1
     for results in run_distributed(train_on_ranks, 2, tmp_path / "two"):
         assert results["test_loss"] == pytest.approx(alone["test_loss"], rel=IN_FLOAT64)
