@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 MOVING = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)}
-ROUNDED = 1e-7
+ROUNDED = 1e-6
 """Qwen3's norms compute in float32 whatever the weights are, and round otherwise on another processor; a wrong row
 differs by a tenth."""
 CASES = [
