@@ -1,6 +1,5 @@
 """Stop a run anywhere, give the same command again: nothing of it can be told from a run that was never stopped."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,6 @@ from tests.support.helpers import run_distributed
 from tests.support.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
 from toolkit.errors import Preempted
 from toolkit.run.config.callback_options import CheckpointOptions
-
-
-@pytest.fixture(autouse=True)
-def _handlers():
-    """A preempted run leaves its handlers in place, because its process is about to end."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from toolkit.run.launch.port import bound_port, reserve_port
 from toolkit.run.launch.supervisor import must_start_processes
 
 CONFIGS = ROOT / "accelerate_configs"
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 LAUNCHER_VARIABLES = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "OMP_", "TOOLKIT_", "WANDB_", "FSDP_")
 
 # Needs no torch, so that a test of processes takes a fraction of a second.
@@ -442,7 +442,7 @@ def test_processes_are_started_once(world):
 
 def accelerate_launch(*words: str, cwd: Path, **variables: str) -> SimpleNamespace:
     """`accelerate launch`; what our own lines on stderr were, apart from all that the launcher adds."""
-    done = run_forked(*ACCELERATE[1:], *words, cwd=cwd, env=environment(**variables))
+    done = run_forked(*ACCELERATE, *words, cwd=cwd, env=environment(**variables))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     return SimpleNamespace(code=done.returncode, errors=errors, out=done.stdout, err=done.stderr)
 
@@ -470,7 +470,7 @@ def test_several_machines_make_one_world(tmp_path: Path):
     where = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
     machines = [
         ForkedPython(
-            *ACCELERATE[1:],
+            *ACCELERATE,
             *train(
                 *("multi_node", *where, "--main_process_port", port, "--machine_rank", str(rank)),
                 run_dir=tmp_path / "run",

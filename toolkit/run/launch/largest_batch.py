@@ -20,6 +20,7 @@ from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import MICRO_BATCH_SIZE
 from toolkit.run.hardware import memory_limit_bytes
 from toolkit.run.launch.children import POLL_S, Children
+from toolkit.run.tracking.jsonl import read_metrics
 
 OFF = "--no-auto-batch-size"
 TRIAL = (OFF, "--log-every", "1", "--tracker", "none", "--storage", "none", "--max-restarts", "0")
@@ -90,18 +91,12 @@ def _try(size: int) -> int | str:
                 largest = max(largest, _resident_bytes(child.pid))
                 if (run / MICRO_BATCH_SIZE).exists():
                     return "a step ran out of memory."
-                if (line := _last_line(run)).get("step", 0) >= STEPS:
+                *_, line = {"step": 0}, *read_metrics(run / "metrics.jsonl")
+                if line["step"] >= STEPS:
                     return largest if line["train/epoch"] <= 1 else f"an epoch has less than {STEPS} steps."
             said.seek(0)
             last = next(reversed(said.read().splitlines()), f"it took less than {STEPS} steps.")
     return f"it ended: {last.removeprefix('error: ')}"
-
-
-def _last_line(run: Path) -> dict[str, float]:
-    """The last line of metrics of a run that goes on, of which a part may be written."""
-    with suppress(OSError, ValueError, IndexError):
-        return json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    return {}
 
 
 def _resident_bytes(pid: int) -> int:
