@@ -68,7 +68,6 @@ def wait_for_a_stopped_rank(config):
         import torch, torch.distributed as dist
         group = make_expert_groups(2).ep_group
         dist.barrier()
-        pathlib.Path(f"waits{dist.get_rank()}").touch()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(1), group=group)
@@ -250,9 +249,10 @@ def test_a_hangup_that_nohup_had_ignored_stays_ignored(toy: Path):
 def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout_and_is_named(terminated: bool, toy: Path):
     limit = ("--tracker", "none", "--run-dir", "run", "--process-timeout", "0.1")
     process = start(toy, "wait_for_a_stopped_rank(config)", flags=limit)
-    while terminated and not (toy.parent / "waits0").exists() and process.poll() is None:
-        time.sleep(0.05)
     if terminated:
+        stopped = psutil.Process(rank_facts(toy, 1)["pid"])
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
         process.terminate()
     _, err = process.communicate(timeout=60)
     assert "error: rank 1 of 2 was stopped (SIGSTOP) and did not end." in err.splitlines()
