@@ -31,7 +31,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "a router gets sequences": lambda: TopKRouter(8, 4, 2)(X_TD[None]),
     "more ids than weights": lambda: Routing(IDS_TK, WEIGHTS_TK[:, :1], PROBS_TE, PROBS_TE),
     "float ids": lambda: Routing(IDS_TK.float(), WEIGHTS_TK, PROBS_TE, PROBS_TE),
-    "ids of other tokens": lambda: LocalDispatcher(contiguous(4, 1)).dispatch(X_TD[:2], IDS_TK),
+    "ids of other tokens": lambda: LocalDispatcher(contiguous(4, 1)).dispatch(X_TD[:2], IDS_TK, WEIGHTS_TK),
     "rows of one dimension": lambda: GroupedExperts(8, 4, expert_ids=[0])(X_TD[0], torch.tensor([8])),
     "counts of other slots": lambda: grouped_mm(X_TD, torch.zeros(2, 8, 4), torch.tensor([1, 1, 1])),
     "integers into a layer": lambda: make_moe(8, 4, 4, 2)(X_TD.long()),

@@ -221,8 +221,8 @@ def exchanges(config: Config, name: str, dispatcher: TokenDispatcher) -> dict[st
     def work(x: Tensor, ids_TK: Tensor) -> None:
         router.ids_TK = ids_TK
         routing = router(x)
-        rows, plan = dispatcher.dispatch(x, routing.expert_ids_TK)
-        dispatcher.combine(rows, plan, routing.weights_TK).square().mean().backward()
+        rows, arrived = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
+        dispatcher.combine(rows, arrived).square().mean().backward()
         router.zero_grad()
 
     found: dict[str, Work] = {}

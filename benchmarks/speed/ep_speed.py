@@ -218,23 +218,24 @@ def take_apart(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float
     upstream = torch.randn_like(x)
     with torch.no_grad():
         _, weights, ids = router(x)
-        plan = dispatcher.dispatch(x, ids)[1]
-    assert plan.exchange is not None
-    sent, received = plan.exchange.sent, plan.exchange.received
+        sizes = dispatcher.dispatch(x, ids, weights)[1].plan.legs[0].sizes
+    sent, received = sizes.sent, sizes.received
     counts, counts_back = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, dtype=torch.int64)
     out, back = torch.randn(sum(sent), dim), torch.empty(sum(received), dim)
 
     def layer(_: int) -> None:
         _, weights, ids = router(x)
-        rows, plan = dispatcher.dispatch(x, ids)
-        rows = experts_forward(experts, rows, slots_of_rows(plan.rows_per_slot, len(rows)), rows.new_ones(len(rows), 1))
-        dispatcher.combine(rows, plan, weights).backward(upstream)
+        rows, arrived = dispatcher.dispatch(x, ids, weights)
+        slots = slots_of_rows(arrived.rows_per_slot, len(rows))
+        dispatcher.combine(experts_forward(experts, rows, slots, rows.new_ones(len(rows), 1)), arrived).backward(
+            upstream
+        )
         experts.zero_grad()
         router.zero_grad()
 
     def dispatch_and_combine(_: int) -> None:
-        rows, plan = dispatcher.dispatch(x, ids)
-        dispatcher.combine(rows, plan, weights.detach().requires_grad_()).backward(upstream)
+        rows, arrived = dispatcher.dispatch(x, ids, weights.detach().requires_grad_())
+        dispatcher.combine(rows, arrived).backward(upstream)
 
     def bare(_: int) -> None:
         dist.all_to_all_single(counts_back, counts, group=groups.ep_group)

@@ -43,8 +43,10 @@ def test_an_even_load_takes_what_the_closed_form_says():
     load = np.full((steps, layers, ranks, experts), rows)
     slots = experts // ranks
     each = rows * experts
-    leaving = rows * slots * (ranks - 1) * SIZES["row_bytes"] / 10.0
-    layer = 5 + 7 * each + 2 * each + 3 * slots + 2 * leaving + EXCHANGES * 11
+    # A token has none of its two experts among the two of a rank with a chance of 6 * 5 / (8 * 7).
+    visits = each / 2 * (1 - 30 / 56)
+    leaving = visits * (ranks - 1) * SIZES["row_bytes"] / 10.0
+    layer = 5 + 7 * visits * ranks + 2 * each + 3 * slots + 2 * leaving + EXCHANGES * 11
     expected = 13 + 17 * each / 2 + layers * layer + 19 * layers * slots
     assert seconds(MACHINE, load, [contiguous(experts, ranks)] * layers).tolist() == pytest.approx([expected] * steps)
     # Twice as many ranks as cores: all but latency takes twice as long.
@@ -133,17 +135,18 @@ def test_the_hierarchical_exchange_takes_what_the_closed_form_says_and_pays_wher
         return tuple(simulate(load, [blocks], [cost], machine) for cost in both)  # type: ignore[return-value]
 
     flat, hierarchical = exchanges(machine)
-    # Half of the assignments go to the other node, a quarter to the other rank of the own one, at the same time.
-    assignments = rows * experts
-    assert flat.exchanges_T == pytest.approx([2 * 4 * assignments / 2 / 10 + EXCHANGES * 11])
-    # A token has none of its two experts among the four of a node with a chance of 4 * 3 / (8 * 7).
-    visits = assignments / 2 * (1 - 12 / 56)
-    # Half of the rows that came from both nodes go to the other rank of the node.
-    expected = 2 * 4 * (visits / 10 + assignments / 2 / 20) + HIERARCHICAL_EXCHANGES * 11
+    # A token has none of its two experts among the two of a rank with a chance of 6 * 5 / (8 * 7), among the four of
+    # a node with one of 4 * 3 / (8 * 7).
+    tokens = rows * experts / 2
+    of_rank, of_node = tokens * (1 - 30 / 56), tokens * (1 - 12 / 56)
+    # Rows go to two ranks of the other node, and to the other one of the own node at the same time.
+    assert flat.exchanges_T == pytest.approx([2 * 4 * 2 * of_rank / 10 + EXCHANGES * 11])
+    # Rows that came from both nodes go to the other rank of the node.
+    expected = 2 * 4 * (of_node / 10 + 2 * of_rank / 20) + HIERARCHICAL_EXCHANGES * 11
     assert hierarchical.exchanges_T == pytest.approx([expected])
     # Rows are put in order for the nodes, and again inside a node.
-    assert flat.router_T == pytest.approx([7 * assignments])
-    assert hierarchical.router_T == pytest.approx([7 * (2 * visits + assignments)])
+    assert flat.router_T == pytest.approx([7 * 4 * of_rank])
+    assert hierarchical.router_T == pytest.approx([7 * (2 * of_node + 4 * of_rank)])
 
     flat, hierarchical = exchanges(replace(machine, node_bytes_per_second=200.0, exchange_seconds=0.0))
     assert hierarchical.exchanges_T < flat.exchanges_T

@@ -94,10 +94,10 @@ class Deaf:
     def mix(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Any, *, kept_TK: Any, meanwhile: Any
     ) -> tuple[Tensor, Any]:
-        rows, plan = self.dispatcher.dispatch(x_TD, ids_TK, kept_TK)
-        y_TD = self.dispatcher.combine(experts()(rows, plan.rows_per_slot), plan, weights_TK)
+        rows, arrived = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, kept_TK)
+        y_TD = self.dispatcher.combine(experts()(rows, arrived.rows_per_slot), arrived)
         meanwhile()
-        return y_TD, [plan]
+        return y_TD, [arrived.plan]
 
 
 def with_and_without_overlap(

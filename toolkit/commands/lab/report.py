@@ -29,7 +29,7 @@ from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import planner_named
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.planners.registry import Planner
-from toolkit.experts.placement.traffic import migration_cost, replica_rows
+from toolkit.experts.placement.traffic import expected_visits, migration_cost, replica_rows
 from toolkit.experts.routing.metrics import DispatchCounts, Window, balance_metrics, count, traffic_metrics
 from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import Trace
@@ -128,7 +128,10 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     nodes = [rank // (rules.machine.ranks_per_node or ranks) for rank in range(ranks)]
     last = [run.placements[-1] for run in runs]
     balance = balance_metrics(window, last)
-    traffic = traffic_metrics(window, case.row_bytes, steps=steps - every, node_of_rank=nodes)
+    slots = sum(last[0].slots_per_rank)
+    visits_LWR = expected_visits(window.sent_LWR, ranks, top_k=rules.machine.top_k, slots=slots)
+    sent = replace(window, visits_LWR=np.rint(visits_LWR).astype(np.int64))
+    traffic = traffic_metrics(sent, case.row_bytes, steps=steps - every, node_of_rank=nodes)
     costs = [
         migration_cost(old, new, weight_bytes=case.weight_bytes[layer], optimizer_bytes=case.optimizer_bytes[layer])
         for layer, run in enumerate(runs)

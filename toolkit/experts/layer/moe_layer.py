@@ -135,7 +135,7 @@ class MoE(nn.Module):
             dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
         choices = Choices(routing.expert_ids_TK, routing.kept_TK)
         training = self.training and torch.is_grad_enabled()
-        self.expert_stack.record(plans, choices, x_TD, y_TD, training=training, dropped_E=dropped_E)
+        self.expert_stack.record(plans, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(

@@ -18,9 +18,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, DispatchPlan, LocalDispatcher, TokenDispatcher
-from toolkit.experts.layer.dispatch.hierarchical_dispatch import HierarchicalDispatcher, HierarchicalPlan
-from toolkit.experts.layer.dispatch.order import SlotOrder
+from toolkit.experts.layer.dispatch.dispatch import (
+    SLOT_TYPE,
+    AllToAllDispatcher,
+    DispatchPlan,
+    LocalDispatcher,
+    TokenDispatcher,
+)
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.gradients import average_in_backward, average_owned_gradients, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -33,11 +37,7 @@ from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingL
 
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
     """The dispatcher for experts on the EP group of `groups`."""
-    if groups.ep_size == 1:
-        return LocalDispatcher(placement)
-    if groups.nodes is not None:
-        return HierarchicalDispatcher(placement, groups)
-    return AllToAllDispatcher(placement, groups)
+    return LocalDispatcher(placement) if groups.ep_size == 1 else AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
@@ -185,6 +185,7 @@ class ExpertStack:
         plans: Sequence[DispatchPlan],
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
+        weights_TK: Float[Tensor, "T K"],
         outputs: Float[Tensor, "*batch D"],
         *,
         training: bool,
@@ -192,8 +193,8 @@ class ExpertStack:
     ) -> None:
         """Write the forward that `plans` dispatched into the log; one that is not `training` only as `last_load_E`.
 
-        `inputs` (..., D) were dispatched, `outputs` (..., D) are what came of them. `dropped_E`: assignments that a
-        capacity dropped, which are in no plan's `load_E`. Assignments of padding are left out.
+        `inputs` (..., D) were dispatched with `weights_TK`, `outputs` (..., D) are what came of them. `dropped_E`:
+        assignments that a capacity dropped, which are in no plan's `load_E`. Assignments of padding are left out.
         """
         counted_T = counted_tokens(len(choices.expert_ids_TK))
         if counted_T is None:
@@ -206,17 +207,18 @@ class ExpertStack:
         self.log.last_load_E = load_E
         if not training:
             return
-        crossed = None
-        if self.node_of_peer is not None:
-            self.node_of_peer = self.node_of_peer.to(load_E.device)
-            visits_TM = torch.cat([self._visits_TM(plan, self.node_of_peer) for plan in plans])
-            crossed = crossings(visits_TM, self.node_of_peer[self.groups.ep_rank], counted_T)
-        row_bytes = RowBytes(_row_bytes(inputs), _row_bytes(outputs))
-        self.log.add(RoutedForward(self.placement, load_E, dropped_E, crossed, row_bytes, choices))
-
-    @staticmethod
-    def _visits_TM(plan: DispatchPlan, node_of_peer: Tensor) -> Bool[Tensor, "T M"]:
-        return plan.visits_TM if isinstance(plan, HierarchicalPlan) else visited_nodes(plan.order, node_of_peer)
+        visits_P = crossed = None
+        if self.groups.ep_size > 1:
+            visits_TP = torch.cat([plan.visits_TP for plan in plans if plan.visits_TP is not None])
+            if counted_T is not None:
+                visits_TP = visits_TP & counted_T[:, None]
+            visits_P = visits_TP.sum(0)
+            if self.node_of_peer is not None:
+                self.node_of_peer = self.node_of_peer.to(load_E.device)
+                crossed = crossings(visits_TP, self.node_of_peer, self.groups.ep_rank)
+        with_row = weights_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
+        row_bytes = RowBytes(_row_bytes(inputs) + with_row, _row_bytes(outputs))
+        self.log.add(RoutedForward(self.placement, load_E, dropped_E, visits_P, crossed, row_bytes, choices))
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
@@ -246,31 +248,14 @@ class ExpertStack:
             )
 
 
-def visited_nodes(order: SlotOrder, node_of_peer_P: Int[Tensor, " P"]) -> Bool[Tensor, "T P"]:
-    """Whether a token has experts on a node, given the order of its assignments by slot. No host sync.
+def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"], here: int) -> Int[Tensor, " P"]:
+    """int64: tokens that visit each other node than that of peer `here`, each once however many of its experts are
+    there. No host sync.
 
-    `node_of_peer_P`: int64, numbered from 0. There are as many columns as peers, the most nodes that there can be.
+    `node_of_peer_P`: int64, numbered from 0. There are as many counts as peers, the most nodes that there can be.
     """
-    peers = len(node_of_peer_P)
-    end_P = order.rows_per_slot.view(peers, -1).sum(1).cumsum(0)
-    peer_TK = torch.searchsorted(end_P, order.place_TK, right=True).clamp(max=peers - 1)
-    node_TK = node_of_peer_P[peer_TK]
-    if order.kept_TK is not None:  # The place of a dropped assignment is past the end, or 0.
-        node_TK = node_TK.where(order.kept_TK, peers)
-    visits_TP = torch.zeros(len(node_TK), peers + 1, dtype=torch.bool, device=node_TK.device).scatter_(1, node_TK, True)
-    return visits_TP[:, :peers]
-
-
-def crossings(
-    visits_TM: Bool[Tensor, "T M"], here: Int[Tensor, ""], counted_T: Bool[Tensor, " T"] | None = None
-) -> Int[Tensor, " M"]:
-    """int64 (M): tokens that visit each node other than `here`, each once however many of its experts are there.
-
-    `counted_T`: bool, the tokens that count; None for all. No host sync.
-    """
-    if counted_T is not None:
-        visits_TM = visits_TM & counted_T[:, None]
-    return visits_TM.sum(0).index_fill_(0, here, 0)
+    peers_TM = torch.zeros_like(visits_TP, dtype=torch.int64).index_add_(1, node_of_peer_P, visits_TP.long())
+    return (peers_TM > 0).sum(0).index_fill_(0, node_of_peer_P[here], 0)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -107,7 +107,7 @@ def make_expert_groups(
         ranks: In place of the two: which ranks are a group each, in lists of equal length that together have every rank
             once, or as one dimension of a mesh, such as `mesh["ep"]`. In each group experts are placed on the ranks in
             ascending order.
-        exchange: Whether a token is sent to each rank that has experts of it, or once to each node and spread there.
+        exchange: Whether a token is sent to each rank that has experts of it, or once to each node, and from there.
         dispatch_chunks: The `chunks` of `ExpertGroups`. Each layer's experts take as many smaller products, so it pays
             where rows travel for long.
 

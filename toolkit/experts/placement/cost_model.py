@@ -28,11 +28,10 @@ from toolkit.experts.placement.traffic import (
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses
 a few plans too many."""
-EXCHANGES = 5
-"""All-to-alls of a layer in a step: row counts; dispatch and combine, forward and backward."""
-HIERARCHICAL_EXCHANGES = 13
-"""All-to-alls of a layer with the hierarchical exchange: two of counts, one of slots; weights, forward and backward;
-dispatch and combine, between nodes and inside them, forward and backward."""
+EXCHANGES = 8
+"""All-to-alls of a layer in a step: sizes, slots; the router's weights, dispatch and combine, forward and backward."""
+HIERARCHICAL_EXCHANGES = 2 * EXCHANGES
+"""The same between nodes, and inside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +97,9 @@ class CostModel:
     seconds_per_layer: float = 0.0
     """The time of a layer without rows, on each rank."""
     seconds_per_row_sent: float = 0.0
-    """Routing, sorting and copying of one assignment where it comes from, forward and backward."""
+    """Routing, sorting and copying of one row where it comes from, forward and backward."""
     row_bytes: int = 0
-    """The bytes of one assignment in dispatch and combine together; the backward sends as much again."""
+    """The bytes of one row in dispatch and combine together; the backward sends as much again."""
     exchange_seconds: float = 0.0
     """The time of one all-to-all without rows."""
     ranks_per_node: int | None = None
@@ -110,8 +109,8 @@ class CostModel:
     cores: Cores | None = None
     """None: each rank has a processor of its own."""
     exchange: ExpertExchange = "flat"
-    """Says whether a row is sent for each assignment, or once to each node and spread there, for which ranks must be on
-    several nodes of `ranks_per_node`."""
+    """Says whether a token's row goes to each rank that has experts of it, or first to each node, for which ranks are
+    on several nodes of `ranks_per_node`."""
     top_k: int = 1
     """Experts of a token, which the hierarchical exchange depends on."""
     nodes_per_token: int | None = None
@@ -155,13 +154,16 @@ class CostModel:
     def _exchanges(self, rows_SR: NDArray[Any], slots: int, latency: float) -> tuple[NDArray[Any], Floats]:
         """Returns (..., S), rows that each rank puts in order and sends; (...): seconds of the exchanges of rows."""
         ranks = rows_SR.shape[-1]
+        per_node = self.ranks_per_node or ranks
+        limit = None if self.nodes_per_token is None else self.nodes_per_token * per_node
+        visits_SR = expected_visits(rows_SR, ranks, top_k=self.top_k, slots=slots, nodes_per_token=limit)
         if self.exchange == "flat":
-            return rows_SR.sum(-1), 2 * self.transfer_seconds(rows_SR * self.row_bytes) + EXCHANGES * latency
+            return visits_SR.sum(-1), 2 * self.transfer_seconds(visits_SR * self.row_bytes) + EXCHANGES * latency
         if not self.can_be_hierarchical(ranks):
             raise ValueError(f"{ranks} ranks with {self.ranks_per_node} per node are not on several equal nodes")
-        nodes = ranks // (self.ranks_per_node or ranks)
+        nodes = ranks // per_node
         visits_SM = expected_visits(rows_SR, nodes, top_k=self.top_k, slots=slots, nodes_per_token=self.nodes_per_token)
-        between, inside = hierarchical_rows(rows_SR, visits_SM)
+        between, inside = hierarchical_rows(visits_SR, visits_SM)
         # One after the other: a row is spread inside a node once it is there.
         seconds = self.transfer_seconds(between * self.row_bytes) + self.transfer_seconds(inside * self.row_bytes)
         return between.sum(-1) + inside.sum(-1), 2 * seconds + HIERARCHICAL_EXCHANGES * latency

@@ -48,7 +48,8 @@ def rows_per_slot(load_SE: NDArray[Any], placement: ExpertPlacement, *, sources:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows between ranks in one pass: dispatch sends them, combine returns as many; the backward does both again."""
+    """Rows between ranks in one pass: dispatch sends them, combine returns as many; the backward does both again. Or
+    the assignments that they are sent for."""
 
     rows_SR: Ints
     """What each rank sends to each; the diagonal stays on its rank."""
@@ -79,23 +80,23 @@ def rows_between_ranks(
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
 
-def hierarchical_rows(rows_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def hierarchical_rows(visits_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Returns twice (..., S, R), rows between nodes, and rows inside them, if each token goes to a node once.
 
-    `rows_SR` (..., S, R): assignments of each rank to each rank, with equally many consecutive ranks on each of M
-    nodes. `visits_SM` (..., S, M): tokens of each rank that have experts on each node. A row goes to the rank with the
-    place of its source on the other node, and from there to the ranks of its slots; what stays on a rank is on a
+    `visits_SR` (..., S, R): tokens of each rank that have experts on each rank, with equally many consecutive ranks on
+    each of M nodes; `visits_SM` (..., S, M): those that have experts on each node. A row goes to the rank with the
+    place of its source on the other node, and from there to the ranks that it visits; what stays on a rank is on a
     diagonal. Raises ValueError where nodes would be unequal.
     """
     *lead, ranks, nodes = visits_SM.shape
     size = ranks // nodes
     if size * nodes != ranks:
         raise ValueError(f"{ranks} ranks are not equally many on each of {nodes} nodes")
-    by_place = rows_SR.reshape(*lead, nodes, size, nodes, size).sum(-4)
-    inside = np.einsum("...ibj,ab->...aibj", by_place, np.eye(nodes, dtype=rows_SR.dtype))
+    by_place = visits_SR.reshape(*lead, nodes, size, nodes, size).sum(-4)
+    inside = np.einsum("...ibj,ab->...aibj", by_place, np.eye(nodes, dtype=visits_SR.dtype))
     places = np.eye(size, dtype=visits_SM.dtype)
     between = np.einsum("...aib,ij->...aibj", visits_SM.reshape(*lead, nodes, size, nodes), places)
-    return between.reshape(rows_SR.shape), inside.reshape(rows_SR.shape)
+    return between.reshape(visits_SR.shape), inside.reshape(visits_SR.shape)
 
 
 def expected_visits(

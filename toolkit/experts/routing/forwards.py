@@ -29,6 +29,8 @@ class Forwards(NamedTuple):
     """int64: assignments that were sent to experts."""
     dropped_FLE: Tensor
     """int64: assignments that a capacity dropped."""
+    visits_FLR: Tensor
+    """int64: tokens that have experts on each rank of the EP group; 0 where it is of one rank."""
     crossings_FLR: Tensor
     """int64: distinct tokens that went to each other node, numbered within the EP group, of which there are at most as
     many as ranks; 0 where `ExpertStack.count_crossings` was not called."""
@@ -95,7 +97,7 @@ class ModelForwards:
 
 
 def _without_tokens(stack: ExpertStack) -> RoutedForward:
-    return RoutedForward(stack.placement, torch.zeros_like(stack.log.load_E), None, None, RowBytes(0, 0), None)
+    return RoutedForward(stack.placement, torch.zeros_like(stack.log.load_E), None, None, None, RowBytes(0, 0), None)
 
 
 def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[RoutedForward, ...]]) -> Forwards:
@@ -105,12 +107,15 @@ def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[Route
     loads = [[layer.load_E.to(device) for layer in forward] for forward in by_forward]
     load_FLE = torch.stack([pad_sequence(forward, batch_first=True) for forward in loads])
     dropped_FLE = torch.zeros_like(load_FLE)
-    crossings_FLR = load_FLE.new_zeros(*load_FLE.shape[:2], placements[0].ranks)
+    visits_FLR = load_FLE.new_zeros(*load_FLE.shape[:2], placements[0].ranks)
+    crossings_FLR = torch.zeros_like(visits_FLR)
     for forward, layers in enumerate(by_forward):
         for index, layer in enumerate(layers):
             if layer.dropped_E is not None:
                 dropped_FLE[forward, index, : len(layer.dropped_E)] = layer.dropped_E
+            if layer.visits_P is not None:
+                visits_FLR[forward, index] = layer.visits_P
             if layer.crossings_M is not None:
                 crossings_FLR[forward, index, : len(layer.crossings_M)] = layer.crossings_M
     last_choices = [layer.choices for layer in by_forward[-1]]
-    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, crossings_FLR, last_choices)
+    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, visits_FLR, crossings_FLR, last_choices)

@@ -64,13 +64,14 @@ class LoadMeter:
     def fold(self) -> Window | None:
         """Adds all ranks' new forwards to the window and returns them. A collective, one reduction."""
         counts: DispatchCounts | None = None
-        for placements, sent_FLE, dropped_FLE, crossings_FLR, _ in self.forwards.take(fill=True):
+        for placements, sent_FLE, dropped_FLE, visits_FLR, crossings_FLR, _ in self.forwards.take(fill=True):
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,
                 sources=[self.place],
                 world_size=self.world_size,
                 dropped_LE=dropped_FLE.sum(0).cpu().numpy(),
+                visits_LSR=visits_FLR.sum(0).cpu().numpy()[:, None],
                 crossings_LSR=crossings_FLR.sum(0).cpu().numpy()[:, None],
             )
             counts = here if counts is None else counts.then(here)
@@ -127,7 +128,7 @@ class LoadMeter:
         layers = len(self.stacks)
         none_LE = np.zeros((layers, self.forwards.num_experts), dtype=np.int64)
         sent_LWR = np.zeros((layers, self.world_size, group), dtype=np.int64)
-        return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, np.zeros_like(sent_LWR))
+        return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, sent_LWR, sent_LWR)
 
     def state_dict(self) -> dict[str, Any]:
         return {"line": self.window.to_dict(), "line_began": self.began}

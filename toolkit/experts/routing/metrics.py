@@ -53,7 +53,9 @@ class DispatchCounts(_Sums):
     received_FLW: Ints
     """Rows from these sources that each rank's experts compute."""
     sent_LWR: Ints
-    """Rows from each rank to each rank of its EP group, over all forwards."""
+    """Assignments of each rank to each rank of its EP group, over all forwards."""
+    visits_LWR: Ints
+    """Rows that they send for these: one for each token and rank that has experts of it; 0 if they were not counted."""
     crossings_LWR: Ints
     """Distinct tokens from each rank to each other node, numbered within the EP group, of which there are at most as
     many as ranks; over all forwards; 0 if they were not counted."""
@@ -76,6 +78,7 @@ def count(
     sources: Sequence[int],
     world_size: int,
     dropped_LE: NDArray[Any] | None = None,
+    visits_LSR: NDArray[Any] | None = None,
     crossings_LSR: NDArray[Any] | None = None,
 ) -> DispatchCounts:
     """Counts what some ranks sent in forwards under one placement per layer.
@@ -83,16 +86,19 @@ def count(
     Args:
         sent_FLSE: The rows that each source rank sent to each expert. placements: The placement of each layer. sources:
             The ranks of S, in the order of EP groups. world_size: The number of all ranks. dropped_LE: Assignments that
-            a capacity dropped; None: none. crossings_LSR: Distinct tokens that each source sent to each other node
-            (`toolkit.experts.layer.stack.crossings`); None:
-            not counted. Loads do not tell which experts one token chose, so it cannot be derived from them.
+            a capacity dropped; None: none. visits_LSR: Tokens of each source that have experts on each rank; None: not
+            counted. crossings_LSR: Those that have experts on each other node
+            (`toolkit.experts.layer.stack.crossings`). Loads do not tell which experts one token chose, so neither can
+            be derived from them.
     """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
     dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
     received_FLW = np.zeros((forwards, layers, world_size), dtype=np.int64)
     sent_LWR = np.zeros((layers, world_size, group), dtype=np.int64)
-    crossings_LWR = np.zeros_like(sent_LWR)
+    visits_LWR, crossings_LWR = np.zeros_like(sent_LWR), np.zeros_like(sent_LWR)
+    if visits_LSR is not None:
+        visits_LWR[:, list(sources)] = visits_LSR
     if crossings_LSR is not None:
         crossings_LWR[:, list(sources)] = crossings_LSR
     for layer, placement in enumerate(placements):
@@ -104,7 +110,7 @@ def count(
             first = source // group * group
             received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
     load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
-    return DispatchCounts(load_LE, dropped_LE, received_FLW, sent_LWR, crossings_LWR)
+    return DispatchCounts(load_LE, dropped_LE, received_FLW, sent_LWR, visits_LWR, crossings_LWR)
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,15 @@ class Window(_Sums):
     imbalance_FL: Floats
     """Maximum over mean of the rows per rank of the world; 0 where a layer has no rows."""
     sent_LWR: Ints
+    visits_LWR: Ints
     crossings_LWR: Ints
 
     @classmethod
     def of(cls, counts: DispatchCounts) -> Window:
         """Returns the window of `counts` that are summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW) * counts.received_FLW.any(-1)
-        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, counts.sent_LWR, counts.crossings_LWR)
+        traffic = counts.sent_LWR, counts.visits_LWR, counts.crossings_LWR
+        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, *traffic)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sums as JSON values."""
@@ -134,7 +142,7 @@ class Window(_Sums):
         parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in like.parts().items()}
         parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
         if parts["sent_LWR"].shape != like.sent_LWR.shape:
-            parts |= {"sent_LWR": like.sent_LWR, "crossings_LWR": like.crossings_LWR}
+            parts |= {name: vars(like)[name] for name in ("sent_LWR", "visits_LWR", "crossings_LWR")}
         return cls(**parts)
 
 
@@ -185,21 +193,21 @@ def traffic_metrics(
     """Returns the bytes that dispatch and combine sent, forward and backward, without what recomputation sends again.
 
     Args:
-        window: The sums over all ranks; with crossings where the exchange is `hierarchical`.
+        window: The sums over all ranks, with visits; with crossings where the exchange is `hierarchical`.
         row_bytes: The bytes of a row, per layer.
         steps: The optimizer steps of the window.
         node_of_rank: The node of each rank, in the order of EP groups.
-        hierarchical: Whether a row was sent once to each node and spread there.
+        hierarchical: Whether a row was sent once to each node, and from there to ranks.
     """
     world, group = window.sent_LWR.shape[1:]
     sent_W = np.zeros(world, dtype=np.int64)
     home = between = 0
     crossed = 0.0
     rows = 0
-    for layer, (sent_WR, size) in enumerate(zip(window.sent_LWR, row_bytes, strict=True)):
+    for layer, size in enumerate(row_bytes):
         for first in range(0, world, group):
             ranks = slice(first, first + group)
-            part = Traffic(sent_WR[ranks])
+            assignments, part = Traffic(window.sent_LWR[layer, ranks]), Traffic(window.visits_LWR[layer, ranks])
             nodes = node_of_rank[ranks]
             exchanges = [part]
             if hierarchical:
@@ -209,9 +217,9 @@ def traffic_metrics(
                 sent_W[ranks] += exchange.bytes_trained(size.dispatched, size.combined)
                 between += exchange.cross_node_rows(nodes) * 2 * (size.dispatched + size.combined)
             home += int(part.rows_SR.trace()) * 2 * (size.dispatched + size.combined)
-            in_group = int(part.rows_SR.sum())
+            in_group = int(assignments.rows_SR.sum())
             rows += in_group
-            crossed += part.cross_node_fraction(nodes) * in_group
+            crossed += assignments.cross_node_fraction(nodes) * in_group
     return {
         "moe/all_to_all_bytes_per_step": float(sent_W.sum()) / steps,
         "moe/all_to_all_bytes_per_step_busiest_rank": float(sent_W.max()) / steps,

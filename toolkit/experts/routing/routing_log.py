@@ -40,6 +40,7 @@ class RowBytes:
     """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
 
     dispatched: int
+    """With the weights of its choices and, half of them, their slots: these do not come back with its gradients."""
     combined: int
 
 
@@ -71,6 +72,8 @@ class RoutedForward(NamedTuple):
     """int64: assignments per expert, those that a capacity dropped included, those of padding not."""
     dropped_E: Int[Tensor, " E"] | None
     """int64: those that a capacity dropped; None without a capacity."""
+    visits_P: Int[Tensor, " P"] | None
+    """int64: tokens that have experts on each rank of the EP group; None where it is of one rank."""
     crossings_M: Int[Tensor, " M"] | None
     """int64: distinct tokens that have experts on each other node of the EP group; None where it is not counted."""
     row_bytes: RowBytes

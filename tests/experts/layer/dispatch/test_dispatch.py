@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from toolkit.experts.layer.dispatch.order import order_of_arrivals, sort_by_slot
+from toolkit.experts.layer.dispatch.order import sort_by_slot, visits
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 
@@ -26,50 +26,49 @@ def test_assignments_are_sorted_by_slot_and_stay_in_token_order_within_one() -> 
     assignment             1  2  6             3  5             0  4  7
     place                  0  1  2             3  4             5  6  7
     """
-    order = sort_by_slot(torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]]), 3)
+    order = sort_by_slot(torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]]), 3, 8)
     assert order.rows_per_slot.tolist() == [3, 2, 3]
     assert order.assignment_N.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
     assert order.token_N.tolist() == [0, 1, 3, 1, 2, 0, 2, 3]
-    assert order.place_TK.tolist() == [[5, 0], [1, 3], [6, 4], [2, 7]]
+    assert order.place_N.tolist() == [5, 0, 1, 3, 6, 4, 2, 7]
 
 
 @pytest.mark.parametrize(
-    ("slots_TK", "rows_per_slot", "assignment_N", "place_TK"),
+    ("slots_TK", "rows_per_slot", "assignment_N", "place_N", "first_T"),
     [
-        pytest.param(torch.empty(0, 2, dtype=torch.int64), [0, 0], [], [], id="no tokens"),
-        pytest.param(torch.tensor([[1], [1], [1]]), [0, 3], [0, 1, 2], [[0], [1], [2]], id="all to one slot"),
-        pytest.param(torch.tensor([[1], [0], [1]]), [1, 2], [1, 0, 2], [[1], [0], [2]], id="top 1"),
+        pytest.param([[-1, 2], [5, -1]], [0, 0], [], [], [0, 0], id="none is here"),
+        pytest.param([[1], [1], [1]], [0, 3], [0, 1, 2], [0, 1, 2], [0, 1, 2], id="all to one slot"),
+        pytest.param([[1, 0], [-1, 2], [2, 1]], [1, 2], [1, 0, 5], [1, 0, 2], [0, 2, 2], id="a token without any"),
     ],
 )
 def test_edges_of_the_order(
-    slots_TK: Tensor, rows_per_slot: list[int], assignment_N: list[int], place_TK: list[list[int]]
+    slots_TK: list[list[int]], rows_per_slot: list[int], assignment_N: list[int], place_N: list[int], first_T: list[int]
 ) -> None:
-    order = sort_by_slot(slots_TK, 2)
+    order = sort_by_slot(torch.tensor(slots_TK), 2, len(assignment_N))
     assert order.rows_per_slot.tolist() == rows_per_slot
     assert order.assignment_N.tolist() == assignment_N
-    assert order.place_TK.tolist() == place_TK
-    assert order.token_N.tolist() == [assignment // slots_TK.shape[1] for assignment in assignment_N]
+    assert order.token_N.tolist() == [assignment // len(slots_TK[0]) for assignment in assignment_N]
+    assert order.place_N.tolist() == place_N
+    assert order.first_T.tolist() == first_T
 
 
-@pytest.mark.parametrize("rows_PS", [[[2, 0, 1], [0, 3, 1]], [[0, 0, 0], [0, 4, 0]], [[1], [2], [0]], [[0, 0]]])
-def test_rows_that_arrive_sorted_from_each_peer_are_in_the_order_of_a_stable_sort(rows_PS: list[list[int]]) -> None:
-    slots = len(rows_PS[0])
-    slot_R = torch.tensor([slot for row in rows_PS for slot, rows in enumerate(row) for _ in range(rows)]).long()
-    found, sorted_ = order_of_arrivals(torch.tensor(rows_PS), len(slot_R)), sort_by_slot(slot_R.unsqueeze(1), slots)
-    assert found.rows_per_slot.tolist() == sorted_.rows_per_slot.tolist()
-    assert found.assignment_N.tolist() == found.token_N.tolist() == sorted_.assignment_N.tolist()
-    assert found.place_TK.tolist() == sorted_.place_TK.tolist()
+def test_rows_are_copied_by_peer_and_then_by_token() -> None:
+    """t0 visits peers 0 and 2, t1 none, t2 peers 0, 1 and 2: copies t0 t2 | t2 | t0 t2."""
+    copies = visits(torch.tensor([[True, False, True], [False] * 3, [True] * 3]), 5)
+    assert copies.token_N.tolist() == [0, 2, 2, 0, 2]
+    assert copies.place_N.tolist() == [0, 3, 1, 2, 4]
+    assert copies.first_T.tolist() == [0, 2, 2]
 
 
 def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
     """t0 -> experts 2, 0; t1 -> experts 0, 1. Rows: t0 t1 | t1 | t0. Expert e multiplies by e + 1."""
     x_TD = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
     dispatcher = LocalDispatcher(contiguous(3, 1))
-    rows, plan = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]))
+    rows, arrived = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]), torch.tensor([[0.5, 0.5], [0.75, 0.25]]))
     assert rows.tolist() == [[1, 2], [10, 20], [10, 20], [1, 2]]
-    assert plan.rows_per_slot.tolist() == plan.load_E.tolist() == [2, 1, 1]
+    assert arrived.rows_per_slot.tolist() == arrived.plan.load_E.tolist() == [2, 1, 1]
     rows = rows * torch.tensor([[1.0], [1.0], [2.0], [3.0]])
-    y_TD = dispatcher.combine(rows, plan, torch.tensor([[0.5, 0.5], [0.75, 0.25]]))
+    y_TD = dispatcher.combine(rows, arrived)
     # t0: 0.5 * 3 + 0.5 * 1 = 2; t1: 0.75 * 1 + 0.25 * 2 = 1.25.
     assert y_TD.tolist() == [[2, 4], [12.5, 25]]
 
@@ -85,8 +84,8 @@ def test_gradients_of_tokens_rows_and_weights_are_exact(tokens: int, top_k: int)
     dispatcher = LocalDispatcher(contiguous(6, 1))
 
     def trip(x_TD: Tensor, weights_TK: Tensor, factor_N1: Tensor) -> Tensor:
-        rows, plan = dispatcher.dispatch(x_TD, ids_TK)
-        return dispatcher.combine(rows * factor_N1, plan, weights_TK)
+        rows, arrived = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+        return dispatcher.combine(rows * factor_N1, arrived)
 
     if tokens:
         assert torch.autograd.gradcheck(trip, (x_TD, weights_TK, factor_N1))
@@ -99,11 +98,11 @@ def test_gradients_of_tokens_rows_and_weights_are_exact(tokens: int, top_k: int)
 def test_an_expanded_output_gradient_is_taken() -> None:
     x_TD = torch.randn(3, 4, requires_grad=True)
     dispatcher = LocalDispatcher(contiguous(2, 1))
-    rows, plan = dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 0], [0, 1]]))
-    dispatcher.combine(rows, plan, torch.full((3, 2), 0.5)).sum().backward()
+    ids_TK, weights_TK = torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.full((3, 2), 0.5)
+    dispatcher.combine(*dispatcher.dispatch(x_TD, ids_TK, weights_TK)).sum().backward()
     torch.testing.assert_close(x_TD.grad, torch.ones(3, 4))
     x_TD.grad = None
-    dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 0], [0, 1]]))[0].sum().backward()
+    dispatcher.dispatch(x_TD, ids_TK, weights_TK)[0].sum().backward()
     torch.testing.assert_close(x_TD.grad, torch.full((3, 4), 2.0))
 
 
@@ -111,8 +110,8 @@ def test_rows_in_bfloat16_are_weighted_by_float32_weights_that_get_a_float32_gra
     rows = torch.randn(4, 8).bfloat16().requires_grad_()
     weights_TK = torch.tensor([[0.3, 0.7], [0.6, 0.4]], requires_grad=True)
     dispatcher = LocalDispatcher(contiguous(2, 1))
-    _, plan = dispatcher.dispatch(torch.randn(2, 8), torch.tensor([[0, 1], [1, 0]]))
-    y_TD = dispatcher.combine(rows, plan, weights_TK)
+    _, arrived = dispatcher.dispatch(torch.randn(2, 8), torch.tensor([[0, 1], [1, 0]]), weights_TK)
+    y_TD = dispatcher.combine(rows, arrived)
     y_TD.float().sum().backward()
     assert y_TD.dtype == torch.bfloat16
     assert rows.grad is not None
@@ -149,16 +148,17 @@ def train(
 ) -> dict[str, Tensor]:
     """Output and gradients of sum_k w_k * x @ M_k, computed slot by slot."""
     leaves = [tensor.requires_grad_() for tensor in (x_TD, weights_TK, experts)]
-    rows, plan = dispatcher.dispatch(x_TD, ids_TK)
-    parts = rows.split(plan.rows_per_slot.tolist())
+    rows, arrived = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    parts = rows.split(arrived.rows_per_slot.tolist())
     rows = torch.cat([part @ matrix for part, matrix in zip(parts, experts.unbind(), strict=True)])
-    y_TD = dispatcher.combine(rows, plan, weights_TK)
+    y_TD = dispatcher.combine(rows, arrived)
     y_TD.backward(grad_TD)
     x_grad, weights_grad, experts_grad = (leaf.grad for leaf in leaves)
     assert x_grad is not None
     assert weights_grad is not None
     assert experts_grad is not None
-    return {"y": y_TD.detach(), "x": x_grad, "weights": weights_grad, "experts": experts_grad, "load": plan.load_E}
+    found = {"y": y_TD.detach(), "x": x_grad, "weights": weights_grad, "experts": experts_grad}
+    return found | {"load": arrived.plan.load_E}
 
 
 CASES = ("even", "ragged", "no tokens on rank 0", "all to the last rank", "no tokens anywhere")
@@ -200,4 +200,4 @@ def test_ranks_together_compute_what_one_process_computes(world: int) -> None:
 def test_negative_ids_do_not_count_from_the_end(order: tuple[int, ...]):
     dispatcher = LocalDispatcher(ExpertPlacement((order,)))
     with pytest.raises((IndexError, RuntimeError), match="out of"):
-        dispatcher.dispatch(torch.randn(2, 4), torch.tensor([[0, 1], [2, -1]]))
+        dispatcher.dispatch(torch.randn(2, 4), torch.tensor([[0, 1], [2, -1]]), torch.ones(2, 2))

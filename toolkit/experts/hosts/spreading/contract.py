@@ -79,8 +79,8 @@ def _one_by_one(
 ) -> Tensor:
     """(T, D), as a rank with `slots` computes it."""
     dispatcher = LocalDispatcher(contiguous(slots, 1))
-    rows, plan = dispatcher.dispatch(x_TD, slots_TK)
-    return dispatcher.combine(compute_rows(forward, rows, plan.rows_per_slot), plan, weights_TK)
+    rows, arrived = dispatcher.dispatch(x_TD, slots_TK, weights_TK)
+    return dispatcher.combine(compute_rows(forward, rows, arrived.rows_per_slot), arrived)
 
 
 def _accepted_width(kind: str, module: nn.Module, ids_TK: Tensor, weights_TK: Tensor, draws: torch.Generator) -> int:

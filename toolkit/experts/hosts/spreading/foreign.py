@@ -124,8 +124,8 @@ def in_order_of_slots(
     if rows_per_slot is not None:
         return compute(experts, hidden_TD, rows_per_slot)
     dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))  # type: ignore[arg-type]
-    rows, plan = dispatcher.dispatch(hidden_TD, ids_TK)
-    return dispatcher.combine(compute(experts, rows, plan.rows_per_slot), plan, weights_TK)
+    rows, arrived = dispatcher.dispatch(hidden_TD, ids_TK, weights_TK)
+    return dispatcher.combine(compute(experts, rows, arrived.rows_per_slot), arrived)
 
 
 def run_experts(
@@ -145,7 +145,7 @@ def run_experts(
     y_TD, plans = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
     if not recomputing():
         training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
-        stack.record(plans, Choices(ids_TK, None), x_TD, y_TD, training=training)
+        stack.record(plans, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
     return y_TD
 
 

@@ -1,27 +1,45 @@
-"""Token dispatch: rows are permuted to their experts' slots (dispatch), and back into tokens (combine).
+"""Token dispatch: rows are copied to their experts' slots (dispatch), and added up for their tokens (combine).
 
-The layer calls `mix` of a dispatcher, which is `dispatch`, the experts, and `combine`. To dispatch is a sort on one
-rank; a sort and an all-to-all over an EP group; or one between nodes and one inside them
-(`toolkit.experts.layer.dispatch.hierarchical_dispatch`). All give the experts rows in slot order: slot 0's rows first,
-on one rank each slot's rows in token order.
+The layer calls `mix` of a dispatcher, which is `dispatch`, the experts, and `combine`. On one rank to dispatch is a
+sort. Between ranks a token's row goes once to each rank that has experts of it, with their slots and the router's
+weights, and is copied there for each; the rank adds up their outputs, weighted, so that one row returns. Experts get
+rows in slot order: slot 0's rows first, on one rank each slot's rows in token order.
 
     tokens  t0 -> experts 1, 0     assignments in token order:  t0e1 t0e0 t1e1 t1e2
             t1 -> experts 1, 2     the same in slot order:      t0e0 t0e1 t1e1 t1e2
+
+Between nodes rows take two legs. A row goes once to each node, to the rank with the place of its source there, and from
+it once to each rank that has experts of it: links between nodes, which are the slow ones, carry a row for each pair of
+a token and another node.
+
+    rank i of node a                      rank i of node b                           rank j of node b
+    a row for each pair of a token  ──►   the rows that came from all nodes, one ──► rows of its slots,
+    and a node that it visits             for each rank of the node that it visits   in slot order
+
+More letters: `P` peers of a leg, `R` rows that came over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.experts.layer.dispatch.exchange import Travelling, arrive, depart
-from toolkit.experts.layer.dispatch.movement import Permute, Spread, WeightedSum
-from toolkit.experts.layer.dispatch.order import SlotOrder, order_of_arrivals, place_within_slot, sort_by_slot
+from toolkit.experts.layer.dispatch.exchange import AllToAll, Columns, Sizes, Travelling, arrive, depart
+from toolkit.experts.layer.dispatch.movement import Copy, Sum, WeightedSum
+from toolkit.experts.layer.dispatch.order import (
+    Copies,
+    SlotOrder,
+    count,
+    place_within_slot,
+    sort_by_slot,
+    visits,
+)
 from toolkit.experts.layer.recompute import decide
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.waits import waits
@@ -29,27 +47,58 @@ from toolkit.experts.placement.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """Sizes of an all-to-all: rows sent to and received from each peer; and the order by slot after it."""
+class Leg:
+    """A way of rows to the peers that they visit."""
 
-    sent: list[int]
-    received: list[int]
-    order: SlotOrder
+    sizes: Sizes
+    first_slot: int
+    """Of the peers, numbered through the ranks of the EP group."""
+    slots_of_peer: int
+    visits: Copies | None = None
+    """The copies of the rows that take this leg; None until they are known."""
+
+    def visited_by(self, slots_TK: Int[Tensor, "T K"]) -> Leg:
+        """This leg, for rows that have these slots."""
+        peers = len(self.sizes.sent)
+        peer_TK = (slots_TK - self.first_slot).div(self.slots_of_peer, rounding_mode="floor")
+        peer_TK = peer_TK.where((peer_TK >= 0) & (peer_TK < peers), peers)
+        visits_TP = torch.zeros(len(peer_TK), peers + 1, dtype=torch.bool, device=peer_TK.device)
+        visits_TP = visits_TP.scatter_(1, peer_TK, True)[:, :peers]
+        return replace(self, visits=visits(visits_TP, sum(self.sizes.sent)))
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """What `combine` needs to undo `dispatch`, and the load that was counted."""
+    """How many rows go where, and the load that was counted."""
 
-    rows_per_slot: Int[Tensor, " S"]
-    """int64 (S): rows that each local slot received."""
+    slots_TK: Int[Tensor, "T K"]
+    """int64: the slot of each assignment, numbered through the ranks of the EP group; -1 where it is dropped."""
     load_E: Int[Tensor, " E"]
     """int64: this rank's assignments per expert, without dropped ones."""
-    order: SlotOrder
-    """Of this rank's assignments."""
-    exchange: Exchange | None = None
-    """None on one rank."""
+    assignments: int
+    """Of all ranks, to this rank's slots."""
+    legs: tuple[Leg, ...] = ()
+    visits_TP: Bool[Tensor, "T P"] | None = None
+    """Whether a token has experts on a rank of the EP group; None where that is one rank."""
 
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What came with the rows of this rank's experts, by which `combine` undoes `dispatch`."""
+
+    plan: DispatchPlan
+    legs: tuple[Leg, ...]
+    weights_RK: Float[Tensor, "R K"]
+    order: SlotOrder
+
+    @property
+    def rows_per_slot(self) -> Int[Tensor, " S"]:
+        """int64 (S): rows that each local slot received."""
+        return self.order.rows_per_slot
+
+
+SLOT_TYPE = torch.int32
+"""In which slots travel with a row."""
 
 ComputeRows = Callable[[Tensor, Tensor], Tensor]
 """The outputs (N, D) of this rank's experts for rows (N, D) in slot order, given the rows of each slot, int64 (S)."""
@@ -63,6 +112,10 @@ class TokenDispatcher:
     """
 
     placement: ExpertPlacement
+    slots: int
+    """Of this rank."""
+    first_slot = 0
+    """Of this rank, numbered through the ranks of the EP group."""
     chunks = 1
     announce: Callable[[Tensor, Tensor], None] | None = None
     """Called with (T, D) and expert ids before each dispatch: see `toolkit.experts.hosts.loop.join`."""
@@ -73,21 +126,23 @@ class TokenDispatcher:
         raise NotImplementedError
 
     def dispatch(
-        self, x_TD: Float[Tensor, "T D"], expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None = None
-    ) -> tuple[Float[Tensor, "N D"], DispatchPlan]:
-        """The rows for this rank's slots in slot order, and the plan to undo it; all tokens are one chunk.
+        self,
+        x_TD: Float[Tensor, "T D"],
+        expert_ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        kept_TK: Bool[Tensor, "T K"] | None = None,
+    ) -> tuple[Float[Tensor, "N D"], Arrived]:
+        """The rows for this rank's slots in slot order, and what undoes it; all tokens are one chunk.
 
         Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
         a region, the plan of its forward is used again (see `toolkit.experts.layer.recompute`).
         """
         (plan,) = self._decided(x_TD, expert_ids_TK, kept_TK, 1)
-        return self.arrive(self.depart(x_TD, plan), plan), plan
+        return self.arrive(self.depart(x_TD, weights_TK, plan), plan)
 
-    def combine(
-        self, rows: Float[Tensor, "N D"], plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
+    def combine(self, rows: Float[Tensor, "N D"], arrived: Arrived) -> Float[Tensor, "T D"]:
         """(T, D): for each token the weighted sum of its experts' rows."""
-        return self.sum_returned(self.return_rows(rows, plan, weights_TK), plan, weights_TK)
+        return self.sum_returned(self.return_rows(rows, arrived), arrived)
 
     def mix(
         self,
@@ -112,15 +167,16 @@ class TokenDispatcher:
         else:
             xs, weights = (x_TD,), (weights_TK,)
         overlaps = chunks > 1 or meanwhile is not None
-        departed = [self.depart(x, plan, overlaps=overlaps) for x, plan in zip(xs, plans, strict=True)]
+        departed = [self.depart(*each, overlaps=overlaps) for each in zip(xs, weights, plans, strict=True)]
         if meanwhile is not None:
             meanwhile()
         returned = []
-        for travelling, plan, weight in zip(departed, plans, weights, strict=True):
+        for travelling, plan in zip(departed, plans, strict=True):
             compute = experts()
-            rows = compute(self.arrive(travelling, plan), plan.rows_per_slot)
-            returned.append(self.return_rows(rows, plan, weight, overlaps=chunks > 1))
-        ys = [self.sum_returned(*each) for each in zip(returned, plans, weights, strict=True)]
+            rows, arrived = self.arrive(travelling, plan)
+            rows = compute(rows, arrived.rows_per_slot)
+            returned.append((self.return_rows(rows, arrived, overlaps=chunks > 1), arrived))
+        ys = [self.sum_returned(*each) for each in returned]
         return torch.cat(ys) if chunks > 1 else ys[0], plans
 
     def _decided(self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None, chunks: int) -> list[DispatchPlan]:
@@ -134,29 +190,42 @@ class TokenDispatcher:
         """The plan of each chunk of tokens."""
         raise NotImplementedError
 
-    # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens.
-    # Here slots and tokens are on one rank. ---------------------------------------------------------------------------
+    # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens -----
 
-    def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:  # noqa: ARG002
-        return Travelling(Spread.apply(x_TD, plan.order), None)
-
-    def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:  # noqa: ARG002
-        return arrive(rows)
-
-    def return_rows(
+    def depart(
         self,
-        rows: Float[Tensor, "N D"],
-        plan: DispatchPlan,  # noqa: ARG002
-        weights_TK: Float[Tensor, "T K"],  # noqa: ARG002
+        x_TD: Float[Tensor, "T D"],
+        weights_TK: Float[Tensor, "T K"],
+        plan: DispatchPlan,
         *,
-        overlaps: bool = False,  # noqa: ARG002
+        overlaps: bool = False,
     ) -> Travelling:
-        return Travelling(rows, None)
+        columns = x_TD, weights_TK, plan.slots_TK
+        if not plan.legs:
+            return Travelling(columns, None)
+        return depart(_copied(columns, plan.legs[0]), plan.legs[0].sizes, overlaps=overlaps)
 
-    def sum_returned(
-        self, rows: Travelling, plan: DispatchPlan, weights_TK: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        return WeightedSum.apply(arrive(rows), weights_TK, plan.order)
+    def arrive(self, rows: Travelling, plan: DispatchPlan) -> tuple[Float[Tensor, "N D"], Arrived]:
+        columns = arrive(rows)
+        legs = list(plan.legs[:1])
+        for leg in plan.legs[1:]:
+            legs.append(leg.visited_by(columns[2].long()))
+            columns = AllToAll.apply(leg.sizes, *_copied(columns, legs[-1]))
+        x_RD, weights_RK, slots_RK = columns
+        order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.assignments)
+        return Copy.apply(x_RD, order), Arrived(plan, tuple(legs), weights_RK, order)
+
+    def return_rows(self, rows: Float[Tensor, "N D"], arrived: Arrived, *, overlaps: bool = False) -> Travelling:
+        rows = WeightedSum.apply(rows, arrived.weights_RK, arrived.order)
+        if not arrived.legs:
+            return Travelling((rows,), None)
+        for leg in arrived.legs[:0:-1]:
+            rows = Sum.apply(*AllToAll.apply(leg.sizes.back(), rows), leg.visits)
+        return depart((rows,), arrived.legs[0].sizes.back(), overlaps=overlaps)
+
+    def sum_returned(self, rows: Travelling, arrived: Arrived) -> Float[Tensor, "T D"]:
+        (rows_RD,) = arrive(rows)
+        return Sum.apply(rows_RD, arrived.legs[0].visits) if arrived.legs else rows_RD
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -182,15 +251,17 @@ class LocalDispatcher(TokenDispatcher):
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
             slots_TK = rows_of_ids(self.slot_of_expert, expert_ids_TK)
-        order = sort_by_slot(slots_TK, self.slots, kept_TK)
-        if kept_TK is not None:  # the layer's one host sync, as in `AllToAllDispatcher`
-            order = order.without_dropped(int(order.rows_per_slot.sum()))
-        by_slot = order.rows_per_slot
-        return [DispatchPlan(by_slot, by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert], order)]
+        by_slot = _count_kept(slots_TK, kept_TK, self.slots)
+        load_E = by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert]
+        if kept_TK is None:
+            return [DispatchPlan(slots_TK, load_E, slots_TK.numel())]
+        # The layer's one host sync, as in `AllToAllDispatcher`.
+        return [DispatchPlan(slots_TK.where(kept_TK, -1), load_E, int(kept_TK.sum()))]
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas.
+    """For experts on the ranks of an EP group, in any `placement`: uneven, with empty slots or replicas. Rows take one
+    leg, or two where the `groups` have nodes.
 
     A rank sends to its local replica of an expert if it has one. Otherwise its i-th assignment for an expert with n
     replicas goes to replica (rank + i) mod n: round-robin, and deterministic.
@@ -200,18 +271,14 @@ class AllToAllDispatcher(TokenDispatcher):
         self.groups, self.chunks = groups, groups.chunks
         self.place(placement)
 
-    @property
-    def peers(self) -> dist.ProcessGroup | None:
-        """The ranks between which rows are exchanged by slot."""
-        return self.groups.ep_group
-
     def place(self, placement: ExpertPlacement) -> None:
         if placement.ranks != self.groups.ep_size:
             raise ValueError(f"a placement on {placement.ranks} rank(s) for EP groups of {self.groups.ep_size}")
         here = self.groups.ep_rank
         self.placement = placement
+        # The largest number of slots of any rank: all have as many numbers.
         self.stride = placement.stride
-        self.slots = len(placement.slots[here])
+        self.slots, self.first_slot = len(placement.slots[here]), here * self.stride
         self.slots_EC = placement.slots_of_experts()
         self.replicas_E = placement.num_replicas()
         self.slots_are_experts = placement.slot_of_expert == tuple(range(placement.ranks * placement.stride))
@@ -221,7 +288,7 @@ class AllToAllDispatcher(TokenDispatcher):
         if placement.has_replicas:
             for expert in range(placement.num_experts):
                 if own := placement.replica_on(expert, here):
-                    self.slots_EC[expert, 0] = here * self.stride + own.slot
+                    self.slots_EC[expert, 0] = self.first_slot + own.slot
                     self.replicas_E[expert] = 1
 
     def slots_of(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
@@ -234,61 +301,75 @@ class AllToAllDispatcher(TokenDispatcher):
         turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
-    def depart(self, x_TD: Float[Tensor, "T D"], plan: DispatchPlan, *, overlaps: bool = False) -> Travelling:
-        exchange = _exchange_of(plan)
-        rows = Spread.apply(x_TD, plan.order)
-        return depart(rows, exchange.sent, exchange.received, self.peers, overlaps=overlaps)
-
-    def arrive(self, rows: Travelling, plan: DispatchPlan) -> Float[Tensor, "N D"]:
-        order = _exchange_of(plan).order
-        return Permute.apply(arrive(rows), order.assignment_N, order.place_TK.flatten())
-
-    def return_rows(
-        self,
-        rows: Float[Tensor, "N D"],
-        plan: DispatchPlan,
-        weights_TK: Float[Tensor, "T K"],  # noqa: ARG002
-        *,
-        overlaps: bool = False,
-    ) -> Travelling:
-        exchange = _exchange_of(plan)
-        rows = Permute.apply(rows, exchange.order.place_TK.flatten(), exchange.order.assignment_N)
-        return depart(rows, exchange.received, exchange.sent, self.peers, overlaps=overlaps)
-
     def plans(
         self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int
     ) -> list[DispatchPlan]:
-        """Exchange the row counts of all chunks with the peers. A collective of the EP group."""
-        peers, group, device = self.groups.ep_size, self.groups.ep_group, expert_ids_TK.device
-        self._to_device(device)
-        # `stride` is the largest number of slots of any rank, so that all exchange equally many counts.
-        slots = peers * self.stride
+        """Exchange the sizes of all chunks with the peers. A collective of the EP group."""
+        self._to_device(expert_ids_TK.device)
         slots_TK = self.slots_of(expert_ids_TK, kept_TK)
-        tokens = chunk_sizes(len(slots_TK), chunks)
-        if chunks > 1:
-            chunk_T = torch.arange(len(slots_TK), device=device) // max(1, tokens[0])
-            slots_TK = slots_TK + slots * chunk_T[:, None]
-        order = sort_by_slot(slots_TK, chunks * slots, kept_TK)
-        to_peers_PCS = order.rows_per_slot.view(chunks, peers, self.stride).transpose(0, 1).contiguous()
-        from_peers_PCS = torch.empty_like(to_peers_PCS)
-        waits.timed("experts", device, dist.all_to_all_single, from_peers_PCS, to_peers_PCS, group=group)
-        # The one host sync of the layer: an all-to-all takes its sizes from the host.
-        sent_CP, received_CP = torch.stack([to_peers_PCS.sum(2).t(), from_peers_PCS.sum(2).t()]).tolist()
+        if chunks == 1:
+            parts = [self._counted(slots_TK, kept_TK)]
+        else:
+            sizes = chunk_sizes(len(slots_TK), chunks)
+            kept = [None] * chunks if kept_TK is None else kept_TK.split(sizes)
+            parts = [self._counted(*each) for each in zip(slots_TK.split(sizes), kept, strict=True)]
+        # To each rank: of each chunk the rows that visit it, and the assignments that they are for.
+        counts_C = [torch.stack([part.visits_TP.sum(0), self._by_rank(part.by_slot)], dim=1) for part in parts]
+        legs_of = self._legs if self.groups.nodes is None else self._legs_by_node
+        return [
+            DispatchPlan(part.slots_TK, self._load(part.by_slot), assignments, legs, part.visits_TP)
+            for part, (legs, assignments) in zip(parts, legs_of(parts, torch.stack(counts_C, dim=2)), strict=True)
+        ]
+
+    def _counted(self, slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> _Counted:
+        ranks = self.groups.ep_size
+        by_slot = _count_kept(slots_TK, kept_TK, ranks * self.stride)
+        rank_TK = slots_TK // self.stride
         if kept_TK is not None:
-            order = order.without_dropped(sum(map(sum, sent_CP)))
-        orders = order.split(tokens, [sum(sent) for sent in sent_CP]) if chunks > 1 else [order]
-        plans = []
-        for chunk, (part, sent, received) in enumerate(zip(orders, sent_CP, received_CP, strict=True)):
-            received_order = order_of_arrivals(from_peers_PCS[:, chunk, : self.slots], sum(received))
-            plans.append(
-                DispatchPlan(
-                    received_order.rows_per_slot,
-                    self._load(part.rows_per_slot),
-                    part,
-                    Exchange(sent, received, received_order),
-                )
-            )
-        return plans
+            slots_TK, rank_TK = slots_TK.where(kept_TK, -1), rank_TK.where(kept_TK, ranks)
+        visits_TP = torch.zeros(len(rank_TK), ranks + 1, dtype=torch.bool, device=rank_TK.device)
+        return _Counted(slots_TK, by_slot, visits_TP.scatter_(1, rank_TK, True)[:, :ranks])
+
+    def _legs(
+        self, parts: Sequence[_Counted], to_ranks_P2C: Int[Tensor, "P 2 C"]
+    ) -> Iterator[tuple[tuple[Leg, ...], int]]:
+        """Of each chunk the one leg, and the assignments to this rank. A collective of the EP group, with the layer's
+        one host sync: an all-to-all takes its sizes from the host."""
+        ranks, group = self.groups.ep_size, self.groups.ep_group
+        come_P2C = _exchange_equal(to_ranks_P2C, group)
+        numbers_CN = torch.cat([to_ranks_P2C[:, 0], come_P2C[:, 0], come_P2C[:, 1]]).t()
+        for part, of_chunk in zip(parts, numbers_CN.tolist(), strict=True):
+            sent, received, assignments = (of_chunk[first * ranks : (first + 1) * ranks] for first in range(3))
+            copies = visits(part.visits_TP, sum(sent))
+            yield (Leg(Sizes(sent, received, group), 0, self.stride, copies),), sum(assignments)
+
+    def _legs_by_node(
+        self, parts: Sequence[_Counted], to_ranks_P2C: Int[Tensor, "P 2 C"]
+    ) -> Iterator[tuple[tuple[Leg, ...], int]]:
+        """Of each chunk the legs between nodes and inside this one, and the assignments to this rank."""
+        nodes = self.groups.nodes
+        assert nodes is not None
+        shape = (-1, nodes.count, nodes.size)
+        to_nodes_MC = torch.stack([part.visits_TP.reshape(shape).any(2).sum(0) for part in parts], dim=1)
+        # A node learns how many of its rows go on to each of its ranks, and for how many assignments.
+        told = torch.cat([to_nodes_MC.unsqueeze(1), to_ranks_P2C.reshape(nodes.count, -1, len(parts))], dim=1)
+        come = _exchange_equal(told, nodes.between)
+        inside_P2C = come[:, 1:].sum(0).view(nodes.size, 2, -1)
+        come_P2C = _exchange_equal(inside_P2C, nodes.inside)
+        between_CN = torch.cat([to_nodes_MC, come[:, 0]]).t()
+        inside_CN = torch.cat([inside_P2C[:, 0], come_P2C[:, 0], come_P2C[:, 1]]).t()
+        first_slot = self.first_slot // (nodes.size * self.stride) * nodes.size * self.stride
+        # The layer's one host sync.
+        for part, of_chunk in zip(parts, torch.cat([between_CN, inside_CN], dim=1).tolist(), strict=True):
+            there, back = of_chunk[: nodes.count], of_chunk[nodes.count : 2 * nodes.count]
+            last = of_chunk[2 * nodes.count :]
+            sent, received, assignments = (last[first * nodes.size : (first + 1) * nodes.size] for first in range(3))
+            between = Leg(Sizes(there, back, nodes.between), 0, nodes.size * self.stride).visited_by(part.slots_TK)
+            inside = Leg(Sizes(sent, received, nodes.inside), first_slot, self.stride)
+            yield (between, inside), sum(assignments)
+
+    def _by_rank(self, by_slot: Int[Tensor, " S"]) -> Int[Tensor, " P"]:
+        return by_slot.view(self.groups.ep_size, -1).sum(1)
 
     def _to_device(self, device: torch.device) -> None:
         if self.expert_of_slot.device != device:
@@ -302,6 +383,15 @@ class AllToAllDispatcher(TokenDispatcher):
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
 
+class _Counted(NamedTuple):
+    """Of a chunk of tokens the slots of assignments, -1 where they are dropped; how many each slot of the EP group
+    gets; and which ranks each token visits."""
+
+    slots_TK: Int[Tensor, "T K"]
+    by_slot: Int[Tensor, " S"]
+    visits_TP: Bool[Tensor, "T P"]
+
+
 def rows_of_ids(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
     """(T, K): `values_E[ids_TK]`, but for negative ids, which are refused and do not count from the end."""
     return values_E.index_select(0, ids_TK.flatten()).view(ids_TK.shape)
@@ -313,6 +403,22 @@ def chunk_sizes(tokens: int, chunks: int) -> list[int]:
     return [max(0, min(size, tokens - chunk * size)) for chunk in range(chunks)]
 
 
-def _exchange_of(plan: DispatchPlan) -> Exchange:
-    assert plan.exchange is not None
-    return plan.exchange
+def _count_kept(slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, num_slots: int) -> Tensor:
+    slot_N = slots_TK.flatten()
+    if kept_TK is None:
+        return count(slot_N, num_slots)
+    return slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, kept_TK.flatten().to(slot_N.dtype))
+
+
+def _copied(columns: Columns, leg: Leg) -> Columns:
+    x_TD, weights_TK, slots_TK = columns
+    assert leg.visits is not None
+    slots_NK = slots_TK.to(SLOT_TYPE).index_select(0, leg.visits.token_N)
+    return Copy.apply(x_TD, leg.visits), Copy.apply(weights_TK, leg.visits), slots_NK
+
+
+def _exchange_equal(rows: Tensor, group: Any) -> Tensor:
+    """Send row i to peer i; returns those of all peers. A collective of `group`."""
+    result, rows = torch.empty_like(rows), rows.contiguous()
+    waits.timed("experts", rows.device, dist.all_to_all_single, result, rows, group=group)
+    return result

@@ -1,9 +1,8 @@
-"""Assignments in order of the slots they go to."""
+"""Copies of token rows: one for each peer that a row visits, or for each slot, and the order in which they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
@@ -11,89 +10,87 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class SlotOrder:
-    """N = T * K assignments, numbered token * K + choice, sorted by slot. Tensors are int64, `kept_TK` is bool."""
+class Copies:
+    """N copies of T rows, any number of each. Tensors are int64."""
+
+    token_N: Int[Tensor, " N"]
+    """The row of which each copy is one."""
+    place_N: Int[Tensor, " N"]
+    """The places of the copies of row 0, then of row 1, and so on."""
+    first_T: Int[Tensor, " T"]
+    """Where the places of each row begin in `place_N`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOrder(Copies):
+    """The copies are sorted by slot, one for each assignment of a row (token * K + choice) that is not left out."""
 
     rows_per_slot: Int[Tensor, " S"]
     """(S): the number of assignments of each slot."""
     assignment_N: Int[Tensor, " N"]
-    """The assignment at each place of the sorted order; the sort is stable."""
-    token_N: Int[Tensor, " N"]
-    """The token of that assignment."""
-    place_TK: Int[Tensor, "T K"]
-    """The place of each assignment: the inverse permutation of `assignment_N`."""
-    kept_TK: Bool[Tensor, "T K"] | None = None
-    """False for dropped assignments; None if none is dropped."""
-
-    def without_dropped(self, rows: int) -> SlotOrder:
-        """The first `rows` places, those of kept assignments; dropped ones have place 0 and weight 0."""
-        assert self.kept_TK is not None
-        place_TK = self.place_TK.where(self.kept_TK, 0)
-        return replace(self, assignment_N=self.assignment_N[:rows], token_N=self.token_N[:rows], place_TK=place_TK)
-
-    def split(self, tokens: Sequence[int], rows: Sequence[int]) -> list[SlotOrder]:
-        """The order of each chunk of tokens, where the first slots are those of the first chunk, and so on.
-
-        `tokens` and `rows`: tokens and kept assignments of each chunk. Chunks have equally many slots.
-        """
-        top_k, chunks = self.place_TK.shape[1], len(tokens)
-        parts, first_token, first_row = [], 0, 0
-        kept = [None] * chunks if self.kept_TK is None else self.kept_TK.split(list(tokens))
-        slots = self.rows_per_slot.view(chunks, -1)
-        for chunk, (place_TK, kept_TK) in enumerate(zip(self.place_TK.split(list(tokens)), kept, strict=True)):
-            here = slice(first_row, first_row + rows[chunk])
-            parts.append(
-                SlotOrder(
-                    slots[chunk],
-                    self.assignment_N[here] - first_token * top_k,
-                    self.token_N[here] - first_token,
-                    (place_TK - first_row).clamp_(min=0),  # those of dropped ones were 0 before
-                    kept_TK,
-                )
-            )
-            first_token += tokens[chunk]
-            first_row += rows[chunk]
-        return parts
+    """The assignment of each copy; the sort is stable."""
+    kept_N: Int[Tensor, " N"] | None
+    """The assignments that are not left out, in ascending order; None: all."""
 
 
-def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None) -> SlotOrder:
-    """Count assignments per slot and sort them stably by slot, dropped ones last. No host sync."""
-    if kept_TK is not None:
-        order = sort_by_slot(slots_TK.where(kept_TK, num_slots), num_slots + 1)
-        return replace(order, rows_per_slot=order.rows_per_slot[:num_slots], kept_TK=kept_TK)
-    slot_N = slots_TK.flatten()
+def visits(visits_TP: Bool[Tensor, "T P"], total: int) -> Copies:
+    """The copies of rows for the peers that they visit, `total` in all: by peer, and then by row. No host sync."""
+    visits_PT = visits_TP.t().contiguous()
+    copies = places_of_true(visits_PT, total)
+    place_PT = visits_PT.flatten().cumsum(0).view(visits_PT.shape) - 1
+    place_N = place_PT.t().flatten().index_select(0, places_of_true(visits_TP, total))
+    return Copies(copies % max(1, len(visits_TP)), place_N, _firsts(visits_TP))
+
+
+def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, total: int) -> SlotOrder:
+    """Count the assignments of each slot and sort them stably by slot. No host sync.
+
+    Those of slots outside of 0 to `num_slots` - 1 are left out; `total` are not.
+    """
     top_k = slots_TK.shape[1]
-    assignment_N = slot_N.argsort(stable=True)
-    place_N = torch.empty_like(assignment_N).scatter_(
-        0, assignment_N, torch.arange(len(assignment_N), device=assignment_N.device)
-    )
+    slot_N, kept_N = slots_TK.flatten(), None
+    if total == slots_TK.numel():
+        first_T = torch.arange(0, total, top_k, device=slot_N.device)
+    else:
+        here_TK = (slots_TK >= 0) & (slots_TK < num_slots)
+        kept_N, first_T = places_of_true(here_TK, total), _firsts(here_TK)
+        slot_N = slot_N.index_select(0, kept_N)
+    order_N, place_N = _sorted(slot_N)
+    assignment_N = order_N if kept_N is None else kept_N.index_select(0, order_N)
+    token_N = assignment_N // top_k if top_k > 1 else assignment_N
+    return SlotOrder(token_N, place_N, first_T, count(slot_N, num_slots), assignment_N, kept_N)
+
+
+def count(slot_N: Int[Tensor, " N"], num_slots: int) -> Int[Tensor, " S"]:
+    """(S): how often each slot is in `slot_N`."""
     # Not bincount: on a GPU it asks for the largest value first, which is a host sync.
-    rows_per_slot = slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, torch.ones_like(slot_N))
-    return SlotOrder(
-        rows_per_slot, assignment_N, assignment_N // top_k if top_k > 1 else assignment_N, place_N.view(slots_TK.shape)
-    )
+    return slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, torch.ones_like(slot_N))
+
+
+def places_of_true(mask: Bool[Tensor, "*T"], total: int) -> Int[Tensor, " N"]:
+    """The places of the `total` elements of `mask` that are True, counted through all its dimensions. No host sync."""
+    return torch.nonzero_static(mask.flatten(), size=total).squeeze(1)
 
 
 def place_within_slot(
     slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None
 ) -> tuple[Int[Tensor, "T K"], Int[Tensor, " S"]]:
     """(T, K): how many earlier assignments the same slot has; and (S): how many it has in all."""
-    order = sort_by_slot(slots_TK, num_slots, kept_TK)
-    first_S = order.rows_per_slot.cumsum(0) - order.rows_per_slot
-    return order.place_TK - first_S[slots_TK], order.rows_per_slot
+    slot_N = (slots_TK if kept_TK is None else slots_TK.where(kept_TK, num_slots)).flatten()
+    _, place_N = _sorted(slot_N)
+    rows_per_slot = count(slot_N, num_slots + 1)[:num_slots]
+    first_S = rows_per_slot.cumsum(0) - rows_per_slot
+    return place_N.view(slots_TK.shape) - first_S[slots_TK], rows_per_slot
 
 
-def order_of_arrivals(rows_PS: Int[Tensor, "P S"], total: int) -> SlotOrder:
-    """The order by slot of `total` rows that arrive peer by peer, in order of slots within a peer: each is an
-    assignment of its own, numbered as it arrives. Of a slot, the rows of earlier peers are first.
+def _firsts(mask_TK: Bool[Tensor, "T K"]) -> Int[Tensor, " T"]:
+    """How many elements are True before each row."""
+    many_T = mask_TK.sum(1)
+    return many_T.cumsum(0) - many_T
 
-    `rows_PS`: the rows that each of P peers sends for each of S slots. The rows of one peer for one slot stay together,
-    so what comes before them in either order says how far they move. No sort, no host sync.
-    """
-    peers, slots = rows_PS.shape
-    by_peer, by_slot = rows_PS.flatten(), rows_PS.t().flatten()
-    shift_PS = by_slot.cumsum(0).view(slots, peers).t() - by_peer.cumsum(0).view(peers, slots)
-    row_R = torch.arange(total, device=rows_PS.device)
-    arrival_R = row_R - shift_PS.t().flatten().repeat_interleave(by_slot, output_size=total)
-    place_R = row_R + shift_PS.flatten().repeat_interleave(by_peer, output_size=total)
-    return SlotOrder(rows_PS.sum(0), arrival_R, arrival_R, place_R.unsqueeze(1))
+
+def _sorted(slot_N: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+    """The permutation that sorts stably, and its inverse."""
+    order_N = slot_N.argsort(stable=True)
+    number_N = torch.arange(len(order_N), device=order_N.device)
+    return order_N, torch.empty_like(order_N).scatter_(0, order_N, number_N)
