@@ -269,8 +269,10 @@ def test_bytes_of_the_hierarchical_exchange_are_those_that_were_sent(runs):
     assert sum(line["moe/migrated_experts"] for line in live) > 0
     total, between = (round(sum(line[f"moe/{name}_bytes_per_step"] for line in live) * LINE) for name in BYTES)
     assert total == sum(sent for sent, *_ in ranks)
-    # Dispatch and combine, forward and backward, of each pair of a token and another node.
-    assert between == sum(sent for *_, sent in ranks) == 4 * DIM * 4 * sum(visits for *_, visits, _ in ranks) > 0
+    # Dispatch and combine, forward and backward, of each pair of a token and another node; two weights each way of
+    # dispatch, and two slots with the row.
+    of_visit = 4 * DIM * 4 + 2 * 2 * 4 + 2 * 4
+    assert between == sum(sent for *_, sent in ranks) == of_visit * sum(visits for *_, visits, _ in ranks) > 0
     assert total == between if len(ranks) == 2 else total > between, "ranks that are alone on their nodes"
     assert all(line["moe/cross_node_fraction_deduplicated"] < line["moe/cross_node_fraction"] for line in live)
     busiest = max(line["moe/all_to_all_bytes_per_step_busiest_rank"] for line in live)

@@ -28,8 +28,8 @@ from toolkit.experts.placement.traffic import (
 LINK_BYTES_PER_SECOND = 10e9
 """Assumed, not measured: nearly a network card of 100 Gbit/s. Links within a node are faster; there the guard refuses
 a few plans too many."""
-EXCHANGES = 8
-"""All-to-alls of a layer in a step: sizes, slots; the router's weights, dispatch and combine, forward and backward."""
+EXCHANGES = 5
+"""All-to-alls of a layer in a step: sizes; dispatch and combine, forward and backward."""
 HIERARCHICAL_EXCHANGES = 2 * EXCHANGES
 """The same between nodes, and inside them."""
 
