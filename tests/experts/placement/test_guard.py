@@ -49,8 +49,8 @@ def trusting(**options: float) -> MigrationGuard:
     return seen(*[UNEVEN] * 3, **options)
 
 
-def test_nothing_moves_before_there_are_three_windows_to_try_a_plan_on():
-    for windows in range(3):
+def test_nothing_moves_before_there_are_two_windows_to_try_a_plan_on():
+    for windows in range(2):
         assert not seen(*[UNEVEN] * windows).accepts(NOW, PLAN, steps=10)
     assert not trusting().accepts(NOW, NOW, steps=10)
     assert trusting().accepts(NOW, PLAN, steps=10)
@@ -67,8 +67,9 @@ def test_a_plan_must_pay_for_its_bytes_until_the_next():
 @pytest.mark.parametrize(
     ("judge", "reason"),
     [
-        (seen(UNEVEN), "a gain is judged by 3 windows of loads or more"),
-        (seen(UNEVEN, 2 * UNEVEN, UNEVEN), "its gain cannot be told from how the loads change between windows"),
+        (seen(UNEVEN), "a gain is judged by 2 windows of loads or more"),
+        (seen(UNEVEN, REVERSED), "its gain cannot be told from how the loads change between windows"),
+        (trusting(least=0.38), "it saves less than 38.00% of the time of the experts"),
         (
             trusting(margin=3.1),
             "until the next plan it saves 3e+03 ms, which is less than 3.1 times the 1e+03 ms of the migration",
@@ -90,20 +91,28 @@ def test_a_burst_is_no_reason_to_move():
 
 
 def test_a_gain_counts_as_far_as_it_stands_out_of_its_changes():
-    # 3, 6 and 3 s a step: 3 at the least, 3 from window to window. Then 9, 6, 9: 6 less 3.
-    assert seen(UNEVEN, 2 * UNEVEN, UNEVEN).promise(NOW, PLAN) == pytest.approx(0.0)
-    assert seen(3 * UNEVEN, 2 * UNEVEN, 3 * UNEVEN).promise(NOW, PLAN) == pytest.approx(3.0)
-    # Of the gain itself only the last six windows count, of its changes all that are remembered.
-    late = seen(REVERSED, *[UNEVEN] * 6)
-    assert late.promise(NOW, PLAN) == pytest.approx(3.0 - 6.0 / 6**0.5)
-    assert seen(REVERSED, *[UNEVEN] * 6, history=6).promise(NOW, PLAN) == pytest.approx(3.0)
+    # 3, 6 and 3 s a step, then 9, 6, 9: a mean of 4 and of 8, with a standard error of 1.
+    assert seen(UNEVEN, 2 * UNEVEN, UNEVEN).promise(NOW, PLAN) == pytest.approx(4.0 - 1.5)
+    assert seen(3 * UNEVEN, 2 * UNEVEN, 3 * UNEVEN).promise(NOW, PLAN) == pytest.approx(8.0 - 1.5)
+    # Of loads that drift the last three windows tell most.
+    assert seen(REVERSED, *[UNEVEN] * 3).promise(NOW, PLAN) == pytest.approx(3.0)
+    assert seen(REVERSED, *[UNEVEN] * 3, recent=4).promise(NOW, PLAN) < 0
 
 
-def test_a_plan_that_helped_in_all_of_many_windows_counts_however_its_gain_changes():
-    wandering = [UNEVEN, 5 * UNEVEN] * 3
-    assert seen(*wandering[:5]).promise(NOW, PLAN) < 0
-    assert seen(*wandering).promise(NOW, PLAN) == pytest.approx(3.0)
-    assert seen(REVERSED, *wandering).promise(NOW, PLAN) < 0
+def test_a_plan_that_helped_in_most_of_many_windows_counts_however_its_gain_changes():
+    # 3 and 15 s in turn. The last three have a mean of 11, with a standard error of 4.
+    assert seen(*[UNEVEN, 5 * UNEVEN] * 3).promise(NOW, PLAN) == pytest.approx(11.0 - 1.5 * 4.0)
+    assert seen(*[UNEVEN, 5 * UNEVEN] * 8, *[REVERSED] * 3).promise(NOW, PLAN) > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_gain_of_two_in_a_hundred_is_taken_within_two_plans(seed: int):
+    """The first rank has 0.52 of the rows now, and 0.5 with two experts exchanged; drawn anew in each of 200 steps."""
+    cheap = MigrationGuard(CostModel(seconds_per_row=1.0, bytes_per_second=1e6, weight_bytes=1))
+    draws = np.random.default_rng(seed).multinomial(2000, [0.27, 0.25, 0.25, 0.23], (2, 200)).mean(1)
+    first, second = (plan_layer("swap", load, NOW, guard=cheap, steps=200) for load in draws)
+    assert first is None
+    assert second is not None
 
 
 def test_a_plan_that_was_worse_in_two_windows_is_taken_back():
@@ -163,8 +172,7 @@ def test_with_a_guard_plans_prove_themselves_first_and_are_taken_back_when_they_
     def stay(load_E: object, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return current
 
-    for _ in range(2):
-        assert plan_layer("swap", UNEVEN, BLOCKS, guard=guard, steps=10) is None
+    assert plan_layer("swap", UNEVEN, BLOCKS, guard=guard, steps=10) is None
     assert plan_layer("swap", UNEVEN, BLOCKS, guard=guard, steps=10) == CROSSED
     assert plan_layer(stay, np.array([1.0, 4.0, 4.0, 1.0]), CROSSED, guard=guard, steps=10) is None
     assert plan_layer(stay, np.array([1.0, 4.0, 4.0, 1.0]), CROSSED, guard=guard, steps=10) == BLOCKS

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.experts.placement.cost_model import CostModel
-from toolkit.experts.placement.loads import Load, as_floats
+from toolkit.experts.placement.loads import Floats, Load, as_floats
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.registry import Planner, planner_named
 
-FEWEST_WINDOWS = 3
+FEWEST_WINDOWS = 2
 """Windows that are needed to estimate how much a gain changes from one to the next."""
 
 
@@ -26,11 +26,8 @@ class MigrationGuard:
     to roll back to. If it returns None, ask `accepts` about a new plan. The caller must apply what either decides.
 
     A plan is made for the load of one window, and its gain changes from window to window. So its gain is computed for
-    each of the last `history` windows, and predicted as the larger of
-
-    - the smallest gain of the last `recent` windows, less the root mean square change of the gain from one window to
-      the next (a gain above noise);
-    - once there are `recent` windows, the smallest gain of all windows (a plan that helps wherever the load has been).
+    each of the last `history` windows, and predicted as a lower bound of the mean: the mean less 1.5 times its
+    standard error, of the last `recent` windows (loads that drift) or of all (loads that do not), whichever is larger.
 
     Args:
         cost_model: Says what a placement and a migration cost.
@@ -38,13 +35,22 @@ class MigrationGuard:
         recent: See above.
         patience: A plan is rolled back where it was worse in so many windows in a row.
         margin: A plan must save so many times what it costs.
+        least: A plan must save this part of the time of the experts, however little it costs.
     """
 
     def __init__(
-        self, cost_model: CostModel, *, history: int = 20, recent: int = 6, patience: int = 2, margin: float = 1.5
+        self,
+        cost_model: CostModel,
+        *,
+        history: int = 20,
+        recent: int = 3,
+        patience: int = 2,
+        margin: float = 1.5,
+        least: float = 0.005,
     ):
         self.cost_model = cost_model
         self.history, self.recent, self.patience, self.margin = history, recent, patience, margin
+        self.least = least
         self.refused = 0
         """Plans that `accepts` has refused, in this process."""
         self.reason = ""
@@ -79,9 +85,10 @@ class MigrationGuard:
         if plan == current:
             return False
         promise = self.promise(current, plan)
-        if not self._pays(promise, current, plan, steps):
+        least = self._least_gain(current)
+        if promise < least or not self._pays(promise, current, plan, steps):
             self.refused += 1
-            self.reason = self._explain(promise * steps, self.cost_model.migration_seconds(current, plan))
+            self.reason = self._explain(promise, least, steps, self.cost_model.migration_seconds(current, plan))
             return False
         formers = [*(former for former, _ in self._replaced), current][-self.patience :]
         self._replaced = [(former, []) for former in formers]
@@ -92,24 +99,29 @@ class MigrationGuard:
         if len(self._windows) < FEWEST_WINDOWS:
             return 0.0
         gains = np.array([self._gain(load, current, plan) for load in self._windows])
-        usual_change = float(np.sqrt(np.square(np.diff(gains)).mean()))
-        above_noise = float(gains[-self.recent :].min()) - usual_change
-        return above_noise if len(gains) < self.recent else max(above_noise, float(gains.min()))
+        return max(_lower_bound(gains[-self.recent :]), _lower_bound(gains))
 
     def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
         """Returns the seconds per step that `plan` saves under `load_E`."""
         return self.cost_model.step_seconds(load_E, current) - self.cost_model.step_seconds(load_E, plan)
 
+    def _least_gain(self, current: ExpertPlacement) -> float:
+        """Returns the seconds per step that are not worth a migration, which adds its own noise to a run."""
+        recent = [self.cost_model.step_seconds(load, current) for load in self._windows[-self.recent :]]
+        return self.least * max(recent, default=0.0)
+
     def _pays(self, gain: float, current: ExpertPlacement, plan: ExpertPlacement, steps: int) -> bool:
         return gain * steps > self.margin * self.cost_model.migration_seconds(current, plan)
 
-    def _explain(self, saved: float, migration: float) -> str:
+    def _explain(self, promise: float, least: float, steps: int, migration: float) -> str:
         if len(self._windows) < FEWEST_WINDOWS:
             return f"a gain is judged by {FEWEST_WINDOWS} windows of loads or more"
-        if saved <= 0:
+        if promise <= 0:
             return "its gain cannot be told from how the loads change between windows"
+        if promise < least:
+            return f"it saves less than {self.least:.2%} of the time of the experts"
         return (
-            f"until the next plan it saves {1e3 * saved:.3g} ms, which is less than {self.margin:g} times "
+            f"until the next plan it saves {1e3 * promise * steps:.3g} ms, which is less than {self.margin:g} times "
             f"the {1e3 * migration:.3g} ms of the migration"
         )
 
@@ -123,6 +135,11 @@ class MigrationGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._windows = [np.array(load) for load in state["windows"]]
         self._replaced = [(ExpertPlacement.from_dict(former), list(savings)) for former, savings in state["replaced"]]
+
+
+def _lower_bound(gains: Floats) -> float:
+    """Returns the mean of two gains or more, less 1.5 times its standard error."""
+    return float(gains.mean() - 1.5 * gains.std(ddof=1) / np.sqrt(len(gains)))
 
 
 def plan_layer(
