@@ -132,7 +132,7 @@ def test_two_processes_train_what_one_trains(case: Case, runs: Runs):
 
 
 def interrupted(folder: Path) -> list[dict[str, Any]]:
-    """Four steps, then the last two of them again from the checkpoint of step 2 by a new model and trainer."""
+    """Three steps, then the last of them again from the checkpoint of step 2 by a new model and trainer."""
     found = []
     for case in (Case("Trainer", "experts", MOVING), Case("SFTTrainer", "peft_config")):
         out, ends = folder / case.kind, []
@@ -143,20 +143,20 @@ def interrupted(folder: Path) -> list[dict[str, Any]]:
                     module.attention_dropout = 0.1
             torch.manual_seed(1)
             more = {"peft_config": adapters()} if case.trained == "peft_config" else {}
-            saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "warmup_steps": 1}
+            saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "warmup_steps": 1}
             trainer = make(case.kind, out, model, spread=dict(case.spread), **saving, **more)
             trainer.train(resume_from_checkpoint=resume)
             lines = [
                 (line["loss"], line["grad_norm"], line["learning_rate"]) for line in trainer.state.log_history[:-1]
             ]
             ends.append({"lines": lines, "weights": rows(trainer.model)})
-            remove_checkpoint(out / "checkpoint-4")
+            remove_checkpoint(out / "checkpoint-3")
         found.append({"kind": case.kind, "ends": ends})
     return found
 
 
 def best(folder: Path) -> list[dict[str, Any]]:
-    """With evaluation, where the model of step 2 is called the best: what is left at the end, and what was saved."""
+    """With evaluation, where the model of step 1 is called the best: what is left at the end, and what was saved."""
     from peft import PeftModel
 
     found = []
@@ -164,12 +164,12 @@ def best(folder: Path) -> list[dict[str, Any]]:
     for kind, family in (("Trainer", "gpt_oss"), ("Trainer", FAMILY), ("SFTTrainer", FAMILY)):
         out = folder / f"best-{kind}-{family}"
         more = {"peft_config": adapters()} if kind == "SFTTrainer" else {}
-        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
         chosen = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
         trainer = make(kind, out, base(family), spread={}, **saving, **chosen, prediction_loss_only=True, **more)
         trainer.evaluate = partial(evaluate_as_ever_worse, trainer, trainer.evaluate)
         trainer.train()
-        saved = out / "checkpoint-2"
+        saved = out / "checkpoint-1"
         loaded = PeftModel.from_pretrained(base(family), saved) if more else causal_lm(saved, dtype=torch.float64)
         losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
         found.append({"losses": losses, "weights": rows(trainer.model), "saved": rows(loaded)})
@@ -189,7 +189,7 @@ def test_a_resumed_training_ends_with_the_same_bits(runs: Runs):
     for interruptions, _ in runs[2, saved_and_resumed]:
         for found in interruptions:
             whole, again = found["ends"]
-            assert len(again["lines"]) == 4
+            assert len(again["lines"]) == 3
             assert again["lines"] == whole["lines"], found["kind"]
             assert again["weights"].keys() == whole["weights"].keys()
             for name, value in whole["weights"].items():
