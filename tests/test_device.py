@@ -219,13 +219,13 @@ def plain(results: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in results.items() if name.startswith(("test", "min_expert", "max_expert"))}
 
 
-DYNAMIC = "--max-experts 8 --epochs 2 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
+DYNAMIC = "--max-experts 8 --max-steps 26 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
 MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spare-slots 2 --dispatch-chunks 2"
 
 
 RECIPES = [
     ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
-    ("mnist_moe", 2, f"debug {MOVING} --epochs 1", 1),
+    ("mnist_moe", 2, f"debug {MOVING} --max-steps 18", 1),
     ("lm_moe", 2, "debug --max-steps 12 --dataset folder", 2),
     ("few_labels", 1, "debug --max-steps 20", 0),
 ]

@@ -1,8 +1,8 @@
 """Many processes equal one: the same losses, gradients, norms and weights, step by step.
 
-Ten AdamW steps in float64, over 2.5 epochs whose last batch is short (so some ranks get an empty micro-batch),
-clipped, with balance and z-loss, against one process with the same seed. Each world runs all its cases in one launch.
-On GPUs (`make test-gpu`) each process has its own, or all share one, as `tests.support.gpu` says.
+Six AdamW steps in float64, over an epoch and a half, whose last batch is short (so some ranks get an empty
+micro-batch), clipped, with balance and z-loss, against one process with the same seed. Each world runs all its cases
+in one launch. On GPUs (`make test-gpu`) each process has its own, or all share one, as `tests.support.gpu` says.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from toolkit.train.optim import build_optimizer, warmup_cosine
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
-SAMPLES, BATCH, STEPS, EXPERTS = 58, 16, 10, 8
+SAMPLES, BATCH, STEPS, EXPERTS = 58, 16, 6, 8
 """58 samples in batches of 16: three full ones and one of 10, which leaves 6 of 16 pieces empty."""
 
 
@@ -74,14 +74,10 @@ class Case:
 CASES = [
     Case(1, accumulation=4),
     Case(1, placement="spare"),
-    Case(2),
     Case(2, accumulation=4),
-    Case(2, 2),
-    Case(2, 2, 4),
     Case(2, 2, 1, "shuffled"),
     Case(2, 2, 4, "uneven"),
     Case(2, 2, 4, "copies"),
-    Case(4, 2, 4),
     Case(4, 4),
     Case(4, 2, 1, "copies"),
     Case(4, 4, 4, "copies"),
@@ -90,16 +86,12 @@ CASES = [
     Case(4, 2, 2, "copies", "strided hsdp"),
     Case(4, 4, 1, "uneven", "hsdp"),
     Case(4, 4, 1, "copies", "by node"),
-    Case(4, 2, 4, "uneven", "in chunks"),
+    Case(4, 2, 2, "uneven", "in chunks"),
     Case(4, 4, 1, "uneven", "by node in chunks"),
     Case(4, 2, 1, "uneven", "crossed"),
     Case(8, 4, 1, "copies", "strided by node"),
-    Case(8, 2, 1, "copies", "strided hsdp"),
 ]
-FLOAT32 = [
-    replace(case, dtype=torch.float32)
-    for case in (Case(1, accumulation=4), Case(2, 2, 4), Case(4, 4, 4, "copies"), Case(4, 2, 4, "spare"))
-]
+FLOAT32 = [replace(case, dtype=torch.float32) for case in (Case(1, accumulation=4), Case(2, 2, 4, "copies"))]
 BALANCED_BY_BIAS = [Case(world, world, balance="bias") for world in (1, 2, 4)]
 EVERY_CASE = [Case(1), Case(1, dtype=torch.float32), *CASES, *FLOAT32, *BALANCED_BY_BIAS]
 

@@ -17,7 +17,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.equality import in_float64
-from tests.support.helpers import ROOT, program_environment, run_distributed
+from tests.support.forked_python import ForkedPython
+from tests.support.helpers import ROOT, free_port, program_environment, run_distributed
 from toolkit import experts
 from toolkit.experts.state.state_dict import whole_state_dict
 
@@ -90,16 +91,16 @@ def test_two_and_four_processes_learn_what_one_does_while_experts_move(tmp_path:
 
 def run_example(script: Path, folder: Path) -> list[tuple[str, str]]:
     """The last loss of each rank, and what it is again after loading."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(script), str(folder)],
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return re.findall(r"loss ([\d.]+), again ([\d.]+)", done.stdout)
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environments = [program_environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    ranks = [ForkedPython(str(script), str(folder), env=environment) for environment in environments]
+    try:
+        (first, first_error), (second, second_error) = [rank.communicate(timeout=300) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], first_error + second_error
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return re.findall(r"loss ([\d.]+), again ([\d.]+)", first + second)
 
 
 def test_the_example_saves_and_loads_on_two_processes(tmp_path: Path):

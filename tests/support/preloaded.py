@@ -33,6 +33,9 @@ MODULES = (
 for name in MODULES:
     if find_spec(name.partition(".")[0]):  # some are installed for developers only
         importlib.import_module(name)
+if find_spec("transformers"):
+    # Its table of all families is made when it is first asked for one.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("mixtral")
 
 
 def print_empty(canvas: FigureCanvasAgg, path: Path) -> None:

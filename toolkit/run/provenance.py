@@ -100,8 +100,12 @@ def _digest_of_toolkit() -> str:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    texts = [(file.name, file.read_bytes()) for file in files]
-    return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.name}/{len(content)}/".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
 
 
 def gpu_names() -> str:

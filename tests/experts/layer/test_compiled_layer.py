@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.helpers import program_environment
+from tests.support.forked_python import run_forked
 
 
 def test_a_compiled_layer_is_one_graph_with_the_same_outputs_and_gradients() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("compiled_layer.py"))]
-    done = subprocess.run(command, env=program_environment(), capture_output=True, text=True, timeout=300)
+    done = run_forked(str(Path(__file__).with_name("compiled_layer.py")))
     assert done.returncode == 0, done.stderr

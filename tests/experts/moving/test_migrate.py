@@ -143,7 +143,7 @@ def there_and_back(ep_size: int, seeds: int) -> None:
 
 @pytest.mark.parametrize(("world", "ep_size"), [(1, 1), (2, 2), (4, 4), (4, 2)])
 def test_every_slot_holds_its_expert_after_a_migration_and_after_the_way_back(world: int, ep_size: int) -> None:
-    run_distributed(there_and_back, world, ep_size, 24)
+    run_distributed(there_and_back, world, ep_size, 12)
 
 
 def ranks_without_slots() -> None:

@@ -57,9 +57,8 @@ RANKS_PER_NODE = 2
 # (processes, ep_size, stride of its ranks, accumulation, placement, planner, recompute)
 CASES = [
     (2, 2, 1, 1, "uneven", "lpt", False),
-    (2, 2, 1, 4, "spare", "replicate", True),
-    (4, 4, 1, 1, "replicas", "replicate", False),
-    (4, 2, 1, 4, "replicas", "replicate", True),
+    (2, 2, 1, 2, "spare", "replicate", True),
+    (4, 2, 1, 2, "replicas", "replicate", False),
     (4, 2, 2, 1, "uneven", "lpt", False),
 ]
 

@@ -1,6 +1,6 @@
 """Adapters of experts train as stock PEFT trains them in one process, wherever the experts are.
 
-Three clipped AdamW steps in float64. Each world runs all of its cases in one launch.
+Two clipped AdamW steps in float64. Each world runs all of its cases in one launch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.experts.hosts.peft.models import FAMILIES, adapted, rows
+from tests.experts.hosts.peft.models import adapted, rows
 from tests.experts.hosts.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64, relative_difference
 from tests.support.helpers import run_distributed
@@ -19,7 +19,7 @@ from toolkit.experts.layer.recompute import replay_contexts
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 
-STEPS, SAMPLES, TOLERANCE = 3, 8, 1e-6
+STEPS, SAMPLES, TOLERANCE = 2, 8, 1e-6
 ORDER = (5, 0, 7, 2, 6, 1, 4, 3)
 
 
@@ -39,28 +39,24 @@ class Case(NamedTuple):
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rslora": {"use_rslora": True},
-    "ranks": {"rank_pattern": {"mlp.experts.down_proj": 5}, "alpha_pattern": {"mlp.experts.down_proj": 7}},
-    "one matrix": {"target_parameters": ["mlp.experts.down_proj"]},
+    "rslora of several ranks": {
+        "use_rslora": True,
+        "rank_pattern": {"mlp.experts.down_proj": 5},
+        "alpha_pattern": {"mlp.experts.down_proj": 7},
+    },
     "one layer": {"target_parameters": ["layers.1.mlp.experts.down_proj"]},
-    "experts alone": {"target_modules": []},
+    "experts and a head": {"target_modules": [], "modules_to_save": ["lm_head"]},
     "with the router": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]},
-    "with a head": {"modules_to_save": ["lm_head"]},
     "recomputed": {},
     "adagrad": {},
 }
-CASES = [Case(1, 1, family) for family in list(FAMILIES)[::3]]
-CASES += [Case(2, 2, family, "shuffled", dense="fsdp2" if n % 4 == 1 else "ddp") for n, family in enumerate(FAMILIES)]
+CASES = [Case(1, 1, "mixtral"), Case(1, 1, "gpt_oss")]
+CASES += [Case(2, 2, family, "shuffled") for family in ("gpt_oss", "glm4_moe", "dots1")]
+CASES += [Case(2, 2, family, "shuffled", dense="fsdp2") for family in ("qwen3_moe", "qwen2_moe")]
 CASES += [Case(2, 2, "qwen3_moe", kind=kind) for kind in ADAPTERS if kind != "plain"]
-CASES += [Case(2, 2, "qwen3_moe", placement, trains_base=True) for placement in ("shuffled", "copies")]
-CASES += [Case(2, 2, "qwen3_moe", "moving", trains_base=True, dense="fsdp2")]
-CASES += [Case(2, 2, "gpt_oss", "copies", trains_base=True), Case(2, 1, "mixtral")]
-CASES += [
-    Case(
-        4, 4 if n % 3 else 2, family, ("contiguous", "copies", "moving")[n % 3], dense="fsdp2" if n % 4 == 2 else "ddp"
-    )
-    for n, family in enumerate(list(FAMILIES)[::2])
-]
+CASES += [Case(2, 2, "qwen3_moe", "shuffled", trains_base=True), Case(2, 2, "gpt_oss", "copies", trains_base=True)]
+CASES += [Case(2, 2, "qwen3_moe", "moving", trains_base=True, dense="fsdp2"), Case(2, 1, "mixtral")]
+CASES += [Case(4, 2, "mixtral"), Case(4, 4, "deepseek_v3", "copies"), Case(4, 4, "olmoe", "moving", dense="fsdp2")]
 CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotron_h", "copies", trains_base=True)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -114,16 +114,9 @@ def train_all(folder: Path) -> list[dict[str, Any]]:
         return [train(folder, case) for case in CASES]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[dict[str, Any]]]]:
-    """By number of processes, what each rank recorded of each case."""
-    folder = tmp_path_factory.mktemp("trainers")
-    return {ranks: run_distributed(train_all, ranks, folder) for ranks in (1, 2)}
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_processes_train_what_one_trains(case: Case, runs: dict[int, list[list[dict[str, Any]]]]):
-    (expected,), ranks = ([rank[CASES.index(case)] for rank in runs[number]] for number in (1, 2))
+def test_two_processes_train_what_one_trains(case: Case, runs: Runs):
+    (expected,), ranks = ([rank[CASES.index(case)] for rank in runs[number, train_all]] for number in (1, 2))
     for name in ("loss", "grad_norm"):
         wanted = torch.tensor([line[name] for line in expected["logs"][:STEPS]], dtype=torch.float64)
         for rank in ranks:
@@ -139,7 +132,7 @@ def test_two_processes_train_what_one_trains(case: Case, runs: dict[int, list[li
 
 
 def interrupted(folder: Path) -> list[dict[str, Any]]:
-    """Four steps, then the last two of them again from the checkpoint of step 2 by a new model and trainer."""
+    """Three steps, then the last of them again from the checkpoint of step 2 by a new model and trainer."""
     found = []
     for case in (Case("Trainer", "experts", MOVING), Case("SFTTrainer", "peft_config")):
         out, ends = folder / case.kind, []
@@ -150,20 +143,20 @@ def interrupted(folder: Path) -> list[dict[str, Any]]:
                     module.attention_dropout = 0.1
             torch.manual_seed(1)
             more = {"peft_config": adapters()} if case.trained == "peft_config" else {}
-            saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "warmup_steps": 1}
+            saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "warmup_steps": 1}
             trainer = make(case.kind, out, model, spread=dict(case.spread), **saving, **more)
             trainer.train(resume_from_checkpoint=resume)
             lines = [
                 (line["loss"], line["grad_norm"], line["learning_rate"]) for line in trainer.state.log_history[:-1]
             ]
             ends.append({"lines": lines, "weights": rows(trainer.model)})
-            remove_checkpoint(out / "checkpoint-4")
+            remove_checkpoint(out / "checkpoint-3")
         found.append({"kind": case.kind, "ends": ends})
     return found
 
 
 def best(folder: Path) -> list[dict[str, Any]]:
-    """With evaluation, where the model of step 2 is called the best: what is left at the end, and what was saved."""
+    """With evaluation, where the model of step 1 is called the best: what is left at the end, and what was saved."""
     from peft import PeftModel
 
     found = []
@@ -171,12 +164,12 @@ def best(folder: Path) -> list[dict[str, Any]]:
     for kind, family in (("Trainer", "gpt_oss"), ("Trainer", FAMILY), ("SFTTrainer", FAMILY)):
         out = folder / f"best-{kind}-{family}"
         more = {"peft_config": adapters()} if kind == "SFTTrainer" else {}
-        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
         chosen = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
         trainer = make(kind, out, base(family), spread={}, **saving, **chosen, prediction_loss_only=True, **more)
         trainer.evaluate = partial(evaluate_as_ever_worse, trainer, trainer.evaluate)
         trainer.train()
-        saved = out / "checkpoint-2"
+        saved = out / "checkpoint-1"
         loaded = PeftModel.from_pretrained(base(family), saved) if more else causal_lm(saved, dtype=torch.float64)
         losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
         found.append({"losses": losses, "weights": rows(trainer.model), "saved": rows(loaded)})
@@ -192,25 +185,20 @@ def saved_and_resumed(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str
         return interrupted(folder), best(folder)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_distributed(saved_and_resumed, 2, tmp_path_factory.mktemp("checkpoints"))
-
-
-def test_a_resumed_training_ends_with_the_same_bits(checkpoints: list[Any]):
-    for interruptions, _ in checkpoints:
+def test_a_resumed_training_ends_with_the_same_bits(runs: Runs):
+    for interruptions, _ in runs[2, saved_and_resumed]:
         for found in interruptions:
             whole, again = found["ends"]
-            assert len(again["lines"]) == 4
+            assert len(again["lines"]) == 3
             assert again["lines"] == whole["lines"], found["kind"]
             assert again["weights"].keys() == whole["weights"].keys()
             for name, value in whole["weights"].items():
                 assert torch.equal(again["weights"][name], value), f"{found['kind']}: {name}"
 
 
-def test_the_best_model_is_loaded_at_the_end_on_every_rank(checkpoints: list[Any]):
+def test_the_best_model_is_loaded_at_the_end_on_every_rank(runs: Runs):
     for number in range(3):
-        ranks = [rank[1][number] for rank in checkpoints]
+        ranks = [rank[1][number] for rank in runs[2, saved_and_resumed]]
         assert len(ranks[0]["losses"]) == 2
         assert ranks[0]["losses"] == ranks[1]["losses"]
         weights = together([rank["weights"] for rank in ranks])
@@ -256,9 +244,8 @@ def train_two_models(folder: Path) -> Twice:
         return Twice(lines, rows(trainer.model), len(trainer.experts.migrations), loaded, first() is not None)
 
 
-def test_each_model_of_model_init_is_trained_as_on_one_process(tmp_path: Path):
-    (expected,) = run_distributed(train_two_models, 1, tmp_path)
-    ranks = run_distributed(train_two_models, 2, tmp_path)
+def test_each_model_of_model_init_is_trained_as_on_one_process(runs: Runs):
+    (expected,), ranks = (runs[number, train_two_models] for number in (1, 2))
     assert len(expected.lines[1]) == STEPS
     assert expected.lines[0][0] != pytest.approx(expected.lines[1][0]), "one model was trained twice"
     for rank in ranks:
@@ -272,17 +259,22 @@ def test_each_model_of_model_init_is_trained_as_on_one_process(tmp_path: Path):
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
 
 
-def curve_with_z_loss(folder: Path, micro_batches: int) -> list[tuple[float, float]]:
-    """Loss and norm of each step of eight samples, with a penalty that is a mean over tokens."""
+def curves_with_z_loss(folder: Path) -> list[list[tuple[float, float]]]:
+    """Loss and norm of each step of eight samples in one micro-batch and in two, with a penalty that is a mean over
+    tokens."""
+    found = []
     with quiet_float64():
-        settings = {"gradient_accumulation_steps": micro_batches, "spread": {"z_weight": 1.0}}
-        trainer = make("Trainer", folder, base(FAMILY), **settings)
-        trainer.train()
-        return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+        for micro_batches in (1, 2):
+            settings = {"gradient_accumulation_steps": micro_batches, "spread": {"z_weight": 1.0}}
+            trainer = make("Trainer", folder, base(FAMILY), **settings)
+            trainer.train()
+            logs = trainer.state.log_history
+            found.append([(line["loss"], line["grad_norm"]) for line in logs if "grad_norm" in line])
+    return found
 
 
-def test_a_penalty_is_the_mean_of_those_of_micro_batches(tmp_path: Path):
-    (whole,), (parts,) = (run_distributed(curve_with_z_loss, 1, tmp_path, micro_batches) for micro_batches in (1, 2))
+def test_a_penalty_is_the_mean_of_those_of_micro_batches(runs: Runs):
+    ((whole, parts),) = runs[1, curves_with_z_loss]
     assert len(whole) == STEPS
     assert relative_difference(torch.tensor(parts), torch.tensor(whole)) < IN_FLOAT64
 
@@ -303,8 +295,8 @@ def train_after_evaluation(folder: Path) -> list[tuple[Any, dict[str, torch.Tens
     return found
 
 
-def test_an_evaluation_before_training_changes_nothing(tmp_path: Path):
-    for rank in run_distributed(train_after_evaluation, 2, tmp_path):
+def test_an_evaluation_before_training_changes_nothing(runs: Runs):
+    for rank in runs[2, train_after_evaluation]:
         for (lines, weights), (lines_after, weights_after) in (rank[:2], rank[2:]):
             assert len(lines) == STEPS
             assert lines_after == lines
@@ -331,8 +323,8 @@ def second_stages(folder: Path) -> tuple[list[str], list[float]]:
         return said, rates
 
 
-def test_a_second_stage_keeps_its_optimizer(tmp_path: Path):
-    for said, rates in run_distributed(second_stages, 2, tmp_path):
+def test_a_second_stage_keeps_its_optimizer(runs: Runs):
+    for said, rates in runs[2, second_stages]:
         assert all("was replaced after its experts were spread" in line for line in said)
         assert rates == [1e-4] * STEPS
 
@@ -388,7 +380,7 @@ def refused(folder: Path) -> dict[str, str]:
         }
 
 
-def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(tmp_path: Path):
+def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(runs: Runs):
     expected = {
         "prepared before, in a Trainer": "call expert_trainer with a model that was not prepared",
         "prepared before": "prepare a model that is not",
@@ -400,7 +392,7 @@ def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(tmp_path: P
         "no text": "replay_routes=True: Qwen3MoeForSequenceClassification generates no text",
         "the model's reference": "sync_ref_model=True takes the weights",
     }
-    (messages,) = run_distributed(refused, 1, tmp_path)
+    (messages,) = runs[1, refused]
     assert messages.keys() == expected.keys()
     for name, message in messages.items():
         assert expected[name] in message
@@ -456,8 +448,8 @@ def learn(folder: Path, trained: str, resume: bool | None = None) -> dict[str, A
     return {"norms": norms, "longest": longest, "flipped": flipped, "without_replay": without_replay}
 
 
-def test_policies_learn_with_the_experts_that_generated_texts_of_unequal_lengths(tmp_path: Path):
-    ranks = run_distributed(learn_from_rollouts, 2, tmp_path)
+def test_policies_learn_with_the_experts_that_generated_texts_of_unequal_lengths(runs: Runs):
+    ranks = runs[2, learn_from_rollouts]
     for first, second in zip(*ranks, strict=True):
         assert first["norms"] == second["norms"]
         assert len(first["norms"]) == 4
@@ -469,3 +461,25 @@ def test_policies_learn_with_the_experts_that_generated_texts_of_unequal_lengths
     _, whole, again = ranks[0]
     assert again["norms"] == whole["norms"]
     assert len(again["flipped"]) == 2
+
+
+LAUNCHES: dict[int, list[Callable[[Path], Any]]] = {
+    1: [train_all, train_two_models, curves_with_z_loss, refused],
+    2: [train_all, saved_and_resumed, train_two_models, train_after_evaluation, second_stages, learn_from_rollouts],
+}
+"""By number of processes, which import TRL once for all of them."""
+Runs = dict[tuple[int, Callable[[Path], Any]], list[Any]]
+
+
+def run_all(folder: Path, number: int) -> list[Any]:
+    return [function(folder / function.__name__) for function in LAUNCHES[number]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By number of processes and function, what each rank returned."""
+    folder, found = tmp_path_factory.mktemp("trainers"), {}
+    for number, functions in LAUNCHES.items():
+        for function, *ranks in zip(functions, *run_distributed(run_all, number, folder, number), strict=True):
+            found[number, function] = ranks
+    return found
