@@ -169,7 +169,7 @@ def _units(model: nn.Module, trainable: set[nn.Parameter]) -> list[nn.Module]:
     wanted = set(_repeated(model))
     for module in modules:
         others = [p for p in module.parameters(recurse=False) if p in trainable and p.dtype != usual]
-        if any(holders[parameter] == 1 for parameter in others):
+        if any(holders[parameter] == 1 for parameter in others) and type(module).forward is not nn.Module.forward:
             wanted.add(module)
     units = [module for module in reversed(modules) if module in wanted and module is not model]
     left = set(trainable)
