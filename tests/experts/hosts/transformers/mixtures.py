@@ -17,7 +17,7 @@ from tests.support.equality import in_float64
 EXPERTS, VOCAB = 4, 64
 
 FIELDS = {
-    VOCAB: "vocab_size vocab_size_per_layer_input expert_capacity max_position_embeddings",
+    VOCAB: "vocab_size unpadded_vocab_size vocab_size_per_layer_input expert_capacity max_position_embeddings",
     EXPERTS: "num_experts num_local_experts n_routed_experts moe_num_experts hidden_size_per_layer_input "
     "qk_rope_head_dim qk_nope_head_dim",
     24: "decoder_ffn_dim encoder_ffn_dim d_ff intermediate_size intermediate_size_mlp moe_intermediate_size "
