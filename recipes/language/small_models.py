@@ -124,7 +124,7 @@ def sample_tokens(
     model.eval()
     draws, device = generator(seed, "samples"), next(model.parameters()).device
     text = prompts.to(device)
-    fresh, cache = text, {}
+    fresh, cache = text, dict[str, Any]()
     for _ in range(length):
         output: Any = model(input_ids=fresh, use_cache=True, **cache)
         name = "cache" if "cache" in output else "past_key_values"  # since transformers 5.24, and before
